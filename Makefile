@@ -1,0 +1,54 @@
+# make up · make test · make check · make bench · make gpu
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+SUBJECT ?= engine
+
+.PHONY: help install up test check format manifests control-plane gpu chaos bench clean
+
+help:
+	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
+	@echo "make test           all tests (under 15 minutes on 2 cores)"
+	@echo "make check          ruff, mypy, import-linter"
+	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
+	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
+	@echo "make gpu            kernel tests on a machine with a GPU (uses that machine's python3, torch and triton)"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,dev]"
+	@touch $(STAMP)
+
+install: $(STAMP)
+
+up: $(STAMP)
+	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m baton_operator.manifests --check manifests
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+manifests: $(STAMP)
+	$(BIN)/python -m baton_operator.manifests manifests
+
+control-plane:
+	hack/control-plane.sh
+
+gpu:
+	PYTHONPATH=engine:kernels:kv_transfer $(PYTHON) -m pytest tests/unit/kernels -m "gpu or not gpu" $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

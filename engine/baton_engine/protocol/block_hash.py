@@ -1,0 +1,37 @@
+"""Chained hashes of KV blocks: equal hashes mean equal tokens from the start of the sequence, under the same keys.
+
+Used by the prefix cache, by the KV hand-off (the right bytes of the wrong block must fail) and by routers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+BlockHash = bytes
+"""16 bytes of BLAKE2b."""
+
+DIGEST_BYTES = 16
+
+
+def root_hash(model_key: str, cache_salt: str = "") -> BlockHash:
+    """Parent of a sequence's first block: separates models, adapters and salts."""
+    keys = b"\x00".join((model_key.encode(), cache_salt.encode()))
+    return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Hash of a block, full or partial, that holds `token_ids` after the block hashed as `parent`."""
+    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return hashlib.blake2b(parent + packed, digest_size=DIGEST_BYTES, person=b"baton-block").digest()
+
+
+def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Hashes of the full blocks of `token_ids`, in order; a trailing partial block is left out."""
+    hashes: list[BlockHash] = []
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,363 @@
+"""The asyncio client of one engine instance: the gateway's and the offline API's way to an engine.
+
+One DEALER per engine instance, never reconnected: when the connection goes, the instance counts as dead and every request in
+flight ends with `EngineDeadError`. A restarted pod is another instance, and gets another client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from baton_engine.protocol.messages import (
+    PROTOCOL_VERSION,
+    Dead,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineCoreResponseType,
+    ErrorCode,
+    FinishReason,
+    Hello,
+    Init,
+    Ping,
+    Pong,
+    PrefillResult,
+    Ready,
+    Refused,
+    UtilityOutput,
+    UtilityRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 1.0
+HEARTBEAT_TIMEOUT_S = 15.0
+"""Silence after which an engine counts as dead. A killed process is noticed at once, by its connection; this is for frozen ones."""
+
+
+class EngineDeadError(Exception):
+    """The engine instance is gone or never answered; the text says how that was noticed."""
+
+
+class UtilityError(Exception):
+    """A utility method failed in the engine; the text is the engine's."""
+
+
+class RequestStream:
+    """Outputs of one request, in order: an async iterator that ends after the finished output."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._queue: asyncio.Queue[EngineCoreOutput | EngineDeadError] = asyncio.Queue()
+        self._finished = False
+
+    def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
+        return self
+
+    async def __anext__(self) -> EngineCoreOutput:
+        """Raises EngineDeadError when the engine goes away first."""
+        if self._finished:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, EngineDeadError):
+            self._finished = True
+            raise item
+        self._finished = item.finished
+        return item
+
+    def _put(self, item: EngineCoreOutput | EngineDeadError) -> None:
+        self._queue.put_nowait(item)
+
+
+class EngineClient:
+    """See the module's text. Not thread-safe: all calls from the event loop that called `connect`.
+
+    Args:
+        host, port: of the engine's ROUTER.
+        client_id: for the engine's log.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        client_id: str,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        self.address = f"tcp://{host}:{port}"
+        self.ready: Ready | None = None
+        self.status: Pong | None = None
+        self.dead_reason: str | None = None
+        self._client_id = client_id
+        self._interval_s = heartbeat_interval_s
+        self._timeout_s = heartbeat_timeout_s
+        self._init: asyncio.Future[Init] | None = None
+        self._ready_event = asyncio.Event()
+        self._dead_event = asyncio.Event()
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._last_heard = 0.0
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @property
+    def init(self) -> Init:
+        if self._init is None or not self._init.done():
+            raise RuntimeError("EngineClient.connect() has not succeeded yet")
+        return self._init.result()
+
+    @property
+    def instance_id(self) -> str:
+        return self.init.instance_id
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of this client in flight."""
+        return len(self._streams)
+
+    async def connect(self, timeout_s: float) -> Init:
+        """HELLO -> INIT. Raises EngineDeadError (nobody listens, wrong version) or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        self._init = loop.create_future()
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket = socket
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks; a peer that does not read is caught by the heartbeat
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._last_heard = loop.time()
+        socket.connect(self.address)
+        self._tasks = [
+            loop.create_task(self._receive(), name=f"engine-client-receive {self.address}"),
+            loop.create_task(self._watch_connection(monitor), name=f"engine-client-monitor {self.address}"),
+        ]
+        self._send(EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, self._client_id), instance_id="")
+        try:
+            init = await asyncio.wait_for(asyncio.shield(self._init), timeout_s)
+        except TimeoutError:
+            await self.close()
+            raise TimeoutError(f"{self.address} did not answer HELLO within {timeout_s:g} s") from None
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks.append(loop.create_task(self._heartbeat(), name=f"engine-client-heartbeat {self.address}"))
+        return init
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """Waits until the engine accepts requests. Raises EngineDeadError or TimeoutError."""
+        waits = [asyncio.ensure_future(self._ready_event.wait()), asyncio.ensure_future(self._dead_event.wait())]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        if self.ready is None:
+            raise TimeoutError(f"{self.address} was not ready within {timeout_s:g} s")
+        return self.ready
+
+    def add(self, request: EngineCoreRequest) -> RequestStream:
+        """Sends ADD. Raises EngineDeadError if the engine is known to be gone, ValueError for an id already in flight."""
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        if request.request_id in self._streams:
+            raise ValueError(f"request id {request.request_id!r} is already in flight on {self.address}")
+        stream = RequestStream(request.request_id)
+        self._streams[request.request_id] = stream
+        self._send(EngineCoreRequestType.ADD, request)
+        return stream
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Sends ABORT; the streams end with finish_reason ABORT once the engine confirms. Unknown ids are ignored."""
+        ids = [request_id for request_id in request_ids if request_id in self._streams]
+        if ids and self.dead_reason is None:
+            self._send(EngineCoreRequestType.ABORT, ids)
+
+    def prefill_result(self, result: PrefillResult) -> None:
+        if self.dead_reason is None:
+            self._send(EngineCoreRequestType.PREFILL_RESULT, result)
+
+    async def call(self, method: str, *args: object, timeout_s: float = 10.0) -> Any:
+        """Calls a utility method. Returns its msgpack value. Raises UtilityError, EngineDeadError or TimeoutError."""
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method, list(args)))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{self.address} did not answer {method}() within {timeout_s:g} s") from None
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def wait_dead(self) -> str:
+        """Returns the reason once the engine is gone or the client was closed."""
+        await self._dead_event.wait()
+        assert self.dead_reason is not None
+        return self.dead_reason
+
+    async def close(self) -> None:
+        """Ends the connection; requests in flight end with EngineDeadError. Idempotent."""
+        self._die("the client closed the connection")
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        await asyncio.gather(*(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True)
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def _send(self, kind: EngineCoreRequestType, payload: object, *, instance_id: str | None = None) -> None:
+        if self._socket is None:
+            raise RuntimeError("EngineClient.connect() has not been called")
+        identity = self.instance_id if instance_id is None else instance_id
+        # Without a high-water mark the returned future is done at once.
+        self._socket.send_multipart([kind.value, identity.encode(), self._encoder.encode(payload)], copy=True)
+
+    async def _receive(self) -> None:
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        handlers: list[tuple[EngineCoreResponseType, type, Callable[[Any], None]]] = [
+            (EngineCoreResponseType.OUTPUTS, EngineCoreOutputs, self._on_outputs),
+            (EngineCoreResponseType.INIT, Init, self._on_init),
+            (EngineCoreResponseType.READY, Ready, self._on_ready),
+            (EngineCoreResponseType.PONG, Pong, self._on_pong),
+            (EngineCoreResponseType.REFUSED, Refused, self._on_refused),
+            (EngineCoreResponseType.DEAD, Dead, self._on_dead),
+        ]
+        decode: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
+            kind.value: (msgspec.msgpack.Decoder(payload), handle) for kind, payload, handle in handlers
+        }
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._last_heard = loop.time()
+            try:
+                kind, instance_id, payload = frames
+                decoder, handle = decode[kind]
+                message = decoder.decode(payload)
+            except (ValueError, KeyError, msgspec.DecodeError) as error:
+                self._die(f"{self.address} sent a message that cannot be read: {error!r}")
+                return
+            known = self._init is not None and self._init.done()
+            if known and instance_id and instance_id.decode() != self.instance_id:
+                self._die(f"{self.address} is another instance now: {instance_id.decode()}")
+                return
+            handle(message)
+
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        frames = await monitor.recv_multipart()
+        event = parse_monitor_message(frames)["event"]
+        # What the engine said before its connection ended is still in the queue: let the receiver take it first.
+        await asyncio.sleep(0)
+        reached = self._init is not None and self._init.done()
+        self._die(f"{self.address}: " + ("connection lost" if reached else f"cannot connect ({zmq.Event(event).name})"))
+
+    async def _heartbeat(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sequence in itertools.count():
+            self._send(EngineCoreRequestType.PING, Ping(sequence))
+            await asyncio.sleep(self._interval_s)
+            silence = loop.time() - self._last_heard
+            if silence > self._timeout_s:
+                self._die(f"{self.address}: no sign of life for {silence:.1f} s")
+                return
+
+    def _on_init(self, init: Init) -> None:
+        assert self._init is not None
+        if init.protocol_version != PROTOCOL_VERSION:
+            self._die(f"{self.address} speaks protocol {init.protocol_version}, this client {PROTOCOL_VERSION}")
+        elif not self._init.done():
+            self._init.set_result(init)
+
+    def _on_ready(self, ready: Ready) -> None:
+        self.ready = ready
+        self._ready_event.set()
+
+    def _on_pong(self, pong: Pong) -> None:
+        self.status = pong
+
+    def _on_refused(self, refused: Refused) -> None:
+        stream = self._streams.pop(refused.request_id, None)
+        if stream is not None:
+            stream._put(
+                EngineCoreOutput(
+                    refused.request_id,
+                    [],
+                    finish_reason=FinishReason.ERROR,
+                    error=refused.reason,
+                    error_code=ErrorCode.INVALID,
+                )
+            )
+        elif self._init is not None and not self._init.done():
+            self._die(f"{self.address} refused the connection: {refused.reason}")
+        else:
+            logger.warning("%s refused a message: %s", self.address, refused.reason)
+
+    def _on_dead(self, dead: Dead) -> None:
+        self._die(f"{self.address}: engine failed: {dead.reason}")
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        for output in message.outputs:
+            stream = (
+                self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+            )
+            if stream is not None:
+                stream._put(output)
+        if message.utility_output is not None:
+            self._on_utility(message.utility_output)
+
+    def _on_utility(self, output: UtilityOutput) -> None:
+        future = self._calls.get(output.call_id)
+        if future is None or future.done():
+            return
+        if output.failure_message is not None:
+            future.set_exception(UtilityError(output.failure_message))
+        else:
+            future.set_result(output.result)
+
+    def _die(self, reason: str) -> None:
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        self._dead_event.set()
+        error = EngineDeadError(reason)
+        if self._init is not None and not self._init.done():
+            self._init.set_exception(error)
+            # connect() may be gone (cancelled): an exception that nobody reads is not worth a warning.
+            self._init.exception()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream._put(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with contextlib.suppress(Exception):
+            await self.close()

@@ -1,0 +1,163 @@
+"""Configuration of one engine and of one gateway, as structs.
+
+The operator writes them as JSON into a ConfigMap; `baton-engine --config FILE` and `baton-gateway --config FILE` read them,
+and every field has a command-line flag that overrides it. What is not set has the default written here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+ENGINE_PORT = 5557
+KV_PORT = 5558
+ENGINE_HTTP_PORT = 8000
+GATEWAY_PORT = 8080
+
+
+class KVRole(enum.StrEnum):
+    NONE = "none"
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    BOTH = "both"
+
+
+class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    pass
+
+
+class ModelConfig(_Config, frozen=True):
+    path: str
+    """Folder with config.json, safetensors and tokenizer.json, as the container sees it."""
+    served_name: str = ""
+    """Name clients use; empty: the folder's name."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16. auto: the checkpoint's, but float32 on a CPU without native bf16."""
+    max_model_len: int | None = None
+    """Prompt plus generated tokens. None: the model's own maximum."""
+
+
+class CacheConfig(_Config, frozen=True):
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """None: what memory_bytes holds."""
+    memory_bytes: int = 256 * 2**20
+    """KV memory of one engine on a CPU."""
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(_Config, frozen=True):
+    max_num_batched_tokens: int = 512
+    """Token budget of one step; longer prompts are chunked."""
+    max_num_seqs: int = 64
+    max_queue: int = 4096
+    """Waiting requests; more are refused as OVERLOADED."""
+
+
+class KVTransferConfig(_Config, frozen=True):
+    role: KVRole = KVRole.NONE
+    transport: str = "ucx"
+    """ucx, nixl or inproc."""
+    port: int = KV_PORT
+    load_failure_policy: str = "recompute"
+    """recompute or fail."""
+    load_timeout_s: float = 30.0
+    """A consumer stops waiting for blocks after this long without progress."""
+    lease_s: float = 30.0
+    """A producer keeps unfetched blocks this long after the last sign of the consumer."""
+
+
+class EngineConfig(_Config, frozen=True):
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    num_threads: int | None = None
+    """Compute threads of this process. None: all cores. Several engines on one machine must share."""
+    engine_port: int = ENGINE_PORT
+    http_port: int = ENGINE_HTTP_PORT
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, running requests may take this long to end."""
+
+
+class DiscoveryConfig(_Config, frozen=True):
+    """Where the gateway finds its engines: exactly one of file and service."""
+
+    file: str = ""
+    """JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}, read again when it changes."""
+    namespace: str = ""
+    service: str = ""
+    """Pods labelled serving.baton.dev/service=<service> in the namespace, watched."""
+    resync_s: float = 30.0
+    """Full re-list: a lost watch event heals after this long at most."""
+
+
+class GatewayConfig(_Config, frozen=True):
+    model: ModelConfig
+    discovery: DiscoveryConfig
+    port: int = GATEWAY_PORT
+    max_concurrent_requests: int = 1024
+    """Beyond it: 429 with Retry-After."""
+    prefill_threshold_tokens: int = 0
+    """Prompts shorter than this are prefilled by the decode pod itself."""
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+
+
+class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine pod as discovery sees it."""
+
+    name: str
+    role: str
+    """prefill or decode."""
+    host: str
+    engine_port: int = ENGINE_PORT
+    kv_port: int = KV_PORT
+    draining: bool = False
+
+
+class EngineEndpoints(msgspec.Struct, kw_only=True):
+    """Content of the discovery file."""
+
+    engines: list[EngineEndpoint]
+
+
+def pod_ip() -> str:
+    """The only address this process may bind: $POD_IP, else loopback."""
+    return os.environ.get("POD_IP") or "127.0.0.1"
+
+
+def container_path(path: str) -> Path:
+    """The host's path of `path` as the pod sees it.
+
+    In a container they are the same. A pod that runs as a plain process has its volumes under $BATON_POD_ROOT.
+    """
+    root = os.environ.get("BATON_POD_ROOT")
+    if root:
+        mapped = Path(root) / path.lstrip("/")
+        if mapped.exists():
+            return mapped
+    return Path(path)
+
+
+def compatibility_hash(model_files: dict[str, bytes], dtype: str, block_size: int, layout: str) -> str:
+    """Equal on pods that may exchange KV blocks and continue each other's requests.
+
+    Args:
+        model_files: small files that identify the checkpoint (config.json, weight index), by name.
+        dtype: of weights and KV cache.
+        layout: name of the KV layout.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
+    for name in sorted(model_files):
+        digest.update(name.encode() + b"\x00" + hashlib.blake2b(model_files[name]).digest())
+    digest.update(f"{dtype}/{block_size}/{layout}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,204 @@
+"""EngineClient against a hand-driven ROUTER: what it says, and how it notices that an engine is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_engine.protocol.messages import (
+    PROTOCOL_VERSION,
+    Dead,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineCoreResponseType,
+    ErrorCode,
+    FinishReason,
+    Init,
+    Pong,
+    Ready,
+    Refused,
+    UtilityOutput,
+    UtilityRequest,
+)
+from baton_engine.protocol.sampling import SamplingParams
+
+DEADLINE_S = 10.0
+
+
+class Router:
+    """The engine's end, one message at a time."""
+
+    def __init__(self, instance_id: str = "i1", version: int = PROTOCOL_VERSION) -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.instance_id = instance_id
+        self.version = version
+        self.peer = b""
+
+    async def receive(self, kind: EngineCoreRequestType) -> tuple[str, bytes]:
+        """Next message of this kind (heartbeats in between are passed over): (instance id, payload)."""
+        while True:
+            peer, got, identity, payload = await asyncio.wait_for(self.socket.recv_multipart(), DEADLINE_S)
+            self.peer = peer
+            if got == kind.value:
+                return identity.decode(), payload
+
+    async def send(self, kind: EngineCoreResponseType, payload: Any) -> None:
+        await self.socket.send_multipart(
+            [self.peer, kind.value, self.instance_id.encode(), msgspec.msgpack.encode(payload)]
+        )
+
+    async def accept(self) -> None:
+        await self.receive(EngineCoreRequestType.HELLO)
+        await self.send(EngineCoreResponseType.INIT, Init(self.version, self.instance_id, "hash"))
+
+
+@pytest.fixture
+async def router():
+    router = Router()
+    yield router
+    router.socket.close(linger=0)
+
+
+async def connected(router: Router, **options: float) -> EngineClient:
+    client = EngineClient("127.0.0.1", router.port, client_id="test", **options)
+    accept = asyncio.create_task(router.accept())
+    await client.connect(DEADLINE_S)
+    await accept
+    return client
+
+
+def request(request_id: str = "r") -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, [1, 2, 3], SamplingParams())
+
+
+async def test_outputs_reach_their_stream_in_order_and_the_stream_ends(router):
+    client = await connected(router)
+    stream = client.add(request("a"))
+    identity, payload = await router.receive(EngineCoreRequestType.ADD)
+    assert identity == "i1"
+    assert msgspec.msgpack.decode(payload, type=EngineCoreRequest) == request("a")
+    first = EngineCoreOutput("a", [5])
+    last = EngineCoreOutput("a", [6], token_offset=1, finish_reason=FinishReason.LENGTH)
+    stranger = EngineCoreOutput("other", [9])
+    await router.send(EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([first, stranger]))
+    await router.send(EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([last]))
+    assert [output async for output in stream] == [first, last]
+    assert client.num_unfinished == 0
+    await client.close()
+
+
+async def test_ready_and_status_come_with_their_messages(router):
+    client = await connected(router, heartbeat_interval_s=0.05)
+    with pytest.raises(TimeoutError, match="not ready"):
+        await client.wait_ready(0.05)
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    assert (await client.wait_ready(DEADLINE_S)).max_model_len == 4096
+    await router.receive(EngineCoreRequestType.PING)
+    await router.send(EngineCoreResponseType.PONG, Pong(0, draining=True))
+    async with asyncio.timeout(DEADLINE_S):
+        while client.status is None:
+            await asyncio.sleep(0.01)
+    assert client.status.draining
+    await client.close()
+
+
+async def test_nobody_listening_is_an_error_at_once():
+    with zmq.Context.instance().socket(zmq.ROUTER) as closed:
+        port = closed.bind_to_random_port("tcp://127.0.0.1")
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineDeadError, match="cannot connect"):
+            await EngineClient("127.0.0.1", port, client_id="test").connect(DEADLINE_S)
+
+
+async def test_a_connection_that_goes_away_ends_every_request(router):
+    client = await connected(router)
+    stream = client.add(request())
+    await router.receive(EngineCoreRequestType.ADD)
+    router.socket.close(linger=0)
+    with pytest.raises(EngineDeadError, match="connection lost"):
+        await asyncio.wait_for(anext(aiter(stream)), DEADLINE_S)
+    assert "connection lost" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
+    with pytest.raises(EngineDeadError):
+        client.add(request("later"))
+    await client.close()
+
+
+async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router):
+    client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1)
+    assert "no sign of life" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
+    await client.close()
+
+
+async def test_dead_message_names_the_engines_reason(router):
+    client = await connected(router)
+    stream = client.add(request())
+    await router.send(EngineCoreResponseType.DEAD, Dead("out of memory"))
+    with pytest.raises(EngineDeadError, match="out of memory"):
+        await asyncio.wait_for(anext(aiter(stream)), DEADLINE_S)
+    await client.close()
+
+
+async def test_another_instance_behind_the_same_address_is_not_listened_to(router):
+    client = await connected(router)
+    router.instance_id = "i2"
+    await router.send(EngineCoreResponseType.READY, Ready(1, 1, 1))
+    assert "another instance" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
+    assert client.ready is None
+    await client.close()
+
+
+async def test_a_refused_request_ends_with_an_error_output(router):
+    client = await connected(router)
+    stream = client.add(request())
+    await router.receive(EngineCoreRequestType.ADD)
+    await router.send(EngineCoreResponseType.REFUSED, Refused("wrong shape", "r"))
+    output = await asyncio.wait_for(anext(aiter(stream)), DEADLINE_S)
+    assert (output.finish_reason, output.error, output.error_code) == (
+        FinishReason.ERROR,
+        "wrong shape",
+        ErrorCode.INVALID,
+    )
+    await client.close()
+
+
+async def test_version_mismatch_is_refused_with_both_versions():
+    router = Router(version=PROTOCOL_VERSION + 1)
+    client = EngineClient("127.0.0.1", router.port, client_id="test")
+    accept = asyncio.create_task(router.accept())
+    with pytest.raises(EngineDeadError, match=f"{PROTOCOL_VERSION + 1}.*{PROTOCOL_VERSION}"):
+        await client.connect(DEADLINE_S)
+    await accept
+    router.socket.close(linger=0)
+
+
+async def test_utility_calls_return_values_and_errors(router):
+    client = await connected(router)
+
+    async def serve() -> None:
+        _, payload = await router.receive(EngineCoreRequestType.UTILITY)
+        call = msgspec.msgpack.decode(payload, type=UtilityRequest)
+        output = UtilityOutput(call.call_id, result=[call.method, *call.args])
+        await router.send(EngineCoreResponseType.OUTPUTS, EngineCoreOutputs(utility_output=output))
+        _, payload = await router.receive(EngineCoreRequestType.UTILITY)
+        call = msgspec.msgpack.decode(payload, type=UtilityRequest)
+        output = UtilityOutput(call.call_id, failure_message="no such method")
+        await router.send(EngineCoreResponseType.OUTPUTS, EngineCoreOutputs(utility_output=output))
+
+    server = asyncio.create_task(serve())
+    assert await client.call("echo", 1, "x") == ["echo", 1, "x"]
+    with pytest.raises(UtilityError, match="no such method"):
+        await client.call("nonsense")
+    await server
+    with pytest.raises(TimeoutError, match=r"slow\(\)"):
+        await client.call("slow", timeout_s=0.05)
+    await client.close()
