@@ -1,0 +1,72 @@
+"""Streams one chat answer from an OpenAI endpoint and measures it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    ttft_s: float
+    """From sending the request to the first piece of text."""
+    tokens: int
+    tokens_per_s: float
+    """After the first token."""
+
+
+class AskError(Exception):
+    """The endpoint refused, or the stream broke."""
+
+
+async def ask(
+    endpoint: str, model: str, prompt: str, *, max_tokens: int, on_text: Callable[[str], None], timeout_s: float
+) -> Answer:
+    """Raises AskError."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+    }
+    pieces: list[str] = []
+    tokens = 0
+    started = time.perf_counter()
+    first = 0.0
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{endpoint}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status != 200:
+                raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                chunk = json.loads(line[len(b"data: ") :])
+                if "error" in chunk:
+                    raise AskError(chunk["error"].get("message", str(chunk["error"])))
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+                for choice in chunk.get("choices", []):
+                    text = choice["delta"].get("content") or ""
+                    if text:
+                        first = first or time.perf_counter()
+                        pieces.append(text)
+                        on_text(text)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise AskError(f"{endpoint}: {error or type(error).__name__}") from None
+    if not tokens:
+        raise AskError("the stream ended without usage: the answer is not whole")
+    ended = time.perf_counter()
+    first = first or ended
+    rate = (tokens - 1) / (ended - first) if tokens > 1 and ended > first else 0.0
+    return Answer("".join(pieces), first - started, tokens, rate)

@@ -1,0 +1,219 @@
+"""The `baton` command.
+
+baton up -f FILE [--model DIR] [--once] [--detach]     a local cluster around one LLMService
+baton status [-o json] · baton logs [POD] [-f] · baton down
+baton checkpoint create --arch ARCH --out DIR          a checkpoint with random weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from baton_local.state import ClusterInfo, StateDir
+
+if TYPE_CHECKING:
+    from baton_local.service import ServiceStatus
+
+
+def main() -> None:
+    """Entry point of the `baton` script."""
+    parser = _parser()
+    args = parser.parse_args()
+    try:
+        sys.exit(args.run(args))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `baton logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton", description="LLM serving on Kubernetes, and on this one machine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="start a local cluster around one LLMService")
+    up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
+    up.add_argument("--model", type=Path, help="checkpoint folder; overrides spec.model.uri")
+    mode = up.add_mutually_exclusive_group()
+    mode.add_argument("--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed")
+    mode.add_argument("--detach", action="store_true", help="return once Ready, leave the cluster running")
+    up.add_argument("--control-plane", choices=["embedded", "real"], default="embedded", help="default: embedded")
+    up.add_argument(
+        "--ingress-port", type=int, default=0, help="of the Ingress proxy on 127.0.0.1 (default: a free one)"
+    )
+    up.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for Ready (default 180)")
+    up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
+    up.set_defaults(run=_run_up)
+
+    status = commands.add_parser("status", help="service, conditions, endpoint, pods, kubeconfig")
+    status.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    status.set_defaults(run=_run_status)
+
+    logs = commands.add_parser("logs", help="log of a pod, or of a component of the local cluster")
+    logs.add_argument(
+        "name", nargs="?", help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)"
+    )
+    logs.add_argument("-f", "--follow", action="store_true")
+    logs.add_argument("--tail", type=int, default=None, metavar="LINES")
+    logs.set_defaults(run=_run_logs)
+
+    down = commands.add_parser("down", help="end the local cluster")
+    down.set_defaults(run=_run_down)
+
+    checkpoint = commands.add_parser("checkpoint", help="make checkpoints")
+    checkpoint_commands = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    create = checkpoint_commands.add_parser("create", help="write a Hugging Face folder with random weights")
+    if sys.argv[1:3] == ["checkpoint", "create"]:  # importing torch takes seconds: only where it is used
+        from baton_engine import checkpoint as checkpoint_module
+
+        checkpoint_module.add_arguments(create)
+        create.set_defaults(run=checkpoint_module.run)
+    return parser
+
+
+def _run_up(args: argparse.Namespace) -> int:
+    from baton_local.up import UpOptions, run_up
+
+    if args.detach:
+        return _detach(args.timeout)
+    options = UpOptions(
+        file=args.file,
+        model=args.model,
+        once=args.once,
+        control_plane=args.control_plane,
+        ingress_port=args.ingress_port,
+        timeout_s=args.timeout,
+        max_tokens=args.max_tokens,
+    )
+    return run_up(options, StateDir(), Console())
+
+
+def _detach(timeout_s: float) -> int:
+    """Runs the same command line as a background process, until its service is Ready."""
+    console, state = Console(), StateDir()
+    if (pid := state.supervisor()) is not None:
+        console.print(f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); `baton down` ends it")
+        return 1
+    state.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log_path = state.logs / "supervisor.log"
+    command = [sys.executable, "-m", "baton_local.cli", *(arg for arg in sys.argv[1:] if arg != "--detach")]
+    with open(log_path, "wb") as log:
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    deadline = time.monotonic() + timeout_s + 90.0
+    while time.monotonic() < deadline and supervisor.poll() is None:
+        if (info := state.read_info()) is not None:
+            status = asyncio.run(_status(info))
+            if status is not None and status.ready and status.endpoint:
+                console.print(f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n`baton down` ends it.")
+                return 0
+        time.sleep(0.2)
+    console.print("[red]baton up:[/] not Ready; the supervisor said:")
+    console.out(log_path.read_text(errors="replace"))
+    with contextlib.suppress(ProcessLookupError):
+        supervisor.terminate()
+    return 1
+
+
+async def _status(info: ClusterInfo) -> ServiceStatus | None:
+    from kubernetes.aio.client import ApiException
+
+    from baton_local.service import ClusterApi
+
+    async with ClusterApi.connect(Path(info.kubeconfig)) as api:
+        try:
+            return await api.service(info.namespace, info.service)
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+
+def _running(command: str) -> ClusterInfo | None:
+    state = StateDir()
+    info = state.read_info()
+    if info is None:
+        what = "is still starting" if state.supervisor() else f"is not running (no supervisor holds {state.root})"
+        Console(stderr=True).print(
+            f"[red]baton {command}:[/] the local cluster {what}; start one with `baton up -f FILE`"
+        )
+    return info
+
+
+def _run_status(args: argparse.Namespace) -> int:
+    info = _running("status")
+    if info is None:
+        return 1
+    status = asyncio.run(_status(info))
+    if status is None:
+        Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
+        return 1
+    if args.output == "json":
+        print(msgspec.json.format(msgspec.json.encode(status)).decode())
+        return 0
+    from baton_local.display import service_tables
+
+    console = Console()
+    console.print(service_tables(status))
+    console.print(f"\nendpoint    {status.endpoint}\nkubeconfig  {status.kubeconfig}", highlight=False)
+    return 0
+
+
+def _run_logs(args: argparse.Namespace) -> int:
+    info = _running("logs")
+    if info is None:
+        return 1
+    component = StateDir().logs / f"{args.name}.log"
+    if args.name and component.is_file():
+        tail = ["tail", "-n", str(args.tail) if args.tail else "+1", *(["-F"] if args.follow else []), str(component)]
+        return subprocess.run(tail, check=False).returncode
+    return asyncio.run(_print_logs(info, args.name, args.follow, args.tail))
+
+
+async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: int | None) -> int:
+    from kubernetes.aio.client import ApiException
+
+    from baton_local.service import ClusterApi
+
+    async with ClusterApi.connect(Path(info.kubeconfig)) as api:
+        pods = [name] if name else [pod.name for pod in (await api.service(info.namespace, info.service)).pods]
+
+        async def copy(pod: str) -> int:
+            prefix = f"[{pod}] " if len(pods) > 1 else ""
+            rest = b""
+            try:
+                async for chunk in api.log(info.namespace, pod, follow=follow, tail=tail):
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        print(prefix + line.decode(errors="replace"), flush=follow)
+            except ApiException as error:
+                print(f"{prefix}{error.status} {error.reason}", file=sys.stderr)
+                return 1
+            if rest:
+                print(prefix + rest.decode(errors="replace"))
+            return 0
+
+        return max(await asyncio.gather(*map(copy, pods)), default=0)
+
+
+def _run_down(args: argparse.Namespace) -> int:
+    stopped = StateDir().stop_supervisor(timeout_s=60.0)
+    print("stopped" if stopped else "no local cluster was running")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The processes of a local cluster: control plane, kubelet, proxy, operator; and the controllers of an embedded plane.
+
+They are children of the supervisor (`baton up`) and die with it, also when it is killed: each asks the kernel for SIGKILL at its
+parent's death. Pods die with their kubelet in the same way, which is the kubelet's own promise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_local.state import StateDir
+
+PR_SET_PDEATHSIG = 1
+STOP_TIMEOUT_S = 20.0
+
+
+class ComponentError(Exception):
+    """A process of the cluster did not start, or ended by itself; the text has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    command: list[str]
+    env: dict[str, str]
+
+
+class LocalCluster:
+    """Starts and stops the components in order.
+
+    Args:
+        state: an acquired folder.
+        control_plane: "embedded" or "real".
+        ingress_port: of the Ingress proxy on 127.0.0.1; 0 picks a free one.
+    """
+
+    def __init__(self, state: StateDir, *, control_plane: str, ingress_port: int) -> None:
+        self.state = state
+        self.control_plane = control_plane
+        self.ingress_port = ingress_port
+        self.kubeconfig = state.root / "control-plane" / "kubeconfig"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def start_control_plane(self, timeout_s: float) -> None:
+        """Returns once the API server answers: the kubeconfig exists. Raises ComponentError."""
+        self.kubeconfig.unlink(missing_ok=True)
+        module = [sys.executable, "-m", f"baton_local.control_plane.{self.control_plane}"]
+        self._spawn(Component("control-plane", [*module, "--state-dir", str(self.kubeconfig.parent)], {}))
+        deadline = time.monotonic() + timeout_s
+        while not self.kubeconfig.exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ComponentError(
+                    f"the control plane did not answer within {timeout_s:g} s\n{self.log_tail('control-plane')}"
+                )
+            time.sleep(0.02)
+
+    def start_node(self) -> None:
+        """Kubelet and proxy, and the controllers that a real control plane brings itself."""
+        module = [sys.executable, "-m"]
+        kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
+        kubelet = [*module, "baton_local.kubelet", *kubeconfig, "--state-dir", str(self.state.root / "kubelet")]
+        if self.control_plane == "real":
+            kubelet += ["--address-pool", "198.18.0.0/16"]  # its API refuses 127/8 in Endpoints
+        self._spawn(Component("kubelet", [*kubelet, "--node-name", "baton-local"], {}))
+        if self.control_plane == "embedded":
+            self._spawn(Component("controllers", [*module, "baton_local.controllers", *kubeconfig], {}))
+        ingress = ["--ingress-address", "127.0.0.1", "--ingress-port", str(self.ingress_port)]
+        self._spawn(Component("proxy", [*module, "baton_local.proxy", *kubeconfig, *ingress], {}))
+
+    def start_operator(self) -> None:
+        operator = str(Path(sys.executable).parent / "baton-operator")
+        command = [operator, "--kubeconfig", str(self.kubeconfig), "--http-port", "0"]
+        self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1"}))
+
+    def check(self) -> None:
+        """Raises ComponentError if a component ended by itself."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise ComponentError(f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}")
+
+    def stop(self) -> None:
+        """Operator first, so that nobody repairs what is being taken down; control plane last. Idempotent."""
+        for name in ("operator", "controllers", "kubelet", "proxy", "control-plane"):
+            process = self._processes.pop(name, None)
+            if process is None or process.poll() is not None:
+                continue
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def log_tail(self, name: str, lines: int = 15) -> str:
+        try:
+            text = (self.state.logs / f"{name}.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _spawn(self, component: Component) -> None:
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before prctl
+                os._exit(1)
+
+        with open(self.state.logs / f"{component.name}.log", "wb") as log:
+            self._processes[component.name] = subprocess.Popen(
+                component.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **component.env},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the rest in order
+                preexec_fn=die_with_parent,
+            )

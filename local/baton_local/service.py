@@ -1,0 +1,175 @@
+"""What the commands ask of the API server: apply a file, read one LLMService and its pods, follow a log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import yaml
+from kubernetes.aio import client, config
+from kubernetes.aio.dynamic import DynamicClient
+
+GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
+FIELD_MANAGER = "baton"
+RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
+
+JsonObject = dict[str, Any]
+"""A Kubernetes object as JSON: its schema is the API server's."""
+
+
+class PodStatus(msgspec.Struct):
+    name: str
+    role: str
+    ip: str
+    phase: str
+    ready: bool
+    restarts: int
+    reason: str
+    """Why it is not ready, as far as its containers say."""
+
+
+class Condition(msgspec.Struct):
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+class ServiceStatus(msgspec.Struct):
+    service: str
+    namespace: str
+    endpoint: str
+    model: str
+    """Name clients use."""
+    ingress_host: str
+    conditions: list[Condition]
+    pods: list[PodStatus]
+    kubeconfig: str
+
+    @property
+    def ready(self) -> bool:
+        return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
+
+
+class ClusterApi:
+    """An API server's client, bound to one kubeconfig. Use `connect`."""
+
+    def __init__(self, api: client.ApiClient, kubeconfig: Path) -> None:
+        self._api = api
+        self._core = client.CoreV1Api(api)
+        self._custom = client.CustomObjectsApi(api)
+        self._kubeconfig = kubeconfig
+
+    @staticmethod
+    @asynccontextmanager
+    async def connect(kubeconfig: Path) -> AsyncIterator[ClusterApi]:
+        api = await config.new_client_from_config(config_file=str(kubeconfig))
+        try:
+            yield ClusterApi(api, kubeconfig)
+        finally:
+            await api.close()
+
+    async def apply(self, documents: list[JsonObject]) -> None:
+        """Server-side apply, in order. Raises kubernetes' ApiException with the API server's message."""
+        dynamic = await DynamicClient(self._api)
+        for document in documents:
+            resource = await dynamic.resources.get(api_version=document["apiVersion"], kind=document["kind"])
+            namespace = document["metadata"].get("namespace", "default") if resource.namespaced else None
+            await resource.server_side_apply(
+                body=document,
+                name=document["metadata"]["name"],
+                namespace=namespace,
+                field_manager=FIELD_MANAGER,
+                force_conflicts=True,
+            )
+
+    async def crd_established(self) -> bool:
+        api = client.ApiextensionsV1Api(self._api)
+        crd = await api.read_custom_resource_definition(f"{PLURAL}.{GROUP}")
+        return any(c.type == "Established" and c.status == "True" for c in crd.status.conditions or [])
+
+    async def service(self, namespace: str, name: str) -> ServiceStatus:
+        """One LLMService and its pods as they are now."""
+        service = await self._custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
+        pods = await self._core.list_namespaced_pod(namespace, label_selector=f"serving.baton.dev/service={name}")
+        status = service.get("status") or {}
+        spec = service["spec"]
+        return ServiceStatus(
+            service=name,
+            namespace=namespace,
+            endpoint=status.get("endpoint", ""),
+            model=spec["model"].get("servedName") or name,
+            ingress_host=((spec.get("gateway") or {}).get("ingress") or {}).get("host", ""),
+            conditions=[
+                Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
+                for c in status.get("conditions", [])
+            ],
+            pods=sorted((_pod_status(pod) for pod in pods.items), key=lambda pod: pod.name),
+            kubeconfig=str(self._kubeconfig),
+        )
+
+    async def ingress_port(self) -> int | None:
+        """Where the Ingress proxy listens, as it wrote it on the node; None before it did."""
+        nodes = await self._core.list_node()
+        for node in nodes.items:
+            port = (node.metadata.annotations or {}).get("baton.dev/ingress-port")
+            if port:
+                return int(port)
+        return None
+
+    async def log(self, namespace: str, pod: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
+        """The pod's log, chunk by chunk."""
+        options: JsonObject = {} if tail is None else {"tail_lines": tail}
+        response = await self._core.read_namespaced_pod_log(
+            pod, namespace, follow=follow, _preload_content=False, _request_timeout=None, **options
+        )
+        async for chunk in response.content.iter_any():
+            yield chunk
+
+
+def load_documents(path: Path) -> list[JsonObject]:
+    """Kubernetes objects of a YAML file. Raises ValueError that names the file and what is wrong with it."""
+    try:
+        documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    for document in documents:
+        if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
+            raise ValueError(f"{path}: every document needs apiVersion, kind and metadata")
+    return documents
+
+
+async def kv_bytes_received(pods: list[PodStatus]) -> int:
+    """Sum over the decode pods of the KV bytes they took from peers, from their metrics."""
+    total = 0.0
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        for pod in pods:
+            if pod.role == "decode" and pod.ready:
+                async with session.get(f"http://{pod.ip}:8000/metrics") as response:
+                    for line in (await response.text()).splitlines():
+                        if line.startswith(RECEIVED_BYTES):
+                            total += float(line.split()[-1])
+    return int(total)
+
+
+def _pod_status(pod: client.V1Pod) -> PodStatus:
+    containers = pod.status.container_statuses or []
+    waiting = [c.state.waiting for c in containers if c.state and c.state.waiting]
+    ended = [c.last_state.terminated for c in containers if c.last_state and c.last_state.terminated]
+    reason = next((w.reason for w in waiting if w.reason), "")
+    message = next((t.message.strip().splitlines()[-1] for t in ended if t.message and t.message.strip()), "")
+    return PodStatus(
+        name=pod.metadata.name,
+        role=(pod.metadata.labels or {}).get("serving.baton.dev/role", ""),
+        ip=pod.status.pod_ip or "",
+        phase="Terminating" if pod.metadata.deletion_timestamp else pod.status.phase or "",
+        ready=any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or []),
+        restarts=sum(c.restart_count or 0 for c in containers),
+        reason=": ".join(filter(None, (reason, message))) if reason else "",
+    )

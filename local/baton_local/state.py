@@ -1,0 +1,99 @@
+"""Where a local cluster keeps its files, and who holds it: one folder, one lock, one supervisor."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+
+class ClusterRunningError(Exception):
+    """Another supervisor holds this state folder."""
+
+
+class ClusterInfo(msgspec.Struct):
+    """Written by the supervisor once the control plane answers; read by the other commands."""
+
+    supervisor_pid: int
+    kubeconfig: str
+    control_plane: str
+    namespace: str
+    service: str
+
+
+class StateDir:
+    """`$BATON_HOME`, else `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "baton"
+        self.root = root or Path(os.environ.get("BATON_HOME") or default)
+        self.logs = self.root / "logs"
+        self.models = self.root / "models"
+        self._lock_file: int | None = None
+
+    @property
+    def _info_path(self) -> Path:
+        return self.root / "cluster.json"
+
+    def acquire(self) -> None:
+        """Becomes the supervisor of this folder until the process ends. Raises ClusterRunningError."""
+        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_file)
+            raise ClusterRunningError(
+                f"a local cluster is already running from {self.root}: see `baton status`, end it with `baton down`, "
+                "or set BATON_HOME to another folder"
+            ) from None
+        os.ftruncate(lock_file, 0)
+        os.pwrite(lock_file, str(os.getpid()).encode(), 0)
+        self._lock_file = lock_file  # kept open: the lock ends with the process, however it ends
+        self._info_path.unlink(missing_ok=True)
+
+    def supervisor(self) -> int | None:
+        """Pid of the running supervisor, None if there is none. The lock tells, so a dead one is never reported."""
+        try:
+            lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return int(os.pread(lock_file, 32, 0) or b"0") or None
+        finally:
+            os.close(lock_file)
+
+    def write_info(self, info: ClusterInfo) -> None:
+        temporary = self._info_path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(info))
+        temporary.rename(self._info_path)
+
+    def read_info(self) -> ClusterInfo | None:
+        """What the running supervisor wrote; None if none runs or it is not that far yet."""
+        if self.supervisor() is None:
+            return None
+        try:
+            return msgspec.json.decode(self._info_path.read_bytes(), type=ClusterInfo)
+        except FileNotFoundError:
+            return None
+
+    def stop_supervisor(self, timeout_s: float) -> bool:
+        """SIGTERM, then SIGKILL after `timeout_s`. Returns whether one was running."""
+        pid = self.supervisor()
+        if pid is None:
+            return False
+        for signum, deadline_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+            os.kill(pid, signum)
+            deadline = time.monotonic() + deadline_s
+            while time.monotonic() < deadline:
+                if self.supervisor() is None:
+                    return True
+                time.sleep(0.05)
+        raise TimeoutError(f"supervisor {pid} holds {self.root} and does not end")

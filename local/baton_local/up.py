@@ -1,0 +1,261 @@
+"""`baton up`: a local cluster around one LLMService, from nothing to a streamed answer.
+
+    checkpoint (if none is named) | control plane -> CRD -> kubelet, proxy, operator -> apply the file -> Ready -> one answer
+
+The process stays as the supervisor until Ctrl-C, SIGTERM or `baton down`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_operator.crd import custom_resource_definition
+from kubernetes.aio.client import ApiException
+from rich.console import Console
+from rich.live import Live
+
+from baton_local.ask import AskError, ask
+from baton_local.cluster import ComponentError, LocalCluster
+from baton_local.display import service_tables
+from baton_local.service import ClusterApi, JsonObject, ServiceStatus, kv_bytes_received, load_documents
+from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+
+DEMO_MODEL_URI = "file:///models/demo"
+"""What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""
+DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
+PROMPT = "Tell me about the relay race: who hands the baton to whom?"
+CONTROL_PLANE_TIMEOUT_S = 60.0
+
+
+class UpError(Exception):
+    """Something the user can act on; the text says what."""
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    file: Path
+    model: Path | None
+    once: bool
+    control_plane: str
+    ingress_port: int
+    timeout_s: float
+    max_tokens: int
+
+
+def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
+    """Exit status: 0 after the answer (once) or an ordered end; 1 if anything failed."""
+    try:
+        documents, service = _read_service(options.file)
+        state.acquire()
+    except (ValueError, UpError, ClusterRunningError) as error:
+        console.print(f"[red]baton up:[/] {error}")
+        return 1
+    cluster = LocalCluster(state, control_plane=options.control_plane, ingress_port=options.ingress_port)
+    try:
+        return asyncio.run(_up(options, state, cluster, documents, service, console))
+    except (UpError, ComponentError, AskError) as error:
+        console.print(f"[red]baton up:[/] {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    finally:
+        console.print("stopping", style="dim")
+        cluster.stop()
+
+
+async def _up(
+    options: UpOptions,
+    state: StateDir,
+    cluster: LocalCluster,
+    documents: list[JsonObject],
+    service: JsonObject,
+    console: Console,
+) -> int:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stopped.set)
+    work = asyncio.create_task(_bring_up(options, state, cluster, documents, service, console, stopped))
+    stop = asyncio.create_task(stopped.wait())
+    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return 1 if options.once else 0
+    stop.cancel()
+    return await work
+
+
+async def _bring_up(
+    options: UpOptions,
+    state: StateDir,
+    cluster: LocalCluster,
+    documents: list[JsonObject],
+    service: JsonObject,
+    console: Console,
+    stopped: asyncio.Event,
+) -> int:
+    started = time.monotonic()
+    checkpoint = asyncio.create_task(_provide_model(options.model, service, state, console))
+    try:
+        cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
+        cluster.start_node()
+        namespace, name = service["metadata"].setdefault("namespace", "default"), service["metadata"]["name"]
+        async with ClusterApi.connect(cluster.kubeconfig) as api:
+            await api.apply([custom_resource_definition()])
+            await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
+            cluster.start_operator()
+            await checkpoint
+            try:
+                await api.apply(documents)
+            except ApiException as error:
+                raise UpError(f"{options.file} was refused: {_api_message(error)}") from None
+            state.write_info(
+                ClusterInfo(
+                    supervisor_pid=os.getpid(),
+                    kubeconfig=str(cluster.kubeconfig),
+                    control_plane=options.control_plane,
+                    namespace=namespace,
+                    service=name,
+                )
+            )
+            status = await _wait_ready(api, cluster, namespace, name, options.timeout_s, started, console)
+            _print_next_steps(status, await api.ingress_port(), time.monotonic() - started, console)
+            await _answer(api, status, options, console)
+            if options.once:
+                return 0
+            console.print("\nRunning until Ctrl-C.", style="dim")
+            while not stopped.is_set():
+                cluster.check()
+                await asyncio.sleep(0.5)
+            return 0
+    finally:
+        checkpoint.cancel()
+        await asyncio.gather(checkpoint, return_exceptions=True)
+
+
+def _read_service(path: Path) -> tuple[list[JsonObject], JsonObject]:
+    documents = load_documents(path)
+    services = [document for document in documents if document["kind"] == "LLMService"]
+    if len(services) != 1:
+        raise UpError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
+    return documents, services[0]
+
+
+async def _provide_model(model: Path | None, service: JsonObject, state: StateDir, console: Console) -> None:
+    """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder."""
+    spec_model = service.setdefault("spec", {}).setdefault("model", {})
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise UpError(f"--model {model}: no config.json there; name a Hugging Face checkpoint folder")
+        spec_model["uri"] = f"file://{model.resolve()}"
+        return
+    if spec_model.get("uri") != DEMO_MODEL_URI:
+        return
+    demo = state.models / "demo"
+    if not (demo / "config.json").is_file():
+        console.print(f"creating a demo checkpoint in {demo}", style="dim")
+        partial = demo.with_name("demo.partial")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton_local.cli", "checkpoint", "create", *DEMO_CHECKPOINT, "--out", str(partial)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        if process.returncode != 0:
+            raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
+        partial.rename(demo)
+    spec_model["uri"] = f"file://{demo}"
+
+
+async def _wait_ready(
+    api: ClusterApi,
+    cluster: LocalCluster,
+    namespace: str,
+    name: str,
+    timeout_s: float,
+    started: float,
+    console: Console,
+) -> ServiceStatus:
+    deadline = time.monotonic() + timeout_s
+    with Live(console=console, refresh_per_second=8, transient=not console.is_terminal) as live:
+        while True:
+            cluster.check()
+            status = await api.service(namespace, name)
+            live.update(service_tables(status, time.monotonic() - started))
+            if status.ready and status.endpoint:
+                return status
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.2)
+    console.print(service_tables(status))
+    for pod in status.pods:
+        if not pod.ready:
+            console.print(f"\n[bold]last lines of {pod.name}[/]")
+            try:
+                async for chunk in api.log(namespace, pod.name, follow=False, tail=10):
+                    console.out(chunk.decode(errors="replace"), end="")
+            except ApiException as error:
+                console.print(_api_message(error), style="dim")
+    raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; see `baton logs` and {cluster.state.logs}")
+
+
+def _print_next_steps(status: ServiceStatus, ingress_port: int | None, elapsed_s: float, console: Console) -> None:
+    console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
+    lines = [
+        f"export KUBECONFIG={status.kubeconfig}",
+        f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
+        f"curl {status.endpoint}/v1/models",
+        f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{status.model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
+    ]
+    if status.ingress_host and ingress_port:
+        lines.append(f"curl -H 'Host: {status.ingress_host}' http://127.0.0.1:{ingress_port}/v1/models")
+    for line in lines:
+        console.out("  " + line, highlight=False)
+
+
+async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, console: Console) -> None:
+    before = await kv_bytes_received(status.pods)
+    console.print(f"\n[bold]> {PROMPT}[/]")
+    answer = await ask(
+        status.endpoint,
+        status.model,
+        PROMPT,
+        max_tokens=options.max_tokens,
+        on_text=lambda text: console.out(text, end="", highlight=False),
+        timeout_s=options.timeout_s,
+    )
+    now = await api.service(status.namespace, status.service)
+    moved = await kv_bytes_received(now.pods) - before
+    console.print(
+        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s, "
+        f"{moved / 2**20:.2f} MiB of KV moved from prefill to decode",
+        highlight=False,
+    )
+    if any(pod.role == "prefill" for pod in now.pods) and moved == 0:
+        raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen; see `baton logs`")
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise UpError(f"{message} within {timeout_s:g} s")
+        await asyncio.sleep(0.05)
+
+
+def _api_message(error: ApiException) -> str:
+    """What the API server said, out of its Status body."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)

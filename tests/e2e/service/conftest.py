@@ -1,0 +1,38 @@
+"""One local cluster per control plane and session, with the service `demo` on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from baton_engine.checkpoint import create_checkpoint
+
+from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+
+ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
+PLANES = ("embedded", "real")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One small checkpoint per architecture."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for arch in ARCHITECTURES:
+        create_checkpoint(root / arch, arch, seed=3)
+    return {arch: root / arch for arch in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session", params=PLANES)
+def cluster(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[LocalClusterUnderTest]:
+    with local_cluster(request.param) as cluster:
+        cluster.up(manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}}))
+        yield cluster
+
+
+@pytest.fixture
+def demo(cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]) -> str:
+    """Name of a Ready service with one prefill and one decode pod, whatever the test before did to it."""
+    cluster.apply(manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}}))
+    cluster.wait_ready("demo")
+    return "demo"

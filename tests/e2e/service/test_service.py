@@ -1,0 +1,262 @@
+"""From `kubectl apply` to tokens: the whole product on a local cluster, with an embedded and with a real control plane."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import aiohttp
+import openai
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from support.local_cluster import LocalClusterUnderTest, manifest
+from support.parity import assert_greedy, prompts, reference_model
+from support.waiting import eventually
+
+
+def client_of(cluster: LocalClusterUnderTest, name: str, **options: object) -> openai.OpenAI:
+    endpoint = cluster.get("llms", name)["status"]["endpoint"]
+    options = {"max_retries": 0, "timeout": 120.0, **options}
+    return openai.OpenAI(base_url=f"{endpoint}/v1", api_key="unused", **options)
+
+
+def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: str) -> float:
+    """Sum of an engine metric over a role's pods."""
+    import urllib.request
+
+    total = 0.0
+    for pod in cluster.pods(name, role):
+        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8000/metrics", timeout=10) as response:
+            for line in response.read().decode().splitlines():
+                if line.split("{")[0].split(" ")[0] == metric_name:
+                    total += float(line.split()[-1])
+    return total
+
+
+def engine_process(cluster: LocalClusterUnderTest, pod: str) -> psutil.Process:
+    """The process that is the pod's container."""
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            root = environment.get("BATON_POD_ROOT", "")
+            if root.startswith(f"{cluster.home}/") and environment.get("POD_NAME") == pod:
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no process of pod {pod}")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
+def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluster, checkpoints, demo, arch):
+    name = demo
+    if arch != "qwen3":
+        name = arch.replace("_", "-")
+        cluster.apply(manifest(name, checkpoints[arch]))
+        cluster.wait_ready(name)
+    client = client_of(cluster, name)
+    vocab_size = Tokenizer.from_file(str(checkpoints[arch] / "tokenizer.json")).get_vocab_size()
+    asked = prompts(32, vocab_size, longest=150, seed=11)
+    computed_before = metric(cluster, name, "decode", "baton:prompt_tokens_computed_total")
+    outputs: list[list[int]] = [[] for _ in asked]
+
+    def ask(i: int) -> None:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.completions.create(model=name, prompt=asked[i], max_tokens=48, temperature=0, extra_body=extra)
+        outputs[i] = answer.choices[0].model_extra["token_ids"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(output) for output in outputs] == [48] * len(asked)
+    assert_greedy(reference_model(checkpoints[arch]), asked, outputs, f"{arch} over HTTP, {cluster.control_plane}")
+    assert metric(cluster, name, "decode", "baton:prompt_tokens_computed_total") == computed_before
+    received = metric(cluster, name, "decode", "baton:prompt_tokens_remote_total")
+    cached = metric(cluster, name, "decode", "baton:prompt_tokens_cached_total")
+    assert received + cached >= sum(map(len, asked))
+    if name != "demo":
+        cluster.kubectl("delete", "llms", name, "--wait=true")
+        eventually(
+            lambda: not cluster.pods(name, "decode") and not cluster.pods(name, "prefill"),
+            timeout_s=60,
+            what=f"pods of the deleted {name} gone",
+        )
+
+
+def test_openai_client_streams_through_the_service_and_through_the_ingress(cluster, demo):
+    messages = [{"role": "user", "content": "Who carries the baton?"}]
+    direct = client_of(cluster, demo)
+    assert [model.id for model in direct.models.list()] == [demo]
+    whole = direct.chat.completions.create(model=demo, messages=messages, max_tokens=24, temperature=0)
+    ports = [node["metadata"]["annotations"].get("baton.dev/ingress-port") for node in cluster.get("nodes")["items"]]
+    ingress = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{ports[0]}/v1",
+        api_key="unused",
+        max_retries=0,
+        timeout=60.0,
+        default_headers={"Host": "demo.localhost"},
+    )
+    for client in (direct, ingress):
+        stream = client.chat.completions.create(
+            model=demo,
+            messages=messages,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage == whole.usage
+        assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
+
+
+def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
+    client = client_of(cluster, demo)
+    stop = threading.Event()
+    done: list[int] = []
+    failures: list[str] = []
+
+    def load(worker: int) -> None:
+        while not stop.is_set():
+            try:
+                answer = client.completions.create(
+                    model=demo,
+                    prompt=f"worker {worker} asks for the {len(done)}th time",
+                    max_tokens=32,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+                done.append(answer.usage.completion_tokens)
+            except openai.OpenAIError as error:
+                failures.append(repr(error))
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        cluster.kubectl("scale", "llms/demo", "--replicas=3")
+        eventually(lambda: cluster.wait_ready(demo)["decode"]["ready"] == 3, timeout_s=120, what="3 decode pods ready")
+        cluster.kubectl("scale", "llms/demo", "--replicas=1")
+        eventually(lambda: len(cluster.pods(demo, "decode")) == 1, timeout_s=120, what="1 decode pod left")
+        answered = len(done)
+        eventually(lambda: len(done) > answered + 4, timeout_s=60, what="requests after scaling")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    assert set(done) == {32}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "gateway"])
+def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, role):
+    pod = cluster.pods(demo, role)[0]["metadata"]["name"]
+    process = engine_process(cluster, pod)
+    seen: list[tuple[str, str]] = []
+    os.kill(process.pid, signal.SIGKILL)
+
+    def not_ready() -> bool:
+        condition = cluster.condition(demo)
+        seen.append((condition["status"], condition["reason"]))
+        return condition["status"] == "False" and bool(condition["reason"])
+
+    eventually(not_ready, timeout_s=60, what=f"Ready=False after the {role} died", every_s=0.05)
+    cluster.wait_ready(demo)
+    restarted = next(p for p in cluster.pods(demo, role) if p["metadata"]["name"] == pod)
+    assert restarted["status"]["containerStatuses"][0]["restartCount"] >= 1
+
+    def answers() -> bool:
+        try:
+            answer = client_of(cluster, demo).completions.create(
+                model=demo, prompt="again", max_tokens=8, temperature=0
+            )
+        except openai.OpenAIError as error:
+            raise AssertionError(repr(error)) from error
+        return answer.usage.completion_tokens > 0
+
+    eventually(answers, timeout_s=30, what="an answer after the restart")
+
+
+def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints):
+    bad = manifest("bad", checkpoints["qwen3"])
+    bad["spec"]["decode"]["replicas"] = -1
+    assert "spec.decode.replicas" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+    bad = manifest("bad", checkpoints["qwen3"])
+    bad["spec"]["model"]["dtype"] = "int3"
+    assert "spec.model.dtype" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+    del bad["spec"]["model"]
+    assert "spec.model" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+
+
+def test_a_missing_model_is_told_and_heals_when_it_appears(cluster, checkpoints, tmp_path):
+    path = tmp_path / "later"
+    cluster.apply(manifest("late", path, prefill=0))
+
+    def told() -> bool:
+        condition = cluster.condition("late")
+        assert condition["reason"] == "ModelNotFound", condition
+        return condition["status"] == "False" and str(path) in condition["message"]
+
+    eventually(told, timeout_s=90, what="Ready=False, ModelNotFound with the path")
+    path.symlink_to(checkpoints["llama"])
+    cluster.wait_ready("late")
+    answer = client_of(cluster, "late").completions.create(model="late", prompt="hello", max_tokens=4)
+    assert answer.usage.completion_tokens > 0
+    cluster.kubectl("delete", "llms", "late")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", b'{"model": "demo", "prompt": ', 400, None),
+        ("completions", {"model": "other", "prompt": "x"}, 404, "model"),
+        ("completions", {"model": "demo", "prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"model": "demo", "prompt": {"text": "x"}}, 400, "prompt"),
+        ("completions", {"model": "demo", "prompt": [7] * 5000, "max_tokens": 1}, 400, "prompt"),
+        ("chat/completions", {"model": "demo", "messages": "x"}, 400, "messages"),
+        ("chat/completions", {"model": "demo", "messages": [], "temperature": "hot"}, 400, "temperature"),
+        ("chat/completions", {"model": "demo"}, 400, "messages"),
+    ],
+)
+async def test_bad_requests_get_openai_errors(cluster, demo, path, body, status, param):
+    endpoint = cluster.get("llms", demo)["status"]["endpoint"]
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{endpoint}/v1/{path}", data=raw, headers={"Content-Type": "application/json"}) as response,
+    ):
+        error = (await response.json())["error"]
+        assert response.status == status, error
+        assert set(error) >= {"message", "type", "param", "code"}
+        if param is not None:
+            assert error["param"] == param
+
+
+def test_kubectl_works_as_people_use_it(cluster, demo):
+    table = cluster.kubectl("get", "llms")
+    assert table.split()[0] == "NAME"
+    assert "demo" in table
+    assert "kind: LLMService" in cluster.kubectl("get", "llms", "demo", "-o", "yaml")
+    cluster.kubectl("wait", "--for=condition=Ready", "llms/demo", "--timeout=60s")
+    described = cluster.kubectl("describe", "llms", "demo")
+    assert "Conditions" in described
+    patch = json.dumps({"metadata": {"labels": {"team": "relay"}}})
+    cluster.kubectl("patch", "llms", "demo", "--type=merge", "-p", patch)
+    assert "demo" in cluster.kubectl("get", "llms", "-l", "team=relay")
+    pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
+    assert "engine" in cluster.kubectl("logs", pod).lower()
+    assert cluster.kubectl("logs", pod, "--tail=1").count("\n") <= 1
+
+
+def test_a_checkpoint_path_must_be_absolute(checkpoints: dict[str, Path], cluster):
+    bad = manifest("relative", Path("models/x"))
+    assert "spec.model.uri" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)

@@ -1,0 +1,165 @@
+"""Engine, hand-off and gateway as processes, without Kubernetes: the tokens are the reference's, and the KV cache was moved."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import openai
+import pytest
+
+from baton_engine.protocol.client import EngineClient
+from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
+from baton_engine.protocol.messages import EngineCoreRequest
+from baton_engine.protocol.sampling import SamplingParams
+from support.parity import assert_greedy, prompts
+from support.pods import pods
+
+VOCAB = 500  # ids below it exist in every test checkpoint
+
+
+async def complete(url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object) -> list[int]:
+    """Token ids of a completion. temperature 0, EOS ignored, unless `extra` says otherwise."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120.0) as client:
+        body = {"temperature": 0, **extra}
+        extra_body = {"ignore_eos": True, "return_token_ids": True}
+        answer = await client.completions.create(
+            model="m", prompt=prompt, max_tokens=max_tokens, extra_body=extra_body, **body
+        )
+        return answer.choices[0].model_extra["token_ids"]
+
+
+async def generate(client: EngineClient, request: EngineCoreRequest) -> list[int]:
+    tokens = list(request.generated_token_ids)
+    async for output in client.add(request):
+        assert not output.error, output.error
+        assert output.token_offset == len(tokens)
+        tokens += output.new_token_ids
+    return tokens
+
+
+async def test_engine_alone_is_greedy_equal_to_transformers(stack):
+    asked = prompts(32, VOCAB, longest=150, seed=1)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
+        await client.connect(10)
+        await client.wait_ready(10)
+        outputs = await asyncio.gather(
+            *(generate(client, EngineCoreRequest(f"alone-{i}", prompt, params)) for i, prompt in enumerate(asked))
+        )
+    assert_greedy(stack.reference, asked, list(outputs), f"{stack.arch} engine alone")
+
+
+async def test_whole_path_is_greedy_equal_and_decode_computes_no_prompt_token(stack):
+    asked = prompts(32, VOCAB, longest=150, seed=2)
+    before = stack.decode.metric("baton:prompt_tokens_computed_total")
+    sent_before = stack.prefill.metric("baton:prompt_tokens_computed_total")
+    outputs = await asyncio.gather(*(complete(stack.url, prompt) for prompt in asked))
+    assert_greedy(stack.reference, asked, list(outputs), f"{stack.arch} whole path")
+    assert stack.decode.metric("baton:prompt_tokens_computed_total") == before
+    assert stack.decode.metric("baton:kv_transfer_bytes_received_total") > 0
+    assert stack.prefill.metric("baton:prompt_tokens_computed_total") > sent_before
+    moved = stack.decode.metric("baton:prompt_tokens_remote_total") + stack.decode.metric(
+        "baton:prompt_tokens_cached_total"
+    )
+    assert moved >= sum(map(len, asked))
+
+
+async def test_a_seed_gives_the_same_tokens_again_whatever_runs_beside(stack):
+    prompt = list(range(20, 60))
+    alone = await complete(stack.url, prompt, temperature=1.0, seed=1234)
+    crowd = [complete(stack.url, other, temperature=1.0) for other in prompts(6, VOCAB, longest=90, seed=3)]
+    again, other, *_ = await asyncio.gather(
+        complete(stack.url, prompt, temperature=1.0, seed=1234),
+        complete(stack.url, prompt, temperature=1.0, seed=1235),
+        *crowd,
+    )
+    assert again == alone
+    assert other != alone
+
+
+async def test_any_engine_continues_what_another_began(stack):
+    """Prompt + generated ids + seed are all that a pod needs to go on."""
+    params = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True)
+    prompt = list(range(100, 141))
+    async with (
+        EngineClient(stack.prefill.address, ENGINE_PORT, client_id="a") as one,
+        EngineClient(stack.decode.address, ENGINE_PORT, client_id="b") as two,
+    ):
+        for client in (one, two):
+            await client.connect(10)
+            await client.wait_ready(10)
+        whole = await generate(one, EngineCoreRequest("whole", prompt, params))
+        for cut in (1, 7, 39):
+            rest = await generate(
+                two, EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut])
+            )
+            assert rest == whole
+
+
+async def test_prefill_death_is_survived_and_its_return_used(own_stack):
+    prompt = list(range(30, 130))
+    expected = await complete(own_stack.url, prompt)
+    own_stack.prefill.kill()
+    assert await complete(own_stack.url, prompt) == expected
+    own_stack.prefill.restart()
+    own_stack.prefill.wait_ready(ENGINE_HTTP_PORT)
+
+    async def handed_over() -> bool:
+        before = own_stack.decode.metric("baton:prompt_tokens_remote_total")
+        fresh = prompts(1, VOCAB, longest=100, seed=int(before) + 77)[0] * 40
+        await complete(own_stack.url, fresh[:90], 4)
+        return own_stack.decode.metric("baton:prompt_tokens_remote_total") > before
+
+    async with asyncio.timeout(60):
+        while not await handed_over():
+            await asyncio.sleep(0.2)
+
+
+async def test_decode_death_fails_clearly_and_later_requests_succeed(own_stack):
+    running = [asyncio.create_task(complete(own_stack.url, prompt, 400)) for prompt in prompts(4, VOCAB, longest=60)]
+    async with asyncio.timeout(30):
+        while own_stack.decode.metric("baton:generation_tokens_total") < 20:
+            await asyncio.sleep(0.05)
+    own_stack.decode.kill()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*running, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, openai.APIStatusError | list), repr(result)
+    own_stack.decode.restart()
+    own_stack.decode.wait_ready(ENGINE_HTTP_PORT)
+    own_stack.gateway.wait_ready(GATEWAY_PORT)
+    assert len(await complete(own_stack.url, list(range(50, 90)))) == 48
+
+
+async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
+    async with openai.AsyncOpenAI(base_url=own_stack.url, api_key="unused", max_retries=0) as client:
+        stream = await client.completions.create(
+            model="m", prompt="relay", max_tokens=150, stream=True, temperature=0, extra_body={"ignore_eos": True}
+        )
+        first = await anext(aiter(stream))
+        own_stack.gateway.process.send_signal(signal.SIGTERM)
+        own_stack.decode.process.send_signal(signal.SIGTERM)
+        rest = [chunk async for chunk in stream]
+    assert first.choices
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert own_stack.gateway.process.wait(timeout=30) == 0
+    assert own_stack.decode.process.wait(timeout=30) == 0
+
+
+async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(checkpoints, stack, tmp_path):
+    if stack.arch != "qwen3":
+        pytest.skip("one architecture is enough here")
+    with pods(tmp_path, 20) as group:
+        engine = group.engine("tiny", stack.checkpoint, cache=CacheConfig(num_blocks=24))
+        engine.wait_ready(ENGINE_HTTP_PORT)
+        asked = prompts(12, VOCAB, longest=100, seed=4)
+        params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+        async with EngineClient(engine.address, ENGINE_PORT, client_id="test") as client:
+            await client.connect(10)
+            await client.wait_ready(10)
+            outputs = await asyncio.gather(
+                *(generate(client, EngineCoreRequest(f"r{i}", prompt, params)) for i, prompt in enumerate(asked))
+            )
+        assert_greedy(stack.reference, asked, list(outputs), "tiny pool")
+        assert engine.metric("baton:num_preemptions_total") > 0

@@ -1,0 +1,141 @@
+"""A local cluster under test: `baton up --detach` in a state folder of its own, driven with kubectl and HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.waiting import eventually
+
+BATON = [sys.executable, "-m", "baton_local.cli"]
+ASSETS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton/control-plane/v1.20.2"
+
+
+def require_control_plane(kind: str) -> None:
+    """Skips (or, where CI demands it, fails) when the real binaries are not on this machine."""
+    if kind == "embedded" or os.environ.get("KUBEBUILDER_ASSETS") or (ASSETS / "kube-apiserver").exists():
+        return
+    message = "no real control plane on this machine: run `make control-plane` once, or set KUBEBUILDER_ASSETS"
+    if os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def processes_with_home(home: Path) -> list[psutil.Process]:
+    """Every live process of the cluster in this folder: its components know BATON_HOME, its pods a root below it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            ours = environment.get("BATON_HOME") == str(home) or environment.get("BATON_POD_ROOT", "").startswith(
+                f"{home}/"
+            )
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+class LocalClusterUnderTest:
+    def __init__(self, home: Path, control_plane: str) -> None:
+        self.home = home
+        self.control_plane = control_plane
+        self.env = {**os.environ, "BATON_HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+    def baton(self, *args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*BATON, *args], env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def up(self, manifest: dict[str, Any]) -> None:
+        path = self.home / "service.yaml"
+        path.write_text(json.dumps(manifest))  # JSON is YAML
+        done = self.baton("up", "-f", str(path), "--detach", "--control-plane", self.control_plane)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.component_logs()}"
+
+    def down(self) -> None:
+        self.baton("down")
+
+    def component_logs(self) -> str:
+        return "\n".join(
+            f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            for log in sorted(self.home.glob("logs/*.log"))
+        )
+
+    def kubectl(self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0) -> str:
+        """stdout, or with check=False stdout and stderr of the failed command."""
+        done = subprocess.run(
+            ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            input=stdin,
+        )
+        if check:
+            assert done.returncode == 0, f"kubectl {' '.join(args)}: {done.stderr}\n{self.component_logs()}"
+            return done.stdout
+        return done.stdout + done.stderr
+
+    def get(self, *args: str) -> dict[str, Any]:
+        return json.loads(self.kubectl("get", *args, "-o", "json"))
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        # 1.20 has no server-side field validation, and kubectl's own needs a schema that this server does not publish for CRs.
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+    def condition(self, name: str, kind: str = "Ready") -> dict[str, Any]:
+        conditions = self.get("llms", name).get("status", {}).get("conditions", [])
+        return next((c for c in conditions if c["type"] == kind), {"status": None, "reason": None, "message": None})
+
+    def wait_ready(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
+        """The service's status once Ready=True for its current generation."""
+
+        def probe() -> dict[str, Any] | None:
+            service = self.get("llms", name)
+            status = service.get("status", {})
+            ready = next((c for c in status.get("conditions", []) if c["type"] == "Ready"), {})
+            assert ready.get("status") == "True", f"{status} {self.kubectl('get', 'pods', '-o', 'wide')}"
+            assert ready.get("observedGeneration") == service["metadata"]["generation"]
+            return status
+
+        return eventually(probe, timeout_s=timeout_s, what=f"{name} Ready") or {}
+
+    def pods(self, service: str, role: str) -> list[dict[str, Any]]:
+        labels = f"serving.baton.dev/service={service},serving.baton.dev/role={role}"
+        return self.get("pods", "-l", labels)["items"]
+
+
+@contextlib.contextmanager
+def local_cluster(control_plane: str) -> Iterator[LocalClusterUnderTest]:
+    require_control_plane(control_plane)
+    with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as folder:
+        cluster = LocalClusterUnderTest(Path(folder), control_plane)
+        try:
+            yield cluster
+        finally:
+            cluster.down()
+
+
+def manifest(name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, **spec: Any) -> dict[str, Any]:
+    """An LLMService small enough for several on two cores."""
+    return {
+        "apiVersion": "serving.baton.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "model": {"uri": f"file://{checkpoint}", "servedName": name, "dtype": "float32"},
+            **({"prefill": {"replicas": prefill}} if prefill else {}),
+            "decode": {"replicas": decode},
+            **spec,
+        },
+    }

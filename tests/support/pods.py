@@ -1,0 +1,156 @@
+"""Engines and gateways as plain processes, without Kubernetes: each with an address of its own and its log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from baton_engine.protocol.config import (
+    CacheConfig,
+    DiscoveryConfig,
+    EngineConfig,
+    EngineEndpoint,
+    EngineEndpoints,
+    GatewayConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from support.waiting import eventually
+
+BIN = Path(sys.executable).parent
+
+
+class Pod:
+    """One process with its own 127.x address."""
+
+    def __init__(self, folder: Path, name: str, address: str, command: list[str]) -> None:
+        self.name = name
+        self.address = address
+        self.log = folder / f"{name}.log"
+        self._command = command
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "POD_IP": self.address, "POD_NAME": self.name, "OMP_NUM_THREADS": "1"}
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(self._command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def restart(self) -> None:
+        self.process = self._start()
+
+    def get(self, port: int, path: str) -> tuple[int, str]:
+        """(HTTP status, body); status 0 if nobody listens."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def metric(self, name: str, port: int = 8000) -> float:
+        """Sum of a metric's samples."""
+        _, body = self.get(port, "/metrics")
+        lines = [line for line in body.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        assert lines, f"{self.name} has no metric {name}"
+        return sum(float(line.split()[-1]) for line in lines)
+
+    def wait_ready(self, port: int, timeout_s: float = 60.0) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
+            status, body = self.get(port, "/ready")
+            assert status == 200, f"{status} {body}\n{self.tail()}"
+            return True
+
+        eventually(ready, timeout_s=timeout_s, what=f"{self.name} ready")
+
+    def kill(self, signum: int = signal.SIGKILL) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(timeout=60)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Pods:
+    """Makes pods in a folder; `close` ends them all."""
+
+    def __init__(self, folder: Path, subnet: int) -> None:
+        self._folder = folder
+        self._subnet = subnet
+        self._pods: list[Pod] = []
+
+    def _address(self) -> str:
+        # The pid keeps test runs side by side apart.
+        return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
+
+    def _run(self, name: str, command: str, config: msgspec.Struct) -> Pod:
+        path = self._folder / f"{name}.json"
+        path.write_bytes(msgspec.json.encode(config))
+        pod = Pod(self._folder, name, self._address(), [str(BIN / command), "--config", str(path)])
+        self._pods.append(pod)
+        return pod
+
+    def engine(
+        self,
+        name: str,
+        checkpoint: Path,
+        role: KVRole = KVRole.NONE,
+        *,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+    ) -> Pod:
+        config = EngineConfig(
+            model=ModelConfig(path=str(checkpoint), dtype="float32"),
+            cache=cache or CacheConfig(memory_bytes=64 * 2**20),
+            scheduler=scheduler or SchedulerConfig(),
+            kv_transfer=KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
+            num_threads=1,
+            drain_timeout_s=20.0,
+        )
+        return self._run(name, "baton-engine", config)
+
+    def gateway(self, name: str, checkpoint: Path, engines: dict[Pod, str], served_name: str = "m") -> Pod:
+        """`engines`: role by pod. The discovery file is `<name>-engines.json`; see `discover`."""
+        discovery = self.discover(name, engines)
+        config = GatewayConfig(
+            model=ModelConfig(path=str(checkpoint), served_name=served_name),
+            discovery=DiscoveryConfig(file=str(discovery)),
+            drain_timeout_s=20.0,
+        )
+        return self._run(name, "baton-gateway", config)
+
+    def discover(self, gateway: str, engines: dict[Pod, str]) -> Path:
+        """(Re)writes the discovery file of a gateway."""
+        path = self._folder / f"{gateway}-engines.json"
+        endpoints = [EngineEndpoint(name=pod.name, role=role, host=pod.address) for pod, role in engines.items()]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(EngineEndpoints(engines=endpoints)))
+        temporary.rename(path)
+        return path
+
+    def close(self) -> None:
+        for pod in self._pods:
+            pod.process.kill()
+        for pod in self._pods:
+            pod.process.wait()
+
+
+@contextlib.contextmanager
+def pods(folder: Path, subnet: int) -> Iterator[Pods]:
+    group = Pods(folder, subnet)
+    try:
+        yield group
+    finally:
+        group.close()

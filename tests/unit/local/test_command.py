@@ -1,0 +1,132 @@
+"""The `baton` command's own parts: the state folder's lock, manifests, and the measured answer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from aiohttp import web
+
+from baton_local.ask import AskError, ask
+from baton_local.service import load_documents
+from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+from support.waiting import eventually
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from baton_local.state import StateDir
+state = StateDir(Path(sys.argv[1])); state.acquire(); print("held", flush=True); time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def info(pid: int) -> ClusterInfo:
+    return ClusterInfo(pid, "/k", "embedded", "default", "demo")
+
+
+def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(holder, tmp_path):
+    state = StateDir(tmp_path)
+    assert state.supervisor() == holder.pid
+    with pytest.raises(ClusterRunningError, match="baton down"):
+        state.acquire()
+    holder.send_signal(signal.SIGKILL)
+    eventually(lambda: state.supervisor() is None, timeout_s=10, what="the lock of a killed supervisor free")
+    state.acquire()
+
+
+def test_what_a_dead_supervisor_wrote_is_not_believed(holder, tmp_path):
+    state = StateDir(tmp_path)
+    state.write_info(info(holder.pid))
+    assert state.read_info() == info(holder.pid)
+    holder.kill()
+    eventually(lambda: state.read_info() is None, timeout_s=10, what="the info of a killed supervisor gone")
+
+
+def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_path):
+    state = StateDir(tmp_path)
+    assert state.stop_supervisor(10)
+    assert not state.stop_supervisor(10)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("a: [", "not valid YAML"), ("kind: LLMService", "apiVersion"), ("- 1", "apiVersion")],
+)
+def test_a_bad_manifest_is_named_with_what_is_wrong(tmp_path, text, complaint):
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as error:
+        load_documents(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(ValueError, match="cannot read"):
+        load_documents(tmp_path / "nowhere.yaml")
+
+
+async def serve(handler) -> tuple[web.AppRunner, str]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def stream(*events: object):
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return handler
+
+
+def piece(text: str) -> dict[str, object]:
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+async def test_an_answer_is_printed_as_it_comes_and_measured():
+    runner, url = await serve(
+        stream(piece("He"), piece("llo"), {"choices": [], "usage": {"completion_tokens": 2}}),
+    )
+    printed: list[str] = []
+    answer = await ask(url, "m", "hi", max_tokens=2, on_text=printed.append, timeout_s=10)
+    assert printed == ["He", "llo"]
+    assert (answer.text, answer.tokens) == ("Hello", 2)
+    assert answer.ttft_s > 0
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("handler", "complaint"),
+    [
+        (stream(piece("half")), "not whole"),
+        (stream(piece("half"), {"error": {"message": "engine died"}}), "engine died"),
+    ],
+)
+async def test_a_broken_stream_is_a_failure(handler, complaint):
+    runner, url = await serve(handler)
+    with pytest.raises(AskError, match=complaint):
+        await ask(url, "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
+    await runner.cleanup()
+
+
+async def test_nobody_there_is_a_failure():
+    with pytest.raises(AskError, match=r"http://127\.0\.0\.1:9"):
+        await ask("http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
