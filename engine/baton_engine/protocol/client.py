@@ -105,6 +105,7 @@ class EngineClient:
         self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
         self._init: asyncio.Future[Init] | None = None
+        self._latest_init: Init | None = None
         self._ready_event = asyncio.Event()
         self._dead_event = asyncio.Event()
         self._streams: dict[str, RequestStream] = {}
@@ -117,9 +118,10 @@ class EngineClient:
 
     @property
     def init(self) -> Init:
-        if self._init is None or not self._init.done():
+        """The engine's latest INIT: the one before READY has the configuration hash, which is not known while it loads."""
+        if self._latest_init is None:
             raise RuntimeError("EngineClient.connect() has not succeeded yet")
-        return self._init.result()
+        return self._latest_init
 
     @property
     def instance_id(self) -> str:
@@ -289,8 +291,10 @@ class EngineClient:
         assert self._init is not None
         if init.protocol_version != PROTOCOL_VERSION:
             self._die(f"{self.address} speaks protocol {init.protocol_version}, this client {PROTOCOL_VERSION}")
-        elif not self._init.done():
-            self._init.set_result(init)
+        else:
+            self._latest_init = init
+            if not self._init.done():
+                self._init.set_result(init)
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready

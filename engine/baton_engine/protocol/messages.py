@@ -7,7 +7,7 @@ is three frames, in both directions:
 
     client                          engine
     HELLO      Hello            ->
-                                <-  INIT       Init            at once, also while the model loads
+                                <-  INIT       Init            at once, also while the model loads; again with the hash before READY
                                 <-  READY      Ready           when requests are accepted
     ADD        EngineCoreRequest ->
                                 <-  OUTPUTS    EngineCoreOutputs
@@ -107,7 +107,7 @@ class Init(_Wire):
     instance_id: str
     """Drawn at process start. A restarted pod is a new instance."""
     config_hash: str
-    """Of what must agree between pods that continue each other's requests: see `config.compatibility_hash`."""
+    """Of what must agree between pods that continue each other's requests: see `config.compatibility_hash`. Empty while loading."""
     generation: int = 0
     """Topology generation (elastic groups)."""
 

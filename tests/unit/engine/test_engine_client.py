@@ -112,6 +112,16 @@ async def test_ready_and_status_come_with_their_messages(router):
     await client.close()
 
 
+async def test_the_latest_init_counts(router):
+    client = await connected(router)
+    assert client.init.config_hash == "hash"
+    await router.send(EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, "i1", "loaded"))
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await client.wait_ready(DEADLINE_S)
+    assert client.init.config_hash == "loaded"
+    await client.close()
+
+
 async def test_nobody_listening_is_an_error_at_once():
     with zmq.Context.instance().socket(zmq.ROUTER) as closed:
         port = closed.bind_to_random_port("tcp://127.0.0.1")

@@ -1,0 +1,150 @@
+"""The blocks of one engine's KV memory: who holds them, what cached ones contain, which are free. All O(1) per block.
+
+A free block may still hold cached tokens; it stays findable by hash until it is handed out again, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton_engine.protocol.block_hash import BlockHash
+
+
+class Block:
+    """One block. `prev` and `next` link it into the free list while nobody holds it."""
+
+    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: BlockHash | None = None
+        """Set while the block is findable in the prefix cache."""
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.block_hash is not None})"
+
+
+class FreeList:
+    """Doubly linked list of free blocks; the head is handed out next. A sentinel closes the ring."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._ring = Block(-1)
+        self._ring.prev = self._ring.next = self._ring
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Puts `block` at the end: the last to be handed out."""
+        assert self._ring.prev is not None
+        self._insert(self._ring.prev, block)
+
+    def append_left(self, block: Block) -> None:
+        """Puts `block` at the head: the next to be handed out."""
+        self._insert(self._ring, block)
+
+    def pop_left(self) -> Block:
+        """Takes the head. Raises IndexError if there is none."""
+        head = self._ring.next
+        if head is None or head is self._ring:
+            raise IndexError("no free KV block")
+        self.remove(head)
+        return head
+
+    def remove(self, block: Block) -> None:
+        """Takes `block` out of the middle."""
+        assert block.prev is not None, "block is not in the free list"
+        assert block.next is not None
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self._length -= 1
+
+    def _insert(self, after: Block, block: Block) -> None:
+        assert block.prev is None, "block is already in the free list"
+        assert after.next is not None
+        block.prev, block.next = after, after.next
+        after.next.prev = block
+        after.next = block
+        self._length += 1
+
+
+class BlockPool:
+    """Hands out blocks, counts their holders, and finds cached ones by hash."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free = FreeList(self.blocks)
+        self._cached: dict[BlockHash, Block] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of blocks somebody holds, 0 to 1."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def allocate(self, num_blocks: int) -> list[Block]:
+        """Takes free blocks, evicting their cached content.
+
+        Raises:
+            ValueError: not that many are free; ask `num_free_blocks` first.
+        """
+        if num_blocks > len(self._free):
+            raise ValueError(f"{num_blocks} KV blocks wanted, {len(self._free)} are free")
+        blocks = [self._free.pop_left() for _ in range(num_blocks)]
+        for block in blocks:
+            self._forget(block)
+            block.ref_count = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """One more holder for each of these cached blocks."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """One holder less for each block of a sequence, given in the sequence's order.
+
+        The tail goes first into the free list: a prefix is shared more often than what follows it.
+        """
+        for block in reversed(blocks):
+            if block.ref_count <= 0:
+                raise RuntimeError(f"KV block {block.block_id} was freed twice")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.block_hash is None:
+                    self._free.append_left(block)
+                else:
+                    self._free.append(block)
+
+    def find(self, block_hash: BlockHash) -> Block | None:
+        """The block that holds the tokens of `block_hash`, free or not."""
+        return self._cached.get(block_hash)
+
+    def cache(self, block: Block, block_hash: BlockHash) -> None:
+        """Makes a full, computed block findable. The first block of equal content wins; later ones stay private."""
+        if block.block_hash is None and block_hash not in self._cached:
+            block.block_hash = block_hash
+            self._cached[block_hash] = block
+
+    def reset(self) -> None:
+        """Forgets all cached content; holders keep their blocks."""
+        for block in list(self._cached.values()):
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            block.block_hash = None

@@ -1,0 +1,43 @@
+"""What an engine counts: one struct, read by metrics, by the utility RPC and by heartbeats."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_kv_transfer.connector import ConnectorStats
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Gauges of now; the others are counters since start."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    """Queued, and waiting for remote KV."""
+    num_requests_waiting_for_remote_kv: int = 0
+    num_transfers_held: int = 0
+    """Transfers of ended requests whose blocks are still read or written."""
+    kv_cache_usage: float = 0.0
+    """Fraction of KV blocks in use, 0 to 1."""
+    draining: bool = False
+
+    prompt_tokens: int = 0
+    """Of requests that started; the next three say where their KV came from."""
+    prompt_tokens_computed: int = 0
+    """Run through the model here, repetitions after a preemption included."""
+    prompt_tokens_remote: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Tokens found."""
+    requests_finished: dict[str, int] = {}
+    """By finish reason."""
+    kv_transfer: ConnectorStats | None = None
+    """None without a connector."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """What a drain waits for: requests, and transfers a peer still needs."""
+        return self.num_requests_running + self.num_requests_waiting + self.num_transfers_held

@@ -1,0 +1,59 @@
+"""What is checked of a request before it enters the scheduler: everything that no later step should have to doubt."""
+
+from __future__ import annotations
+
+from baton_engine.protocol.config import KVRole
+from baton_engine.protocol.messages import EngineCoreRequest, KVSide
+
+MAX_ID_LENGTH = 256
+
+_ROLES = {
+    KVSide.PRODUCE: (KVRole.PRODUCER, KVRole.BOTH),
+    KVSide.CONSUME: (KVRole.CONSUMER, KVRole.BOTH),
+}
+
+
+def validate_request(request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole) -> None:
+    """Raises ValueError naming the field and the bound."""
+    params = request.sampling_params
+    num_generated = len(request.generated_token_ids)
+    if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
+        raise ValueError(f"request_id must have 1 to {MAX_ID_LENGTH} characters, got {len(request.request_id)}")
+    if not request.prompt_token_ids:
+        raise ValueError("prompt_token_ids must not be empty")
+    for name in ("prompt_token_ids", "generated_token_ids"):
+        token_ids = getattr(request, name)
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            raise ValueError(
+                f"{name} must be in [0, {vocab_size}), got {min(token_ids)} to {max(token_ids)}; "
+                "is this the tokenizer of another model?"
+            )
+    params.validate()
+    if params.max_tokens is not None and num_generated >= params.max_tokens:
+        raise ValueError(f"max_tokens={params.max_tokens} is used up by {num_generated} generated_token_ids")
+    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
+    if request.arrival_time != request.arrival_time:
+        raise ValueError("arrival_time must be a number, got NaN")
+
+    transfer = request.kv_transfer
+    if transfer is None:
+        return
+    if kv_role not in _ROLES[transfer.side]:
+        raise ValueError(
+            f"kv_transfer.side is {transfer.side.name}, but this engine's kv_transfer.role is {kv_role.value}; "
+            "send the request to a pod of the other role"
+        )
+    if not 0 < len(transfer.transfer_id) <= MAX_ID_LENGTH:
+        raise ValueError(f"kv_transfer.transfer_id must have 1 to {MAX_ID_LENGTH} characters")
+    if not transfer.peer_instance_id:
+        raise ValueError("kv_transfer.peer_instance_id must name the other engine's instance")
+    if transfer.side is KVSide.CONSUME and not (transfer.remote_host and 0 < transfer.remote_port < 65536):
+        raise ValueError("kv_transfer.remote_host and remote_port must name the producer's side channel")
+    if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
+        # More would write into the partial last block while the peer reads it, and would need memory that cannot be preempted.
+        raise ValueError(
+            f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, got {params.max_tokens}"
+        )

@@ -1,0 +1,1 @@
+"""Executors: how an engine core reaches its workers."""

@@ -1,0 +1,181 @@
+"""config.json of a Hugging Face checkpoint, parsed and checked. Torch-free.
+
+Reads what transformers 4 and 5 write: the rotary embedding as `rope_theta` + `rope_scaling`, or as `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton_engine.models.errors import ModelInvalid, ModelNotFound
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+# A checkpoint's JSON may hold anything until a field was read from it.
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's stretch of low frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What the models need to know. Names as in config.json, except num_layers, num_heads and num_kv_heads."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    eos_token_ids: tuple[int, ...]
+    """Those of generation_config.json where it exists: that is what ends a generation."""
+    dtype: str
+    """Of the checkpoint, torch's name without prefix."""
+    num_experts: int
+    """0: a dense model."""
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: frozenset[int]
+    """Layers whose MLP is a mixture of experts."""
+
+
+def load_checkpoint_config(path: Path) -> CheckpointConfig:
+    """Parses `path`/config.json and generation_config.json.
+
+    Raises:
+        ModelNotFound: if the folder does not exist.
+        ModelInvalid: if a file is missing or malformed, or asks for what Baton cannot compute.
+    """
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} does not exist" if not path.exists() else f"{path} is not a folder")
+    config = _read_json(path / CONFIG_FILE)
+    generation = _read_json(path / GENERATION_CONFIG_FILE) if (path / GENERATION_CONFIG_FILE).exists() else {}
+    try:
+        return _parse(config, generation)
+    except KeyError as error:
+        raise ModelInvalid(f"{path / CONFIG_FILE}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ModelInvalid(f"{path / CONFIG_FILE}: {error}") from None
+
+
+def _read_json(file: Path) -> Json:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ModelInvalid(f"{file} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelInvalid(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelInvalid(f"{file} must hold a JSON object")
+    return content
+
+
+def _parse(config: Json, generation: Json) -> CheckpointConfig:
+    _refuse_what_we_cannot_compute(config)
+    num_layers = _positive(config, "num_hidden_layers")
+    num_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads") if "num_key_value_heads" in config else num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
+    hidden_size = _positive(config, "hidden_size")
+    head_dim = _positive(config, "head_dim") if config.get("head_dim") else hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    rope_theta, rope_scaling = _parse_rope(config)
+    num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    dense_layers = set(config.get("mlp_only_layers") or [])
+    step = int(config.get("decoder_sparse_step", 1))
+    sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % step == 0]
+    return CheckpointConfig(
+        architecture=config["architectures"][0],
+        vocab_size=_positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        eos_token_ids=_parse_eos(generation.get("eos_token_id", config.get("eos_token_id"))),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        num_experts=num_experts,
+        num_experts_per_tok=_positive(config, "num_experts_per_tok") if num_experts else 0,
+        moe_intermediate_size=_positive(config, "moe_intermediate_size") if num_experts else 0,
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        sparse_layers=frozenset(sparse),
+    )
+
+
+def _refuse_what_we_cannot_compute(config: Json) -> None:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ValueError("architectures must name the model class")
+    if config.get("quantization_config"):
+        raise ValueError("quantization_config is set, but only unquantised checkpoints can be loaded")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act must be silu, got {config['hidden_act']}")
+    if config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is set, but sliding-window attention is not supported")
+
+
+def _parse_rope(config: Json) -> tuple[float, Llama3RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+    fields = ("rope_theta", "partial_rotary_factor")
+    parameters: Json = {name: config[name] for name in fields if config.get(name) is not None}
+    parameters |= config.get("rope_scaling") or {}
+    parameters |= config.get("rope_parameters") or {}
+    theta = float(parameters.get("rope_theta", 10000.0))
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    if kind == "default":
+        return theta, None
+    if kind == "llama3":
+        return theta, Llama3RopeScaling(
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
+
+
+def _parse_eos(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _positive(config: Json, name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value

@@ -1,0 +1,156 @@
+"""Reads safetensors checkpoints into a model's parameters, by name, with every name and shape checked first.
+
+A model says where each tensor of the checkpoint goes (`weight_targets`: name -> view of a parameter), so that fused parameters
+(QKV, gate and up, stacked experts) need no code here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from baton_engine.models.config import CONFIG_FILE
+from baton_engine.models.errors import ModelInvalid
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_LENGTH_BYTES = 8
+IDENTITY_PAGES = 256
+"""Per file; of IDENTITY_PAGE_BYTES each."""
+IDENTITY_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    dtype: str
+    """safetensors' name, such as BF16."""
+    shape: tuple[int, ...]
+
+
+def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of the checkpoint in folder `path`, from the headers of its files.
+
+    Raises:
+        ModelInvalid: naming the file (and tensor) that is missing, truncated or malformed.
+    """
+    index_file = path / INDEX_FILE
+    if not index_file.exists():
+        if not (path / SINGLE_FILE).exists():
+            raise ModelInvalid(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return _read_file(path / SINGLE_FILE)
+    try:
+        weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelInvalid(f"{index_file} cannot be read: {error!r}") from None
+    files = {name: _read_file(path / name) for name in sorted(set(weight_map.values()))}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name]:
+            raise ModelInvalid(f"{path / name}: tensor {tensor} is missing, though {INDEX_FILE} says it is there")
+    return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
+
+
+def identity_files(path: Path) -> dict[str, bytes]:
+    """What identifies a checkpoint without reading all its weights: config.json, the index, and each file's header and samples.
+
+    The samples are IDENTITY_PAGES pages spread evenly over a file: another training run of the same shape is another checkpoint.
+
+    Raises:
+        ModelInvalid: if a file is missing or has no header.
+    """
+    weight_files = sorted({entry.file for entry in read_tensor_index(path).values()})
+    identity = {file.name: _read_header(file) + _read_samples(file) for file in weight_files}
+    for name in (CONFIG_FILE, INDEX_FILE):
+        if (path / name).exists():
+            identity[name] = (path / name).read_bytes()
+    return identity
+
+
+def load_weights(path: Path, targets: Mapping[str, Tensor], ignored: Iterable[str] = ()) -> None:
+    """Copies every tensor of the checkpoint in `path` into its target, converting the dtype.
+
+    Args:
+        targets: where each tensor goes; all of them must be in the checkpoint, with that shape.
+        ignored: tensors that may be in the checkpoint and are not wanted.
+
+    Raises:
+        ModelInvalid: naming the file and tensor that is missing, unexpected, truncated, or of the wrong shape or type.
+    """
+    entries = read_tensor_index(path)
+    unwanted = set(ignored)
+    for name, target in targets.items():
+        entry = entries.get(name)
+        if entry is None:
+            source = path / (INDEX_FILE if (path / INDEX_FILE).exists() else SINGLE_FILE)
+            raise ModelInvalid(f"{source}: tensor {name} is missing; the architecture needs it")
+        if entry.shape != tuple(target.shape):
+            raise ModelInvalid(f"{entry.file}: tensor {name} has shape {entry.shape}, expected {tuple(target.shape)}")
+        if entry.dtype not in FLOAT_TYPES:
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {sorted(FLOAT_TYPES)}"
+            )
+    for name, entry in entries.items():
+        # Old Llama checkpoints carry the rotary frequencies, which follow from config.json.
+        if name not in targets and name not in unwanted and not name.endswith("rotary_emb.inv_freq"):
+            raise ModelInvalid(f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it")
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(entries[name].file, []).append(name)
+    with torch.no_grad():
+        for file, names in by_file.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in names:
+                    targets[name].copy_(tensors.get_tensor(name))
+
+
+def _read_samples(file: Path) -> bytes:
+    size = file.stat().st_size
+    last = max(0, size - IDENTITY_PAGE_BYTES)
+    pages = []
+    with file.open("rb") as stream:
+        for i in range(IDENTITY_PAGES):
+            stream.seek(last * i // (IDENTITY_PAGES - 1))
+            pages.append(stream.read(IDENTITY_PAGE_BYTES))
+    return b"".join(pages)
+
+
+def _read_header(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(_LENGTH_BYTES)
+            if len(prefix) < _LENGTH_BYTES:
+                raise ModelInvalid(f"{file} is truncated: it has no safetensors header")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > file.stat().st_size - _LENGTH_BYTES:
+                raise ModelInvalid(f"{file} is truncated inside its header")
+            return stream.read(length)
+    except FileNotFoundError:
+        raise ModelInvalid(f"{file} is missing") from None
+    except OSError as error:
+        raise ModelInvalid(f"{file} cannot be read: {error}") from None
+
+
+def _read_file(file: Path) -> dict[str, TensorEntry]:
+    header_bytes = _read_header(file)
+    data_bytes = file.stat().st_size - _LENGTH_BYTES - len(header_bytes)
+    entries: dict[str, TensorEntry] = {}
+    try:
+        header = json.loads(header_bytes)
+        header.pop("__metadata__", None)
+        for name, info in header.items():
+            if info["data_offsets"][1] > data_bytes:
+                raise ModelInvalid(f"{file} is truncated: tensor {name} ends past the end of the file")
+            entries[name] = TensorEntry(file, info["dtype"], tuple(info["shape"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelInvalid(f"{file} has a malformed safetensors header: {error!r}") from None
+    return entries

@@ -1,0 +1,175 @@
+"""The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
+
+Reads `tokenizer.json` and `tokenizer_config.json`; token ids equal those of `transformers.AutoTokenizer`. Encoding and
+decoding release the GIL and are safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as _Backend
+
+from baton_engine.text.chat_template import ChatTemplate
+
+_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: the `tokenizers.Tokenizer`; truncation and padding are switched off.
+        config: content of tokenizer_config.json.
+        chat_template: Jinja source; None: the one in `config`, if any.
+
+    Raises:
+        ValueError: a file's content cannot be used; the message names what.
+    """
+
+    def __init__(self, backend: _Backend, config: dict[str, Any], chat_template: str | None = None) -> None:
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = _named_special_tokens(config)
+        """Named special tokens ("eos_token", ...) as text; also visible to the chat template."""
+        self._register_special_tokens(config)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        source = chat_template if chat_template is not None else _template_of(config)
+        self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
+        """None: the checkpoint has none, so chat requests cannot be served."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Loads a checkpoint's tokenizer.
+
+        Raises:
+            FileNotFoundError: the folder or its tokenizer.json is missing.
+            ValueError: a file is there but cannot be read as what it should be.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: point the model path at a checkpoint with a fast tokenizer"
+            )
+        try:
+            backend = _Backend.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer of the `tokenizers` library: {error}") from error
+        config_path = folder / "tokenizer_config.json"
+        config: dict[str, Any] = {}
+        if config_path.is_file():
+            try:
+                config = json.loads(config_path.read_text(encoding="utf-8"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{config_path} is not JSON: {error}") from error
+        template_path = folder / "chat_template.jinja"
+        template = template_path.read_text(encoding="utf-8") if template_path.is_file() else None
+        return cls(backend, config, template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Added tokens included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` those that tokenizer.json's post-processor adds."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """True for tokens like <0xE4>, which decode as a run and not one by one."""
+        return token_id in self._byte_fallback_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes this token stands for: part of a UTF-8 sequence, if the token is one."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_fallback_ids:
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level and token_id not in self._added_ids and all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteLevel" for part in parts)
+
+    @cached_property
+    def _byte_fallback_ids(self) -> frozenset[int]:
+        if self._is_byte_level:
+            return frozenset()
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _register_special_tokens(self, config: dict[str, Any]) -> None:
+        """Tokens that only tokenizer_config.json names are added at the end of the vocabulary, as transformers does."""
+        known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        declared = config.get("added_tokens_decoder") or {}
+        for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+            if token["content"] not in known:
+                flags = {
+                    key: bool(token.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                }
+                self._backend.add_tokens([AddedToken(token["content"], **flags)])
+                known.add(token["content"])
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        extra_texts = [_token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+        for text in [*self.special_tokens.values(), *extra_texts]:
+            if text is not None and text not in known:
+                self._backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+                known.add(text)
+
+
+def _token_text(token: object) -> str | None:
+    """tokenizer_config.json spells a token as text or as a serialized AddedToken."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    texts = {name: _token_text(config.get(name)) for name in _NAMED_SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _template_of(config: dict[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates: the one for plain chat
+        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+    return template
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    chars = {chr(byte): byte for byte in printable}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    chars.update({chr(256 + index): byte for index, byte in enumerate(unprintable)})
+    return chars
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()

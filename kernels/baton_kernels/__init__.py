@@ -1,0 +1,9 @@
+"""Tensor operations of the models: Triton on a GPU, torch on a CPU.
+
+One folder or file per operation. A folder holds `__init__.py` (formula, shapes, dispatcher by device), `reference.py` (the plain
+truth that tests compare with) and `triton_kernel.py`, imported only when a GPU tensor arrives.
+
+    attention    paged attention over the KV cache, prefill and decode in one call
+    kv_write     puts new keys and values into their slots
+    norm, rope, activation, moe
+"""

@@ -1,0 +1,32 @@
+"""KV write (vLLM: reshape_and_cache): puts the keys and values of new tokens into their cache slots.
+
+    key_cache[slot // block_size, :, slot % block_size] = key[token]      slot = slot_mapping[token]
+
+and the same for values. A negative slot writes nothing (padding, warm-up).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels.kv_write.reference import write_kv_reference
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes in place, by device of `key`.
+
+    Args:
+        key: of shape [num_tokens, num_kv_heads, head_dim].
+        value: like key.
+        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim]; any strides, the last one 1.
+        value_cache: like key_cache, with the same strides.
+        slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
+    """
+    if key.is_cuda:
+        from baton_kernels.kv_write.triton_kernel import write_kv_triton
+
+        write_kv_triton(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        write_kv_reference(
+            key, value, key_cache, value_cache, slot_mapping
+        )  # one scatter: already what a CPU does best

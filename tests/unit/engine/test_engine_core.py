@@ -1,0 +1,60 @@
+"""EngineCore with the real model and worker: batching, chunking, prefix hits and preemption do not change greedy text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.executor.uniproc import UniProcExecutor
+from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_engine.protocol.messages import EngineCoreRequest
+from baton_engine.protocol.sampling import SamplingParams
+
+PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(length)] for i, length in enumerate([1, 15, 16, 17, 40, 90])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    return create_checkpoint(
+        path / "qwen3", "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
+    )
+
+
+def make_core(checkpoint: Path, *, num_blocks: int = 64, budget: int = 512) -> EngineCore:
+    config = EngineConfig(
+        model=ModelConfig(path=str(checkpoint), dtype="float32"),
+        cache=CacheConfig(num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_batched_tokens=budget),
+        device="cpu",
+        num_threads=1,
+    )
+    return EngineCore(config, UniProcExecutor(config, "instance", lambda: None))
+
+
+def generate(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        assert core.add_request(EngineCoreRequest(f"r{index}", prompt, params)) is None
+    texts: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
+    while core.scheduler.has_work:
+        for output in core.step():
+            texts[output.request_id] += output.new_token_ids
+    return list(texts.values())
+
+
+def test_greedy_text_is_the_same_alone_together_chunked_cached_and_preempted(checkpoint):
+    core = make_core(checkpoint)
+    alone = [generate(core, [prompt])[0] for prompt in PROMPTS]
+    core.reset_prefix_cache()
+    assert generate(core, PROMPTS) == alone
+    assert generate(core, PROMPTS) == alone
+    assert core.get_stats().prefix_cache_hits > 0
+    assert generate(make_core(checkpoint, budget=11), PROMPTS) == alone
+    tight = make_core(checkpoint, num_blocks=5, budget=64)
+    assert generate(tight, [prompt for prompt in PROMPTS if len(prompt) < 80]) == alone[:-1]
+    assert tight.get_stats().num_preemptions > 0
+    assert tight.get_stats().kv_cache_usage == 0

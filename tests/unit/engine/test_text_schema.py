@@ -1,0 +1,91 @@
+"""OpenAI request structs: defaults, and the sampling parameters they become."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, RequestError, parse_request
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields: object) -> ChatCompletionRequest:
+    return parse_request(json.dumps(CHAT | fields).encode(), ChatCompletionRequest)
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return parse_request(json.dumps({"model": "m", "prompt": "p"} | fields).encode(), CompletionRequest)
+
+
+def test_what_is_not_said_has_the_engines_default():
+    assert chat().sampling_params(seed=0, max_tokens=5) == SamplingParams(max_tokens=5)
+
+
+def test_everything_a_client_says_reaches_the_engine():
+    params = chat(
+        temperature=0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        min_tokens=2,
+        stop_token_ids=[4],
+        ignore_eos=True,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100},
+        logprobs=True,
+        top_logprobs=3,
+    ).sampling_params(seed=9, max_tokens=5)
+    assert params == SamplingParams(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        seed=9,
+        max_tokens=5,
+        min_tokens=2,
+        stop_token_ids=[4],
+        ignore_eos=True,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.2,
+        logit_bias={5: -100.0},
+        logprobs=3,
+    )
+
+
+def test_logprobs_mean_different_things_in_the_two_endpoints():
+    assert chat().requested_logprobs() is None
+    assert chat(logprobs=True).requested_logprobs() == 0
+    assert completion(logprobs=0).requested_logprobs() == 0
+    assert completion().requested_logprobs() is None
+
+
+def test_max_completion_tokens_wins_and_completions_default_to_sixteen():
+    assert chat(max_tokens=5, max_completion_tokens=7).requested_max_tokens() == 7
+    assert chat().requested_max_tokens() is None
+    assert completion().requested_max_tokens() == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_come_in_four_shapes(prompt: object, expected: object):
+    assert completion(prompt=prompt).prompts() == expected
+
+
+def test_text_parts_become_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "user", "name": "n", "content": parts}])
+    assert request.template_messages() == [{"role": "user", "content": "a\nb", "name": "n"}]
+
+
+def test_an_error_names_the_field_even_inside_lists():
+    with pytest.raises(RequestError, match="expected str") as caught:
+        chat(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 5}]}])
+    assert caught.value.param == "messages[1].content[0].type"

@@ -1,0 +1,67 @@
+"""Norm, rotary embedding, activation and mixture of experts against their formulas, written out plainly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_kernels.activation import silu_and_mul
+from baton_kernels.moe import route_top_k, run_experts
+from baton_kernels.norm import rms_norm
+from baton_kernels.rope import apply_rotary, rotary_angles
+
+
+def test_rms_norm_is_the_formula() -> None:
+    x, weight = torch.randn(5, 3, 24), torch.rand(24)
+    expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+
+
+def test_rotary_turns_pairs_and_keeps_their_length() -> None:
+    x, positions = torch.randn(4, 2, 8), torch.tensor([0, 1, 5, 1000])
+    inv_freq = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
+    turned = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32))
+    torch.testing.assert_close(turned[0], x[0])
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * inv_freq)
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4)
+
+
+def test_rotary_scores_depend_on_distance_only() -> None:
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+    inv_freq = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)
+
+    def score(q_position: int, k_position: int) -> float:
+        turned = [
+            apply_rotary(x, *rotary_angles(torch.tensor([p]), inv_freq, torch.float32))
+            for x, p in ((q, q_position), (k, k_position))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+
+
+def test_silu_and_mul_splits_gate_from_up() -> None:
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), expected)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (13, 8, 3), (5, 6, 6)])
+def test_experts_give_the_weighted_sum(num_tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
+    hidden, intermediate = 12, 7
+    x, logits = torch.randn(num_tokens, hidden), torch.randn(num_tokens, num_experts)
+    gate_up, down = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
+
+    weights, expert_ids = route_top_k(logits, top_k, renormalize)
+    actual = run_experts(x, gate_up, down, weights, expert_ids)
+
+    expected = torch.zeros_like(x)
+    for token in range(num_tokens):
+        probs = logits[token].softmax(-1)
+        chosen = probs.argsort(descending=True)[:top_k].tolist()
+        total = sum(probs[e] for e in chosen) if renormalize else 1.0
+        for expert in chosen:
+            gate, up = (gate_up[expert] @ x[token]).split(intermediate)
+            expected[token] += probs[expert] / total * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
