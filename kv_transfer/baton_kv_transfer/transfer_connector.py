@@ -1,0 +1,278 @@
+"""The worker side of the KV connector: one thread that runs the producer's and the consumer's half over one agent.
+
+The engine's thread only queues commands and takes results; both under one lock, held for a moment. The connector's thread
+sleeps until a socket, the agent, a command or a deadline wakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from baton_engine.protocol.block_hash import BlockHash
+from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer.agent import Agent
+from baton_kv_transfer.checksum import WORD_BYTES
+from baton_kv_transfer.connector import (
+    ConnectorMetadata,
+    ConnectorOutput,
+    ConnectorStats,
+    KVCacheLayout,
+    KVConnectorWorker,
+    LoadResult,
+)
+from baton_kv_transfer.consumer import ConsumerSide
+from baton_kv_transfer.producer import ProducerSide
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 10.0
+MAX_SLEEP_S = 1.0
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class TransferConnector(KVConnectorWorker):
+    def __init__(self, config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str) -> None:
+        """Binds the side channel if the role produces; nothing is served before register_kv_cache.
+
+        Raises:
+            ValueError: role none, or unknown transport.
+            OSError: the side channel's address is taken or not this machine's.
+        """
+        if config.role is KVRole.NONE:
+            raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
+        self._agent = Agent(instance_id, config.transport)
+        self._lock = threading.Lock()
+        self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = deque()
+        self._output = ConnectorOutput()
+        self._stats = ConnectorStats()
+        self._user_wakeup: Callable[[], None] = lambda: None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd_lock = threading.Lock()  # the descriptor must not be closed, and reused, under a writer
+        self._num_blocks = 0
+        self._running = False
+        self._stopping = False
+        self._producer: ProducerSide | None = None
+        self._consumer: ConsumerSide | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self.port = 0
+        if config.role in (KVRole.PRODUCER, KVRole.BOTH):
+            try:
+                self._router = self._bind(host, config.port)
+            except OSError:
+                self._agent.close()
+                raise
+            self._producer = ProducerSide(
+                self._router,
+                instance_id=instance_id,
+                compatibility_hash=compatibility_hash,
+                lease_s=config.lease_s,
+                stats=self._stats,
+                finished=self._finished_sending,
+            )
+        if config.role in (KVRole.CONSUMER, KVRole.BOTH):
+            self._consumer = ConsumerSide(
+                self._agent,
+                instance_id=instance_id,
+                compatibility_hash=compatibility_hash,
+                load_timeout_s=config.load_timeout_s,
+                stats=self._stats,
+                finished=self._load_finished,
+            )
+        self._agent.set_wakeup(self._wake)
+        self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
+
+    # -- called by the engine's thread
+
+    def register_kv_cache(self, base_address: int, layout: KVCacheLayout) -> None:
+        if self._running:
+            raise ValueError("the KV cache is registered already: one connector serves one memory")
+        if layout.block_nbytes % WORD_BYTES:
+            raise ValueError(
+                f"blocks must be multiples of {WORD_BYTES} bytes, this layout's have {layout.block_nbytes}"
+            )
+        self._agent.register_memory([(base_address, layout.num_blocks * layout.block_nbytes, 0, "kv")])
+        if self._producer is not None:
+            self._producer.serve(base_address, layout, self._agent.get_agent_metadata())
+        if self._consumer is not None:
+            self._consumer.serve(base_address, layout)
+        self._num_blocks = layout.num_blocks
+        self._running = True
+        self._thread.start()
+
+    def start(self, metadata: ConnectorMetadata) -> None:
+        if (metadata.offers and self._producer is None) or (metadata.loads and self._consumer is None):
+            raise ValueError("kv_transfer.role forbids this: offers need a producer, loads a consumer")
+        for load in metadata.loads:
+            self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
+        if metadata.offers or metadata.loads or metadata.cancels:
+            self._command(self._start, metadata)
+
+    def save(self, metadata: ConnectorMetadata) -> None:
+        if metadata.saves and self._producer is None:
+            raise ValueError("kv_transfer.role forbids this: saves need a producer")
+        for save in metadata.saves:
+            self._check_blocks(save.transfer_id, save.block_ids, save.block_hashes)
+        if metadata.saves:
+            self._command(self._save, metadata)
+
+    def get_finished(self) -> ConnectorOutput:
+        with self._lock:
+            output, self._output = self._output, ConnectorOutput()
+        return output
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        self._user_wakeup = wakeup
+
+    def stats(self) -> ConnectorStats:
+        return msgspec.structs.replace(self._stats)
+
+    def shutdown(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._wake()
+        if self._running:
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the connector's thread did not end within %.0f s", JOIN_TIMEOUT_S)
+                return
+        else:
+            self._close()
+        with self._fd_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _check_blocks(self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]) -> None:
+        """Block ids become addresses: a wrong one must not get further than here."""
+        wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks]
+        if wrong or len(block_ids) != len(block_hashes):
+            raise ValueError(
+                f"transfer {transfer_id}: {len(block_ids)} block ids with {len(block_hashes)} hashes, "
+                f"ids outside [0, {self._num_blocks}): {wrong}"
+            )
+
+    # -- between the threads
+
+    def _command(self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata) -> None:
+        if not self._running or self._stopping:
+            raise ValueError("the connector is not running: call register_kv_cache first, and nothing after shutdown")
+        self._commands.append((command, metadata))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._fd_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _finished_sending(self, transfer_id: str) -> None:
+        with self._lock:
+            self._output.finished_sending.add(transfer_id)
+        self._user_wakeup()
+
+    def _load_finished(self, transfer_id: str, result: LoadResult) -> None:
+        with self._lock:
+            self._output.load_results[transfer_id] = result
+        self._user_wakeup()
+
+    # -- the connector's thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            logger.exception("the KV connector failed; its transfers end, later ones are refused")
+            self._fail_from_now_on(f"the KV connector failed: {error}")
+        self._close()
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._sleep()
+            while self._commands:
+                command, metadata = self._commands.popleft()
+                command(metadata)
+            drained = self._producer.receive() if self._producer is not None else True
+            if self._consumer is not None:
+                self._consumer.advance(time.monotonic())
+            if self._producer is not None and drained:
+                self._producer.expire(time.monotonic())
+
+    def _sleep(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        deadlines = []
+        if self._router is not None and self._producer is not None:
+            poller.register(self._router, zmq.POLLIN)
+            deadlines.append(self._producer.next_deadline())
+        if self._consumer is not None:
+            for peer in self._consumer.peers():
+                poller.register(peer.socket, zmq.POLLIN)
+                poller.register(peer.monitor, zmq.POLLIN)
+            deadlines.append(self._consumer.next_deadline())
+        due = [deadline for deadline in deadlines if deadline is not None]
+        wait_s = min(MAX_SLEEP_S, max(0.0, min(due) - time.monotonic())) if due else MAX_SLEEP_S
+        events = dict(poller.poll(int(wait_s * 1000) + 1))
+        if self._wake_fd in events:
+            os.eventfd_read(self._wake_fd)
+
+    def _start(self, metadata: ConnectorMetadata) -> None:
+        for transfer_id, peer_instance_id in metadata.offers.items():
+            assert self._producer is not None
+            self._producer.offer(transfer_id, peer_instance_id)
+        for load in metadata.loads:
+            assert self._consumer is not None
+            self._consumer.begin(load)
+        for transfer_id in metadata.cancels:
+            if self._producer is not None:
+                self._producer.cancel(transfer_id)
+            if self._consumer is not None:
+                self._consumer.cancel(transfer_id)
+
+    def _save(self, metadata: ConnectorMetadata) -> None:
+        assert self._producer is not None
+        for save in metadata.saves:
+            self._producer.save(save)
+
+    def _fail_from_now_on(self, reason: str) -> None:
+        """After a defect in this thread: nothing moves any more, and every wish is answered so."""
+        self._agent.close()  # from here on nothing writes to the engine's memory
+        if self._consumer is not None:
+            self._consumer.fail_all(reason)
+        if self._producer is not None:
+            self._producer.end_all(reason)
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while not self._stopping:
+            poller.poll(int(MAX_SLEEP_S * 1000))
+            while self._commands:
+                _, metadata = self._commands.popleft()
+                for load in metadata.loads:
+                    self._load_finished(load.transfer_id, LoadResult(0, reason))
+                for transfer_id in metadata.offers:
+                    self._finished_sending(transfer_id)
+
+    def _close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._producer is not None:
+            self._producer.close()
+        self._agent.close()
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise OSError(error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}") from error
+        self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        return router

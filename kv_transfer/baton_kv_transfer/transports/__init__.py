@@ -1,0 +1,23 @@
+"""Transports of the agent: `inproc` copies inside one process, `ucx` moves bytes between processes over libucp."""
+
+from __future__ import annotations
+
+from baton_kv_transfer.transports.base import Transport
+
+
+def create_transport(kind: str, name: str) -> Transport:
+    """The transport `kind` of the agent called `name`; UCX is imported here, when first needed.
+
+    Raises:
+        ValueError: unknown kind.
+        UCXError: UCX is missing or does not start.
+    """
+    if kind == "inproc":
+        from baton_kv_transfer.transports.inproc import InprocTransport
+
+        return InprocTransport(name)
+    if kind == "ucx":
+        from baton_kv_transfer.transports.ucx import UCXTransport
+
+        return UCXTransport(name)
+    raise ValueError(f"kv_transfer.transport must be ucx or inproc, got {kind!r}")

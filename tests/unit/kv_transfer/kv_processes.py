@@ -1,0 +1,240 @@
+"""Processes under test: an engine's connector, or a bare agent, driven over a pipe. Any of them may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer import create_connector
+from baton_kv_transfer.agent import Agent
+from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, KVCacheLayout, LoadResult
+from baton_kv_transfer.transfer_connector import TransferConnector  # loaded once, in the fork server
+
+HOST = "127.0.0.1"
+DEADLINE_S = 20.0
+LAYOUT = KVCacheLayout(num_blocks=64, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32")
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
+    """Polls until `condition` is true and returns its value; fails naming what was missing."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+class _Process:
+    """A child that answers (method, args) over a pipe."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        context = mp.get_context(
+            "forkserver"
+        )  # forked from a process that imported this module, and nothing of UCX yet
+        context.set_forkserver_preload([__name__])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.hello = self._answer()
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(60), f"process {self.process.pid} does not answer"
+        value = self._pipe.recv()
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(OSError, EOFError):
+                self.call("stop")
+            self.process.join(15)
+        if self.process.is_alive():
+            self.kill()
+            raise AssertionError("the process did not end by itself")
+
+
+def _serve(pipe: Connection, methods: Any, hello: Any) -> None:
+    pipe.send(hello)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:  # the test is gone
+            return
+        if method == "stop":
+            methods.stop()
+            pipe.send(None)
+            return
+        try:
+            pipe.send(getattr(methods, method)(*args))
+        except Exception as error:
+            pipe.send(error)
+
+
+class _EngineMethods:
+    def __init__(self, config: KVTransferConfig, instance_id: str, compatibility_hash: str) -> None:
+        self.words = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes // 8), dtype=np.uint64)
+        self.connector = create_connector(
+            config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=HOST
+        )
+        assert isinstance(self.connector, TransferConnector)
+        self.connector.register_kv_cache(self.words.ctypes.data, LAYOUT)
+        self.finished_sending: set[str] = set()
+        self.load_results: dict[str, LoadResult] = {}
+
+    def start(self, metadata: ConnectorMetadata) -> None:
+        self.connector.start(metadata)
+
+    def save(self, *saves: BlockSave) -> None:
+        self.connector.save(ConnectorMetadata(saves=list(saves)))
+
+    def fill(self, block_id: int, value: int) -> None:
+        self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
+
+    def flip(self, block_id: int) -> None:
+        self.words[block_id, 100] ^= np.uint64(1 << 63)
+
+    def holds(self, block_id: int, value: int) -> bool:
+        return bool((self.words[block_id] == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)).all())
+
+    def poll(self) -> tuple[set[str], dict[str, LoadResult]]:
+        output = self.connector.get_finished()
+        assert not output.load_results.keys() & self.load_results.keys(), "two results of one load"
+        self.finished_sending |= output.finished_sending
+        self.load_results |= output.load_results
+        return self.finished_sending, self.load_results
+
+    def stats(self) -> Any:
+        return self.connector.stats()
+
+    def num_open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def stop(self) -> None:
+        self.connector.shutdown()
+
+
+def _run_engine(pipe: Connection, config: KVTransferConfig, instance_id: str, compatibility_hash: str) -> None:
+    logging.basicConfig(level=logging.INFO)
+    methods = _EngineMethods(config, instance_id, compatibility_hash)
+    _serve(pipe, methods, methods.connector.port)
+
+
+class Engine(_Process):
+    """A connector in a process of its own, with LAYOUT's memory."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        role: KVRole,
+        *,
+        port: int = 0,
+        lease_s: float = 15.0,
+        load_timeout_s: float = 15.0,
+        compatibility_hash: str = "same",
+    ) -> None:
+        config = KVTransferConfig(role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s)
+        super().__init__(_run_engine, config, instance_id, compatibility_hash)
+        self.instance_id = instance_id
+        self.port: int = self.hello
+
+    def offer(self, transfer_id: str, consumer: str) -> None:
+        self.call("start", ConnectorMetadata(offers={transfer_id: consumer}))
+
+    def load(self, transfer_id: str, producer: Engine, block_ids: list[int], first: int = 0, of: str = "") -> None:
+        """Loads blocks first, first + 1, ... of transfer_id (or, wrongly, of another one's tokens)."""
+        hashes = [chain_hash(of or transfer_id, first + i) for i in range(len(block_ids))]
+        load = BlockLoad(transfer_id, HOST, producer.port, producer.instance_id, first, block_ids, hashes)
+        self.call("start", ConnectorMetadata(loads=[load]))
+
+    def cancel(self, transfer_id: str) -> None:
+        self.call("start", ConnectorMetadata(cancels=[transfer_id]))
+
+    def save(self, transfer_id: str, first: int, block_ids: list[int], last: bool) -> None:
+        """Fills the blocks with content that depends on their index, then publishes them."""
+        for offset, block_id in enumerate(block_ids):
+            self.call("fill", block_id, first + offset + 1)
+        hashes = [chain_hash(transfer_id, first + i) for i in range(len(block_ids))]
+        tokens = (first + len(block_ids)) * LAYOUT.block_size
+        self.call("save", BlockSave(transfer_id, first, block_ids, hashes, tokens, last))
+
+    def result(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> LoadResult:
+        wait_for(f"result of {transfer_id}", lambda: transfer_id in self.call("poll")[1], timeout_s)
+        return self.call("poll")[1][transfer_id]
+
+    def wait_sent(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> None:
+        wait_for(f"finished_sending of {transfer_id}", lambda: transfer_id in self.call("poll")[0], timeout_s)
+
+    def sent(self, transfer_id: str) -> bool:
+        return transfer_id in self.call("poll")[0]
+
+
+def chain_hash(transfer_id: str, index: int) -> bytes:
+    return f"{transfer_id[:8]}/{index}".encode().ljust(16, b".")
+
+
+class _AgentMethods:
+    def __init__(self, transport: str, num_blocks: int, block_nbytes: int) -> None:
+        self.words = np.arange(num_blocks * block_nbytes // 8, dtype=np.int64)
+        self.agent = Agent("owner", transport)
+        self.agent.register_memory([(self.words.ctypes.data, self.words.nbytes, 0, "kv")])
+        self.notifs: list[tuple[str, bytes]] = []
+
+    def hello(self) -> tuple[bytes, int]:
+        return self.agent.get_agent_metadata(), self.words.ctypes.data
+
+    def content(self) -> np.ndarray:
+        return self.words
+
+    def new_notifs(self) -> dict[str, list[bytes]]:
+        return self.agent.get_new_notifs()
+
+    def stop(self) -> None:
+        self.agent.close()
+
+
+def _run_agent(pipe: Connection, environment: dict[str, str], num_blocks: int, block_nbytes: int) -> None:
+    os.environ.update(environment)
+    methods = _AgentMethods("ucx", num_blocks, block_nbytes)
+    _serve(pipe, methods, methods.hello())
+
+
+class AgentProcess(_Process):
+    """An agent "owner" with registered memory counting up, in a process of its own."""
+
+    def __init__(self, num_blocks: int, block_nbytes: int, environment: dict[str, str] | None = None) -> None:
+        super().__init__(_run_agent, environment or {}, num_blocks, block_nbytes)
+
+
+class AgentHere:
+    """The same in this process."""
+
+    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        self._methods = _AgentMethods("inproc", num_blocks, block_nbytes)
+        self.hello = self._methods.hello()
+
+    def call(self, method: str) -> Any:
+        return getattr(self._methods, method)()
+
+    def stop(self) -> None:
+        self._methods.stop()
+
+    kill = stop
