@@ -1,0 +1,126 @@
+"""`baton-gateway`: configuration from a file and flags, then the server until SIGTERM.
+
+A wrong configuration ends the process with exit code 78 and `FATAL <Reason>: <message>` as the last line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from baton_engine.protocol.config import GatewayConfig, container_path, pod_ip
+from baton_engine.text.tokenizer import Tokenizer
+from baton_gateway.discovery import Discovery, make_discovery
+from baton_gateway.server import Gateway
+
+EX_CONFIG = 78
+
+_FLAGS: dict[str, tuple[str, type, str]] = {
+    "--model": ("model.path", str, "checkpoint folder with tokenizer.json"),
+    "--served-model-name": ("model.served_name", str, "name clients use; default: the folder's name"),
+    "--discovery-file": ("discovery.file", str, "JSON file of engine endpoints"),
+    "--discovery-namespace": ("discovery.namespace", str, "namespace of the LLMService"),
+    "--discovery-service": ("discovery.service", str, "name of the LLMService whose pods to watch"),
+    "--discovery-resync-s": ("discovery.resync_s", float, "full re-list of pods at this interval"),
+    "--port": ("port", int, "HTTP port on $POD_IP; 0: any free one"),
+    "--max-concurrent-requests": ("max_concurrent_requests", int, "sequences served at once; more get 429"),
+    "--prefill-threshold-tokens": ("prefill_threshold_tokens", int, "shorter prompts skip the prefill engines"),
+    "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
+    "--drain-timeout-s": ("drain_timeout_s", float, "after SIGTERM, running requests may take this long to end"),
+}
+
+
+class ConfigurationError(Exception):
+    """`reason` is one CamelCase word, for a condition; the text says what to do."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv)
+        tokenizer = load_tokenizer(config)
+        discovery = _discovery(config)
+    except ConfigurationError as error:
+        print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
+        return EX_CONFIG
+    asyncio.run(Gateway(config, tokenizer, discovery).serve_until_signal(pod_ip()))
+    return 0
+
+
+def load_config(argv: Sequence[str]) -> GatewayConfig:
+    """The file's content with the flags laid over it. Raises ConfigurationError."""
+    parser = _Parser(prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines.")
+    parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
+    for flag, (target, kind, text) in _FLAGS.items():
+        parser.add_argument(flag, dest=target, type=kind, metavar=kind.__name__.upper(), help=text)
+    arguments = vars(parser.parse_args(argv))
+    content: dict[str, Any] = {}
+    path = arguments.pop("config")
+    if path is not None:
+        try:
+            content = msgspec.json.decode(container_path(path).read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigurationError("InvalidConfig", f"{path}: {error}") from error
+    for target, value in arguments.items():
+        if value is not None:
+            _set(content, target, value)
+    content.setdefault("discovery", {})
+    try:
+        config = msgspec.convert(content, GatewayConfig)
+    except msgspec.ValidationError as error:
+        hint = "; set it in --config FILE or with --model" if "model" not in content else ""
+        raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
+    for name in ("max_concurrent_requests", "request_timeout_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigurationError("InvalidConfig", f"{name} must be positive, got {getattr(config, name)}")
+    return config
+
+
+def load_tokenizer(config: GatewayConfig) -> Tokenizer:
+    """Raises ConfigurationError: ModelNotFound, or InvalidTokenizer."""
+    folder: Path = container_path(config.model.path)
+    if not folder.is_dir():
+        raise ConfigurationError("ModelNotFound", f"{config.model.path} does not exist")
+    try:
+        return Tokenizer.from_folder(folder)
+    except FileNotFoundError as error:
+        raise ConfigurationError("ModelNotFound", str(error)) from error
+    except ValueError as error:
+        raise ConfigurationError("InvalidTokenizer", str(error)) from error
+
+
+def _discovery(config: GatewayConfig) -> Discovery:
+    try:
+        return make_discovery(config.discovery)
+    except ValueError as error:
+        raise ConfigurationError("InvalidConfig", str(error)) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong flags are a configuration error like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError("InvalidConfig", message)
+
+
+def _set(content: dict[str, Any], target: str, value: object) -> None:
+    *sections, name = target.split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+    content[name] = value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Failures as HTTP answers, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from baton_engine.protocol.messages import ErrorCode
+from baton_engine.text.responses import ErrorBody, ErrorDetail
+from baton_engine.text.schema import RequestError
+
+RETRY_AFTER_S = 1
+
+
+class APIError(Exception):
+    """A failure the client is told about.
+
+    Args:
+        status: HTTP status; in a stream that has begun only the body is sent.
+        message: what happened and what to do about it.
+        param: the request's field that is wrong, if one is.
+        code: machine-readable.
+        retry_after_s: set where the same request may succeed later.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> ErrorBody:
+        kinds = {429: "rate_limit_error", 404: "not_found_error"}
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, fallback)
+        return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def bad_request(error: RequestError) -> APIError:
+    return APIError(400, str(error), param=error.param, code=error.code)
+
+
+def unknown_model(model: str, served: str) -> APIError:
+    message = f"The model {model!r} does not exist; this server serves {served!r}."
+    return APIError(404, message, param="model", code="model_not_found")
+
+
+def context_length_exceeded(max_model_len: int, prompt_tokens: int, max_tokens: int, param: str) -> APIError:
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion). "
+        "Please reduce the length of the prompt or the completion."
+    )
+    return APIError(400, message, param=param, code="context_length_exceeded")
+
+
+def overloaded(message: str) -> APIError:
+    return APIError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+
+
+def unavailable(message: str, *, code: str = "service_unavailable") -> APIError:
+    return APIError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def internal(message: str) -> APIError:
+    return APIError(500, message, code="internal_error")
+
+
+def timed_out(timeout_s: float) -> APIError:
+    return APIError(504, f"The request did not end within {timeout_s:g} s.", code="timeout")
+
+
+def engine_failure(message: str, code: ErrorCode | None) -> APIError:
+    """What an engine's last word on a request means to the client."""
+    if code is ErrorCode.INVALID:
+        return APIError(400, message)
+    if code is ErrorCode.OVERLOADED:
+        return overloaded(message)
+    if code is ErrorCode.DRAINING:
+        return unavailable(message)
+    return internal(message)

@@ -1,0 +1,345 @@
+"""The two generation endpoints: OpenAI requests to jobs, their outputs to JSON or server-sent events."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from baton_engine.text.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponseMessage,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
+from baton_engine.text.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    RequestError,
+    parse_request,
+)
+from baton_gateway.errors import APIError, bad_request, overloaded, timed_out, unavailable, unknown_model
+from baton_gateway.generation import Choice, GenerationService, Job
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.output import TextOutput, chat_logprobs, completion_logprobs
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that went away; it is only counted, never sent."""
+
+FINAL_STATUS = web.RequestKey("final_status", int)
+"""Status for the metrics when a stream that began as 200 failed later."""
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+_Events = AsyncGenerator[tuple[Choice, TextOutput], None]
+
+
+class Admission:
+    """Counts what is being served, refuses what is too much, and knows when everything has ended.
+
+    Args:
+        limit: sequences in flight; a request for n samples counts n times.
+    """
+
+    def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._sequences = 0
+        self._requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    def check_draining(self) -> None:
+        """Raises APIError (503) once the gateway is shutting down."""
+        if self.draining:
+            raise unavailable("This gateway is shutting down; retry, another one will answer.", code="draining")
+
+    def begin(self) -> None:
+        """A request arrived; `end` must follow."""
+        self._requests += 1
+        self._idle.clear()
+        self._metrics.in_flight.set(self._requests)
+
+    def end(self) -> None:
+        self._requests -= 1
+        self._metrics.in_flight.set(self._requests)
+        if self._requests == 0:
+            self._idle.set()
+
+    def take(self, sequences: int) -> None:
+        """Raises APIError: 400 if it can never fit, 429 if it does not fit now. `give` must follow."""
+        if sequences > self._limit:
+            raise APIError(400, f"One request may ask for {self._limit} sequences at most, got {sequences}.", param="n")
+        if self._sequences + sequences > self._limit:
+            raise overloaded(f"{self._sequences} sequences are being served already; retry later.")
+        self._sequences += sequences
+
+    def give(self, sequences: int) -> None:
+        self._sequences -= sequences
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """False if requests are still being served after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Endpoint(abc.ABC, Generic[_Request]):
+    """One of the generation endpoints."""
+
+    kind: type[_Request]
+
+    def __init__(
+        self, service: GenerationService, admission: Admission, *, served_name: str, request_timeout_s: float
+    ) -> None:
+        self._service = service
+        self._admission = admission
+        self._served_name = served_name
+        self._timeout_s = request_timeout_s
+        self._encode = msgspec.json.Encoder().encode
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        """Raises APIError for everything that goes wrong before the first byte of the answer."""
+        started = time.monotonic()
+        self._admission.check_draining()
+        self._admission.begin()
+        try:
+            return await self._serve(http, started)
+        except RequestError as error:
+            raise bad_request(error) from error
+        finally:
+            self._admission.end()
+
+    async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
+        if http.content_type != "application/json":
+            message = f"Content-Type must be application/json, got {http.content_type!r}."
+            raise APIError(415, message, code="unsupported_media_type")
+        request = parse_request(await http.read(), self.kind)
+        if request.model != self._served_name:
+            raise unknown_model(request.model, self._served_name)
+        job = await self.prepare(request, started)
+        self._admission.take(len(job.choices))
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with aclosing(self._service.run(job)) as events:
+                if request.stream:
+                    return await self._stream(http, request, job, events, deadline)
+                return await self._answer(request, job, events, deadline)
+        finally:
+            self._admission.give(len(job.choices))
+
+    async def _answer(self, request: _Request, job: Job, events: _Events, deadline: float) -> web.Response:
+        outputs: dict[int, list[TextOutput]] = {choice.index: [] for choice in job.choices}
+        try:
+            async with asyncio.timeout_at(deadline):
+                async for choice, output in events:
+                    outputs[choice.index].append(output)
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+        merged = [(choice, _merge(outputs[choice.index])) for choice in job.choices]
+        return web.Response(body=self._encode(self.response(request, job, merged)), content_type="application/json")
+
+    async def _stream(
+        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
+    ) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout_at(deadline):
+                first = await anext(events)  # a failure up to here is an HTTP status, later an event of the stream
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+
+        async def send(chunk: msgspec.Struct) -> None:
+            await response.write(b"data: " + self._encode(chunk) + b"\n\n")
+
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._send_all(request, job, first, events, send)
+                await response.write(b"data: [DONE]\n\n")
+            except (APIError, TimeoutError) as failure:
+                error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
+                logger.warning("request %s failed while it was streamed: %s", job.id, error.message)
+                http[FINAL_STATUS] = error.status
+                await send(error.body)
+            await response.write_eof()
+        except ConnectionError:
+            logger.info("request %s: the client went away", job.id)
+            http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
+        return response
+
+    async def _send_all(
+        self,
+        request: _Request,
+        job: Job,
+        first: tuple[Choice, TextOutput],
+        events: _Events,
+        send: Callable[[msgspec.Struct], Awaitable[None]],
+    ) -> None:
+        offsets = {choice.index: 0 for choice in job.choices}
+
+        async def send_output(choice: Choice, output: TextOutput) -> None:
+            # A held back text is no news; the end of a choice is, and so is a token's logprob.
+            wants_ids = bool(request.return_token_ids and output.token_ids)
+            if output.text or output.logprobs or wants_ids or output.finish_reason is not None:
+                await send(self.chunk(request, job, choice, output, offsets[choice.index]))
+            offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
+
+        for chunk in self.opening(request, job):
+            await send(chunk)
+        await send_output(*first)
+        async for choice, output in events:
+            await send_output(choice, output)
+        if request.include_usage:
+            await send(self.usage_chunk(job))
+
+    def _length(self, token_id: int) -> int:
+        return len(self._service.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    @abc.abstractmethod
+    async def prepare(self, request: _Request, started: float) -> Job: ...
+
+    @abc.abstractmethod
+    def response(self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> msgspec.Struct:
+        """The whole answer."""
+
+    @abc.abstractmethod
+    def opening(self, request: _Request, job: Job) -> list[msgspec.Struct]:
+        """Chunks before the first token."""
+
+    @abc.abstractmethod
+    def chunk(self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int) -> msgspec.Struct: ...
+
+    @abc.abstractmethod
+    def usage_chunk(self, job: Job) -> msgspec.Struct: ...
+
+
+class ChatEndpoint(Endpoint[ChatCompletionRequest]):
+    kind = ChatCompletionRequest
+
+    async def prepare(self, request: ChatCompletionRequest, started: float) -> Job:
+        return await self._service.prepare_chat(request, started)
+
+    def response(
+        self, request: ChatCompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
+    ) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=choice.index,
+                message=ChatResponseMessage(content=output.text),
+                logprobs=self._logprobs(request, output),
+                finish_reason=output.finish_reason or "stop",
+                token_ids=_token_ids(request, output),
+            )
+            for choice, output in outputs
+        ]
+        return ChatCompletion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+
+    def opening(self, request: ChatCompletionRequest, job: Job) -> list[msgspec.Struct]:
+        delta = ChatDelta(role="assistant", content="")
+        return [self._chunk(request, job, ChatChunkChoice(index=choice.index, delta=delta)) for choice in job.choices]
+
+    def chunk(
+        self, request: ChatCompletionRequest, job: Job, choice: Choice, output: TextOutput, offset: int
+    ) -> ChatCompletionChunk:
+        piece = ChatChunkChoice(
+            index=choice.index,
+            delta=ChatDelta(content=output.text) if output.text else ChatDelta(),
+            logprobs=self._logprobs(request, output) if output.logprobs else None,
+            finish_reason=output.finish_reason,
+            token_ids=_token_ids(request, output),
+        )
+        return self._chunk(request, job, piece)
+
+    def usage_chunk(self, job: Job) -> ChatCompletionChunk:
+        return ChatCompletionChunk(id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage())
+
+    def _chunk(self, request: ChatCompletionRequest, job: Job, choice: ChatChunkChoice) -> ChatCompletionChunk:
+        usage = None if request.include_usage else msgspec.UNSET
+        return ChatCompletionChunk(id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage)
+
+    def _logprobs(self, request: ChatCompletionRequest, output: TextOutput) -> ChatLogprobs | None:
+        return chat_logprobs(self._service.tokenizer, output.logprobs) if request.logprobs else None
+
+
+class CompletionEndpoint(Endpoint[CompletionRequest]):
+    kind = CompletionRequest
+
+    async def prepare(self, request: CompletionRequest, started: float) -> Job:
+        return await self._service.prepare_completion(request, started)
+
+    def response(self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> Completion:
+        choices = [
+            CompletionChoice(
+                index=choice.index,
+                text=choice.echo + output.text,
+                logprobs=self._logprobs(request, output, 0),
+                finish_reason=output.finish_reason,
+                token_ids=_token_ids(request, output),
+            )
+            for choice, output in outputs
+        ]
+        return Completion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+
+    def opening(self, request: CompletionRequest, job: Job) -> list[msgspec.Struct]:
+        return [
+            self._chunk(request, job, CompletionChoice(index=choice.index, text=choice.echo))
+            for choice in job.choices
+            if choice.echo
+        ]
+
+    def chunk(
+        self, request: CompletionRequest, job: Job, choice: Choice, output: TextOutput, offset: int
+    ) -> Completion:
+        piece = CompletionChoice(
+            index=choice.index,
+            text=output.text,
+            logprobs=self._logprobs(request, output, offset) if output.logprobs else None,
+            finish_reason=output.finish_reason,
+            token_ids=_token_ids(request, output),
+        )
+        return self._chunk(request, job, piece)
+
+    def usage_chunk(self, job: Job) -> Completion:
+        return Completion(id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage())
+
+    def _chunk(self, request: CompletionRequest, job: Job, choice: CompletionChoice) -> Completion:
+        usage = None if request.include_usage else msgspec.UNSET
+        return Completion(id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage)
+
+    def _logprobs(self, request: CompletionRequest, output: TextOutput, offset: int) -> CompletionLogprobs | None:
+        if request.logprobs is None:
+            return None
+        return completion_logprobs(self._service.tokenizer, output.logprobs, offset)
+
+
+def _token_ids(request: GenerationRequest, output: TextOutput) -> list[int] | msgspec.UnsetType:
+    return output.token_ids if request.return_token_ids else msgspec.UNSET
+
+
+def _merge(outputs: list[TextOutput]) -> TextOutput:
+    return TextOutput(
+        text="".join(output.text for output in outputs),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[item for output in outputs for item in output.logprobs],
+        finish_reason=outputs[-1].finish_reason,
+    )

@@ -1,0 +1,201 @@
+"""The HTTP server: routes, error bodies, metrics per endpoint, and the way down on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from baton_engine.protocol.config import GatewayConfig
+from baton_engine.text.responses import Model, ModelList
+from baton_engine.text.tokenizer import Tokenizer
+from baton_gateway.discovery import Discovery
+from baton_gateway.dispatch import RESUME_WAIT_S, Dispatcher
+from baton_gateway.errors import APIError, internal, unavailable, unknown_model
+from baton_gateway.generation import GenerationService
+from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, Admission, ChatEndpoint, CompletionEndpoint
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.pool import MAX_BACKOFF_S, EnginePool
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """One gateway process.
+
+    Args:
+        config: ports, limits and timeouts.
+        tokenizer: of the served checkpoint.
+        discovery: where the engines are.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        discovery: Discovery,
+        *,
+        resume_wait_s: float = RESUME_WAIT_S,
+        max_backoff_s: float = MAX_BACKOFF_S,
+    ) -> None:
+        self.config = config
+        self.served_name = served_name(config)
+        self.metrics = GatewayMetrics()
+        self.pool = EnginePool(discovery, self.metrics, max_backoff_s=max_backoff_s)
+        self._admission = Admission(config.max_concurrent_requests, self.metrics)
+        dispatcher = Dispatcher(
+            self.pool,
+            self.metrics,
+            prefill_threshold_tokens=config.prefill_threshold_tokens,
+            resume_wait_s=resume_wait_s,
+        )
+        self._service = GenerationService(tokenizer, self.pool, dispatcher, self.metrics)
+        self._created = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self._pool_task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str) -> int:
+        """Binds `host` and starts to connect to engines. Returns the port. Raises OSError if it is taken."""
+        # handler_cancellation: a client that goes away cancels its handler, which aborts the work on the engines.
+        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, self.config.port)
+        await site.start()
+        self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")
+        port: int = self._runner.addresses[0][1]
+        logger.info("serving %s on http://%s:%d", self.served_name, host, port)
+        return port
+
+    async def stop(self) -> None:
+        """Takes no new work, lets running requests end for drain_timeout_s, fails the rest clearly, and closes."""
+        self._admission.draining = True
+        if not await self._admission.wait_idle(self.config.drain_timeout_s):
+            logger.warning("requests still run after %g s: ending them", self.config.drain_timeout_s)
+            self._service.fail_all(unavailable("This gateway shut down before the request ended.", code="draining"))
+            await self._admission.wait_idle(timeout_s=2.0)
+        if self._pool_task is not None:
+            self._pool_task.cancel()
+            await asyncio.gather(self._pool_task, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def serve_until_signal(self, host: str) -> None:
+        """Runs until SIGTERM or SIGINT, then stops. Raises RuntimeError if discovery ends by a bug."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await self.start(host)
+        assert self._pool_task is not None
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopped, self._pool_task], return_when=asyncio.FIRST_COMPLETED)
+        if self._pool_task.done():
+            stopped.cancel()
+            raise RuntimeError("the engine pool ended") from self._pool_task.exception()
+        logger.info("stopping: no new requests, running ones have %g s", self.config.drain_timeout_s)
+        await self.stop()
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
+        timeout_s = self.config.request_timeout_s
+        chat = ChatEndpoint(self._service, self._admission, served_name=self.served_name, request_timeout_s=timeout_s)
+        completion = CompletionEndpoint(
+            self._service, self._admission, served_name=self.served_name, request_timeout_s=timeout_s
+        )
+        app.router.add_post("/v1/chat/completions", chat.handle)
+        app.router.add_post("/v1/completions", completion.handle)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/version", self._version)
+        return app
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Every failure becomes an OpenAI error body; every request is counted."""
+        status = CLIENT_CLOSED_REQUEST
+        try:
+            try:
+                response = await handler(request)
+            except APIError as error:
+                response = _error_response(error)
+            except web.HTTPException as error:
+                response = _error_response(_http_error(request, error), error)
+            except Exception:
+                logger.exception("%s %s failed", request.method, request.path)
+                response = _error_response(internal("The gateway failed; its log says why."))
+            status = request.get(FINAL_STATUS, response.status)
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            endpoint = "unknown" if resource is None else resource.canonical
+            self.metrics.requests.labels(endpoint, str(status)).inc()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json(ModelList(data=[self._served_model()]))
+
+    async def _model(self, http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name != self.served_name:
+            raise unknown_model(name, self.served_name)
+        return _json(self._served_model())
+
+    def _served_model(self) -> Model:
+        return Model(id=self.served_name, created=self._created, max_model_len=self.pool.max_model_len)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        self._admission.check_draining()
+        if not self.pool.available("decode"):
+            raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
+        return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": importlib.metadata.version("baton")})
+
+
+def served_name(config: GatewayConfig) -> str:
+    """The name clients use: as configured, else that of the model's folder."""
+    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _error_response(error: APIError, http_error: web.HTTPException | None = None) -> web.Response:
+    headers = dict(error.headers)
+    if http_error is not None and "Allow" in http_error.headers:
+        headers["Allow"] = http_error.headers["Allow"]
+    body = msgspec.json.encode(error.body)
+    return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+
+
+def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
+    """aiohttp's own refusals in words."""
+    if error.status == 404:
+        return APIError(404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url")
+    if error.status == 405:
+        return APIError(405, f"{http.path} does not take {http.method}.", code="method_not_allowed")
+    if error.status == 413:
+        message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+        return APIError(413, message, code="request_too_large")
+    return APIError(error.status, error.reason)

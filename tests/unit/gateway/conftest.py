@@ -1,0 +1,74 @@
+"""A trained byte-level BPE tokenizer with a chat template, and a gateway over scripted engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from gateway_fakes import EOS_ID, Stand
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from baton_engine.text.tokenizer import Tokenizer
+
+TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+<|{{ message.role }}|>{{ message.content }}
+{% endfor %}
+{% if add_generation_prompt %}
+<|assistant|>
+{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<pad>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, the quick brown fox says hello to the world"] * 8, trainer)
+    folder = tmp_path_factory.mktemp("model")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    assert tokenizer.eos_token_id == EOS_ID
+    return tokenizer
+
+
+class MakeStand(Protocol):
+    def __call__(self, **config: Any) -> Stand: ...
+
+
+@pytest.fixture
+async def make_stand(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[MakeStand]:
+    stands: list[Stand] = []
+
+    def make(**config: Any) -> Stand:
+        folder = tmp_path / str(len(stands))
+        folder.mkdir()
+        stands.append(Stand(folder, tokenizer, **config))
+        return stands[-1]
+
+    yield make
+    for stand in stands:
+        await stand.close()
+
+
+@pytest.fixture
+async def stand(make_stand: MakeStand) -> Stand:
+    return make_stand()

@@ -1,0 +1,84 @@
+"""`baton-gateway` as a process: configuration errors, one address, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from gateway_fakes import FakeEngine, until
+
+from baton_gateway.cli import ConfigurationError, load_config, main
+
+
+def test_flags_override_the_file(tmp_path: Path):
+    path = tmp_path / "gateway.json"
+    path.write_text(json.dumps({"model": {"path": "/m", "served_name": "a"}, "discovery": {"file": "f"}, "port": 1}))
+    config = load_config(["--config", str(path), "--port", "2", "--served-model-name", "b"])
+    assert (config.model.path, config.model.served_name, config.discovery.file, config.port) == ("/m", "b", "f", 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason", "text"),
+    [
+        ([], "InvalidConfig", "--model"),
+        (["--model", "/nowhere/m", "--discovery-file", "f"], "ModelNotFound", "/nowhere/m does not exist"),
+        (["--config", "/nowhere/g.json"], "InvalidConfig", "/nowhere/g.json"),
+        (["--port", "many"], "InvalidConfig", "--port"),
+        (["--model", "/m", "--request-timeout-s", "0"], "InvalidConfig", "request_timeout_s"),
+    ],
+)
+def test_configuration_errors_end_with_78_and_a_fatal_line(argv, reason, text, capsys):
+    assert main(argv) == 78
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith(f"FATAL {reason}: ")
+    assert text in last
+
+
+def test_an_unknown_field_of_the_file_is_named(tmp_path: Path):
+    path = tmp_path / "gateway.json"
+    path.write_text('{"model": {"path": "/m"}, "discovery": {"file": "f"}, "prot": 1}')
+    with pytest.raises(ConfigurationError, match="prot"):
+        load_config(["--config", str(path)])
+
+
+def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
+    assert main(["--model", str(tokenizer_folder)]) == 78
+    assert "FATAL InvalidConfig: discovery" in capsys.readouterr().err
+
+
+async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(tmp_path: Path, tokenizer_folder: Path):
+    engine = FakeEngine("d", "decode", [300, 301])
+    discovery = tmp_path / "engines.json"
+    endpoint = {"name": "d", "role": "decode", "host": "127.0.0.1", "engine_port": engine.port}
+    discovery.write_text(json.dumps({"engines": [endpoint]}))
+    address = f"127.88.{os.getpid() % 250}.{os.getpid() // 250 % 250 + 1}"
+    argv = ["--model", str(tokenizer_folder), "--served-model-name", "m", "--discovery-file", str(discovery)]
+    with open(tmp_path / "log", "wb") as log:  # noqa: ASYNC230 (a local file, handed to the child)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton_gateway.cli", *argv, env={**os.environ, "POD_IP": address}, stderr=log
+        )
+    try:
+        async with aiohttp.ClientSession() as session:
+
+            async def ready() -> bool:
+                assert process.returncode is None, (tmp_path / "log").read_text()
+                try:
+                    async with session.get(f"http://{address}:8080/ready") as response:
+                        return response.status == 200
+                except aiohttp.ClientError:
+                    return False
+
+            await until(ready, "the gateway ready")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        engine.die()

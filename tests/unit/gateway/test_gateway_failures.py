@@ -1,0 +1,257 @@
+"""Engines that refuse, die or lie: what the client sees, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from gateway_fakes import FakeEngine, Stand, until
+
+from baton_engine.protocol.messages import ErrorCode
+
+TEXT = "hello world, the quick brown fox"
+
+
+async def complete(stand: Stand, **options) -> str:
+    answer = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, **options)
+    return answer.choices[0].text
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL])
+async def test_a_prefill_engine_that_refuses_leaves_the_work_to_decode(stand: Stand, code: ErrorCode):
+    prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
+    prefill.refuse = (code, "not now")
+    await stand.start(prefill, decode)
+    assert await complete(stand) == TEXT
+    [result] = decode.prefill_results.values()
+    assert (result.token_ids, result.error) == ([], "not now")
+    outcome = "failed" if code is ErrorCode.INTERNAL else "refused"
+    assert stand.metric("baton:prefill_fallbacks_total", reason=outcome) == 1
+
+
+async def test_a_prefill_engine_that_dies_leaves_the_work_to_decode(stand: Stand):
+    prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
+    prefill.die_on_add = True
+    await stand.start(prefill, decode)
+    assert await complete(stand) == TEXT
+    [result] = decode.prefill_results.values()
+    assert not result.token_ids
+    assert result.error
+    await stand.connected(decode)
+    assert await complete(stand) == TEXT
+    assert decode.adds[-1].kv_transfer is None
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD])
+async def test_a_decode_engine_that_refuses_is_replaced_by_another(stand: Stand, code: ErrorCode):
+    prefill = stand.engine("p", "prefill", TEXT)
+    bad, good = stand.engine("d0", "decode", TEXT), stand.engine("d1", "decode", TEXT)
+    bad.refuse = (code, "not now")
+    await stand.start(prefill, bad, good)
+    for _ in range(8):  # the pick among idle engines is random
+        assert await complete(stand) == TEXT
+        if bad.adds:
+            break
+    assert bad.adds
+    assert stand.metric("baton:request_retries_total", reason=code.name.lower()) == 1
+
+
+@pytest.mark.parametrize(("code", "status"), [(ErrorCode.DRAINING, 503), (ErrorCode.OVERLOADED, 429)])
+async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(stand: Stand, code: ErrorCode, status: int):
+    engines = [stand.engine(f"d{i}", "decode") for i in range(2)]
+    for engine in engines:
+        engine.refuse = (code, "not now")
+    await stand.start(*engines)
+    got, body, headers = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (got, body["error"]["message"]) == (status, "not now")
+    assert int(headers["Retry-After"]) > 0
+    assert all(len(engine.adds) == 1 for engine in engines)
+
+
+async def test_what_an_engine_calls_invalid_is_the_clients_error(stand: Stand):
+    engine = stand.engine("d", "decode")
+    engine.refuse = (ErrorCode.INVALID, "logit_bias: token 5000 is outside the vocabulary")
+    await stand.start(engine)
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        await complete(stand)
+
+
+async def die_after(stand: Stand, engines: list[FakeEngine], tokens: int) -> tuple[FakeEngine, asyncio.Task[str]]:
+    """Streams a request whose decode engine dies once the client has `tokens` tokens: (that engine, the client's whole text)."""
+    for engine in engines:
+        engine.hold_after = tokens
+    seen = asyncio.Event()
+
+    async def read() -> str:
+        stream = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, seed=3, stream=True)
+        pieces: list[str] = []
+        async for chunk in stream:
+            pieces.append(chunk.choices[0].text)
+            if len(pieces) == tokens:
+                seen.set()
+        return "".join(pieces)
+
+    reading = asyncio.create_task(read())
+    busy = await until(lambda: next((engine for engine in engines if engine.adds), None), "the request at an engine")
+    await until(lambda: seen.is_set() or not tokens, f"{tokens} tokens at the client")
+    for engine in engines:
+        engine.hold_after = None
+    busy.die()
+    return busy, reading
+
+
+@pytest.mark.parametrize(("with_prefill", "tokens"), [(True, 1), (True, 5), (False, 0), (False, 1), (False, 5)])
+async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(stand: Stand, with_prefill: bool, tokens: int):
+    engines = [stand.engine(f"d{i}", "decode", TEXT) for i in range(2)]
+    prefill = [stand.engine("p", "prefill", TEXT)] if with_prefill else []
+    await stand.start(*prefill, *engines)
+    dead, reading = await die_after(stand, engines, tokens)
+    assert await reading == TEXT
+    [survivor] = [engine for engine in engines if engine is not dead]
+    [request] = survivor.adds
+    assert request.generated_token_ids == survivor.answer[:tokens]
+    assert (request.sampling_params.seed, request.sample_index) == (3, 0)
+    assert stand.metric("baton:request_retries_total", reason="engine_lost") == 1
+
+
+async def test_decode_dying_before_the_first_token_starts_the_way_anew(stand: Stand):
+    prefill = stand.engine("p", "prefill", TEXT)
+    prefill.hold_after = 0
+    engines = [stand.engine(f"d{i}", "decode", TEXT) for i in range(2)]
+    await stand.start(prefill, *engines)
+    dead, reading = await die_after(stand, engines, 0)
+    await until(lambda: len(prefill.adds) == 2, "a second prefill leg")
+    assert prefill.aborts == [prefill.adds[0].request_id]
+    prefill.released.set()
+    assert await reading == TEXT
+    transfers = {request.kv_transfer.transfer_id for request in prefill.adds}
+    assert len(transfers) == 2, "a transfer id is unique per attempt"
+    assert dead.instance_id not in prefill.adds[1].kv_transfer.peer_instance_id
+
+
+async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    _, reading = await die_after(stand, [engine], 4)
+    await stand.connected()
+    successor = stand.engine("d", "decode", TEXT, port=engine.port)
+    assert await reading == TEXT
+    assert successor.adds[0].generated_token_ids == engine.answer[:4]
+    assert stand.metric("baton:requests_resumed_total") == 1
+
+
+async def test_only_an_engine_with_the_same_config_hash_continues_a_request(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT, config_hash="old")
+    await stand.start(engine)
+    _, reading = await die_after(stand, [engine], 4)
+    await stand.connected()
+    other = stand.engine("d", "decode", TEXT, port=engine.port, config_hash="new")
+    await stand.connected(other)
+    with pytest.raises(openai.APIError, match="no other took it over"):
+        await reading
+    assert not other.adds
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    _, reading = await die_after(stand, [engine], 4)
+    with pytest.raises(openai.APIError, match="no other took it over"):
+        await reading
+    await until(
+        lambda: stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1,
+        "the failure counted",
+    )
+
+
+@pytest.mark.parametrize(("shift", "kind"), [(1, "gap"), (-1, "repeat")])
+async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(stand: Stand, shift: int, kind: str):
+    prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
+    decode.offset_error = shift
+    await stand.start(prefill, decode)
+    with pytest.raises(openai.InternalServerError, match=kind):
+        await complete(stand)
+    assert stand.metric("baton:token_offset_errors_total") == 1
+
+
+async def test_engines_with_different_config_hashes_are_not_paired(stand: Stand):
+    prefill = stand.engine("p", "prefill", TEXT, config_hash="other")
+    decode = stand.engine("d", "decode", TEXT)
+    await stand.start(prefill, decode)
+    assert await complete(stand) == TEXT
+    assert not prefill.adds
+    assert decode.adds[0].kv_transfer is None
+    assert stand.metric("baton:engine_pair_mismatches_total") == 1
+    assert stand.metric("baton:prefill_fallbacks_total", reason="no_compatible_engine") == 1
+
+
+async def test_a_request_that_takes_too_long_fails_and_is_aborted(make_stand):
+    stand = make_stand(request_timeout_s=0.3)
+    engine = stand.engine("d", "decode", TEXT)
+    engine.hold_after = 2
+    await stand.start(engine)
+    status, body, _ = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (504, "timeout")
+    with pytest.raises(openai.APIError, match="did not end within"):
+        async for _ in await stand.client().completions.create(model="m", prompt="go", stream=True):
+            pass
+    await until(lambda: len(engine.aborts) == 2, "both requests aborted")
+
+
+async def test_too_many_sequences_get_429(make_stand):
+    stand = make_stand(max_concurrent_requests=2)
+    engine = stand.engine("d", "decode", TEXT)
+    engine.hold_after = 0
+    await stand.start(engine)
+    running = asyncio.create_task(complete(stand, n=2))
+    await until(lambda: len(engine.adds) == 2, "two sequences at the engine")
+    status, body, headers = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+    assert "Retry-After" in headers
+    engine.released.set()
+    assert await running == TEXT
+    status, body, _ = await stand.post("/v1/completions", {"model": "m", "prompt": "go", "n": 3})
+    assert (status, body["error"]["param"]) == (400, "n")
+
+
+async def test_without_a_ready_decode_engine_requests_get_503(stand: Stand):
+    await stand.start(stand.engine("p", "prefill"))
+    assert (await stand.get("/ready"))[0] == 503
+    status, body, headers = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert "Retry-After" in headers
+
+
+async def test_stopping_lets_streams_end_and_takes_nothing_new(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT)
+    engine.hold_after = 3
+    await stand.start(engine)
+    assert (await stand.get("/ready"))[0] == 200
+    running = asyncio.create_task(complete(stand))
+    await until(lambda: engine.adds, "the request at the engine")
+    stopping = asyncio.create_task(stand.gateway.stop())
+    await until(lambda: _ready_is(stand, 503), "/ready to answer 503")
+    status, body, _ = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (503, "draining")
+    engine.released.set()
+    assert await running == TEXT
+    await stopping
+
+
+async def test_streams_that_outlive_the_drain_timeout_are_told(make_stand):
+    stand = make_stand(drain_timeout_s=0.2)
+    engine = stand.engine("d", "decode", TEXT)
+    engine.hold_after = 3
+    await stand.start(engine)
+    stream = await stand.client().completions.create(model="m", prompt="go", stream=True)
+    await anext(aiter(stream))
+    stopping = asyncio.create_task(stand.gateway.stop())
+    with pytest.raises(openai.APIError, match="shut down"):
+        async for _ in stream:
+            pass
+    await stopping
+
+
+async def _ready_is(stand: Stand, status: int) -> bool:
+    return (await stand.get("/ready"))[0] == status
