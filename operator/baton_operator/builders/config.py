@@ -1,0 +1,115 @@
+"""ConfigMaps: the configuration of one role, as the component reads it.
+
+The name carries a hash of the content, so a pod keeps the configuration it was made with until it is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_engine.protocol.config import (
+    CacheConfig,
+    DiscoveryConfig,
+    EngineConfig,
+    GatewayConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from baton_operator import names
+from baton_operator.api import quantity_bytes
+from baton_operator.builders import model
+from baton_operator.builders.owner import Object, Owner
+
+MOUNT_PATH = "/etc/baton"
+
+
+def config_map(owner: Owner, role: names.Role) -> Object:
+    """The ConfigMap of `role`, with one key `<role>.json`."""
+    config = gateway_config(owner) if role == "gateway" else engine_config(owner, role)
+    text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"
+    data = {f"{role}.json": text}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": owner.metadata(f"{owner.name}-{role}-config-{names.content_hash(data)}", role),
+        "data": data,
+    }
+
+
+def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
+    """What `baton-engine` of this role reads."""
+    spec, tuning = owner.spec, owner.spec.engine
+    memory = tuning.kv_cache_memory
+    if not owner.has_prefill:
+        kv_role = KVRole.NONE
+    else:
+        kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
+    return EngineConfig(
+        model=_model_config(owner),
+        cache=CacheConfig(
+            **_given(
+                block_size=tuning.block_size,
+                num_blocks=tuning.num_blocks,
+                memory_bytes=quantity_bytes(memory) if memory else None,
+                enable_prefix_caching=tuning.enable_prefix_caching,
+            )
+        ),
+        scheduler=SchedulerConfig(
+            **_given(
+                max_num_batched_tokens=tuning.max_num_batched_tokens,
+                max_num_seqs=tuning.max_num_seqs,
+                max_queue=tuning.max_queue,
+            )
+        ),
+        kv_transfer=KVTransferConfig(
+            role=kv_role,
+            transport=spec.kv_transfer.transport,
+            load_failure_policy=spec.kv_transfer.load_failure_policy,
+        ),
+        drain_timeout_s=float(spec.drain_timeout_seconds),
+        **_given(device=tuning.device, num_threads=tuning.num_threads),
+    )
+
+
+def gateway_config(owner: Owner) -> GatewayConfig:
+    """What `baton-gateway` reads."""
+    gateway = owner.spec.gateway
+    return GatewayConfig(
+        model=_model_config(owner),
+        discovery=DiscoveryConfig(namespace=owner.namespace, service=owner.name),
+        drain_timeout_s=float(owner.spec.drain_timeout_seconds),
+        **_given(
+            max_concurrent_requests=gateway.max_concurrent_requests,
+            prefill_threshold_tokens=gateway.prefill_threshold_tokens,
+        ),
+    )
+
+
+def _model_config(owner: Owner) -> ModelConfig:
+    source = owner.spec.model
+    return ModelConfig(
+        path=model.container_path(source.uri),
+        served_name=owner.served_name,
+        dtype=source.dtype,
+        max_model_len=source.max_model_len,
+    )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that are set; the others have the default written in `baton_engine.protocol.config`."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
+    """`config` without what equals its default: a default that is added or changed later replaces no pod."""
+    result: dict[str, Any] = {}
+    for field in msgspec.structs.fields(config):
+        value = getattr(config, field.name)
+        if field.default is not msgspec.NODEFAULT and value == field.default:
+            continue
+        result[field.encode_name] = _set_fields(value) if isinstance(value, msgspec.Struct) else value
+    return result

@@ -1,0 +1,100 @@
+"""The gateway: its Deployment, its Service, its Ingress, and the right to watch pods."""
+
+from __future__ import annotations
+
+from baton_engine.protocol.config import GATEWAY_PORT
+from baton_operator import names
+from baton_operator.builders import config, pod
+from baton_operator.builders.owner import Object, Owner
+
+CONTAINER = "gateway"
+
+
+def deployment(owner: Owner) -> Object:
+    """The gateway's pods; a new revision is ready before an old pod goes. Raises ValueError for a bad overlay."""
+    gateway = owner.spec.gateway
+    template = pod.pod_template(
+        owner,
+        "gateway",
+        container={
+            "name": CONTAINER,
+            "command": ["baton-gateway", "--config", f"{config.MOUNT_PATH}/gateway.json"],
+            "env": pod.identity_env(),
+            "ports": [{"name": "http", "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
+            "startupProbe": pod.http_probe("/health", period_s=1, failures=120),
+            "livenessProbe": pod.http_probe("/health", period_s=10, failures=6),
+            "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3),
+        },
+        pod={"serviceAccountName": names.gateway_name(owner.name), "enableServiceLinks": False},
+        template=gateway.template,
+        resources=gateway.resources,
+    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "spec": {
+            "replicas": gateway.replicas,
+            "selector": {"matchLabels": names.selector(owner.name, "gateway")},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": template,
+        },
+    }
+
+
+def service(owner: Owner) -> Object:
+    """The endpoint of the status."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": names.selector(owner.name, "gateway"),
+            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+def ingress(owner: Owner) -> Object | None:
+    """None when no ingress was asked for."""
+    wanted = owner.spec.gateway.ingress
+    if wanted is None:
+        return None
+    backend = {"service": {"name": names.gateway_name(owner.name), "port": {"name": "http"}}}
+    rule = {"host": wanted.host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "spec": {**({"ingressClassName": wanted.class_name} if wanted.class_name else {}), "rules": [rule]},
+    }
+
+
+def service_account(owner: Owner) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+    }
+
+
+def role(owner: Owner) -> Object:
+    """Discovery watches pods."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}],
+    }
+
+
+def role_binding(owner: Owner) -> Object:
+    name = names.gateway_name(owner.name)
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": owner.metadata(name, "gateway"),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}],
+    }

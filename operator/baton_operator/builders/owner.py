@@ -1,0 +1,56 @@
+"""The service that objects are built for: identity, typed spec, and the metadata they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_operator import names
+from baton_operator.api import Spec
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON: the API's own form, with fields of any kind."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLMService."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: Spec
+
+    @property
+    def reference(self) -> Object:
+        """Owner reference: the API server deletes what carries it together with the service."""
+        return {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+    def metadata(self, name: str, role: names.Role | None = None) -> Object:
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": names.labels(self.name, role),
+            "ownerReferences": [self.reference],
+        }
+
+    @property
+    def served_name(self) -> str:
+        return self.spec.model.served_name or self.name
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether decode pods are told to expect KV blocks. Scaling prefill to 0 and back keeps it, so decode pods stay."""
+        return self.spec.prefill is not None
+
+    def replicas(self, role: names.MemberRole) -> int:
+        if role == "decode":
+            return self.spec.decode.replicas
+        return self.spec.prefill.replicas if self.spec.prefill else 0

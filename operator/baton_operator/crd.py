@@ -1,0 +1,130 @@
+"""The CustomResourceDefinition, made from the structs of `api.py`.
+
+The schema is structural and plain OpenAPI v3 without CEL rules, so that every API server since Kubernetes 1.19 accepts it
+whichever way it is applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_operator import api
+from baton_operator.names import GROUP, KIND, PLURAL, VERSION
+
+_JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
+_REF = "#/$defs/"
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The CustomResourceDefinition of LLMService, ready to apply."""
+    schema = openapi_schema(api.LLMService)
+    schema["properties"] = {
+        "apiVersion": {"type": "string"},
+        "kind": {"type": "string"},
+        "metadata": {
+            "type": "object",
+            "properties": {
+                "name": {
+                    "type": "string",
+                    "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$",
+                    "maxLength": api.MAX_NAME_LENGTH,
+                }
+            },
+        },
+        **schema["properties"],
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "additionalPrinterColumns": _COLUMNS,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.decode.replicas",
+                "statusReplicasPath": ".status.decode.replicas",
+                "labelSelectorPath": ".status.decode.selector",
+            },
+        },
+        "schema": {"openAPIV3Schema": schema},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["llms"],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def openapi_schema(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The structural schema of `struct`: references inlined, null left out, every node typed."""
+    (root,), definitions = msgspec.json.schema_components([struct], ref_template=_REF + "{name}")
+    return _structural(root, definitions)
+
+
+def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    node = dict(node)
+    if "anyOf" in node:  # what may be None in Python is what may be absent in the API
+        (present,) = [branch for branch in node.pop("anyOf") if branch != {"type": "null"}]
+        node = {**present, **node}
+    if "$ref" in node:
+        node = {**definitions[node.pop("$ref").removeprefix(_REF)], **node}
+    if "enum" in node:
+        node["enum"] = [value for value in node["enum"] if value is not None]
+        node["type"] = _JSON_TYPES[type(node["enum"][0])]
+    node.pop("title", None)
+    if node.get("default", ...) is None:
+        del node["default"]
+    elif isinstance(node.get("default"), dict):
+        node["default"] = {}  # the fields' own defaults fill it
+    if node.get("x-kubernetes-preserve-unknown-fields"):
+        node.pop("additionalProperties", None)
+        return _ordered(node)
+    if node.get("type") == "integer":
+        node["format"] = "int64"
+    if "items" in node:
+        node["items"] = _structural(node["items"], definitions)
+    if "properties" in node:
+        node["properties"] = {name: _structural(field, definitions) for name, field in node["properties"].items()}
+    if not node.get("required", True):
+        del node["required"]
+    return _ordered(node)
+
+
+def _ordered(node: dict[str, Any]) -> dict[str, Any]:
+    """Description and type first: the generated file is read by people."""
+    first = {key: node[key] for key in ("description", "type", "default", "required") if key in node}
+    return first | {key: value for key, value in node.items() if key not in first}
+
+
+def _column(name: str, type_: str, path: str, description: str, *, wide: bool = False) -> dict[str, Any]:
+    column: dict[str, Any] = {"name": name, "type": type_, "description": description, "jsonPath": path}
+    return column | ({"priority": 1} if wide else {})
+
+
+_READY = '.status.conditions[?(@.type=="Ready")]'
+
+_COLUMNS = [
+    _column("Ready", "string", f"{_READY}.status", "Whether every group serves"),
+    _column("Reason", "string", f"{_READY}.reason", "Why, or why not"),
+    _column("Prefill", "integer", ".status.prefill.ready", "Prefill pods that are ready"),
+    _column("Prefill-Desired", "integer", ".status.prefill.desired", "Prefill pods wanted", wide=True),
+    _column("Decode", "integer", ".status.decode.ready", "Decode pods that are ready"),
+    _column("Decode-Desired", "integer", ".status.decode.desired", "Decode pods wanted", wide=True),
+    _column("Endpoint", "string", ".status.endpoint", "URL of the gateway"),
+    _column("Age", "date", ".metadata.creationTimestamp", "Since creation"),
+]

@@ -1,0 +1,55 @@
+"""Everything that should exist for a service, but for its member pods, which `plan.py` moves one by one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_operator import names
+from baton_operator.builders import config, gateway, members_service
+from baton_operator.builders.disruption_budget import disruption_budget
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Object, Owner
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state of one service."""
+
+    objects: list[Object]
+    """In the order of creation: what others refer to comes first."""
+    absent: list[tuple[str, str]]
+    """(kind, name) of what must not exist any more."""
+    members: dict[names.MemberRole, MemberTemplate]
+
+
+def desired(owner: Owner, policy_api: str | None) -> Desired:
+    """Pure. `policy_api`: version of the policy API as served, None if the server has none.
+
+    Raises:
+        ValueError: a template overlay cannot be merged.
+    """
+    roles: list[names.Role] = ["prefill", "decode", "gateway"] if owner.has_prefill else ["decode", "gateway"]
+    objects: list[Object] = [config.config_map(owner, role) for role in roles]
+    objects += [
+        gateway.service_account(owner),
+        gateway.role(owner),
+        gateway.role_binding(owner),
+        members_service.service(owner),
+        gateway.service(owner),
+        gateway.deployment(owner),
+    ]
+    absent: list[tuple[str, str]] = []
+    if ingress := gateway.ingress(owner):
+        objects.append(ingress)
+    else:
+        absent.append(("Ingress", names.gateway_name(owner.name)))
+    if policy_api:
+        for role in ("decode", "gateway"):
+            if budget := disruption_budget(owner, role, policy_api):
+                objects.append(budget)
+            else:
+                absent.append(("PodDisruptionBudget", f"{owner.name}-{role}"))
+    return Desired(
+        objects=objects,
+        absent=absent,
+        members={role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES},
+    )

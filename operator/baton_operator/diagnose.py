@@ -1,0 +1,143 @@
+"""Why a group of pods is not ready: a chain of small policies, the most telling first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from baton_operator.names import ANNOTATION_DRAINING
+from baton_operator.observe import is_ready, parse_time
+
+Object = dict[str, Any]
+
+FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
+"""Last words of a component whose configuration is wrong (docs/architecture.md)."""
+FORGIVEN_AFTER = timedelta(seconds=5)
+"""A container that has run this long since its last failure has got past it."""
+CRASH_LOOP_RESTARTS = 2
+_IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+
+PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero"}
+"""Reasons that are stations on the way, not failures."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    reason: str
+    message: str
+
+
+def diagnose(pods: list[Object], now: datetime) -> Diagnosis | None:
+    """What keeps the first of `pods` that is not ready from it; None if nothing more than time is known of any."""
+    unready = [pod for pod in pods if not is_ready(pod)]
+    for policy in _POLICIES:
+        for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
+            if diagnosis := policy(pod, now):
+                return diagnosis
+    return None
+
+
+def _fatal(pod: Object, now: datetime) -> Diagnosis | None:
+    """The component said itself what is wrong."""
+    for container in _containers(pod):
+        terminated = _failure(container, now)
+        if terminated and (lines := FATAL.findall(terminated.get("message") or "")):
+            reason, message = lines[-1]
+            return Diagnosis(reason, f"{message} (pod {pod['metadata']['name']})")
+    return None
+
+
+def _image_pull(pod: Object, now: datetime) -> Diagnosis | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") in _IMAGE_REASONS:
+            text = waiting.get("message") or waiting["reason"]
+            return Diagnosis("ImagePull", f"pod {pod['metadata']['name']} cannot get its image: {text}")
+    return None
+
+
+def _no_capacity(pod: Object, now: datetime) -> Diagnosis | None:
+    for condition in pod.get("status", {}).get("conditions") or []:
+        unschedulable = condition["type"] == "PodScheduled" and condition["status"] == "False"
+        if unschedulable and condition.get("reason") == "Unschedulable":
+            text = condition.get("message") or "no node fits"
+            return Diagnosis("NoCapacity", f"pod {pod['metadata']['name']} cannot be scheduled: {text}")
+    return None
+
+
+def _volume(pod: Object, now: datetime) -> Diagnosis | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+            text = waiting.get("message") or waiting["reason"]
+            return Diagnosis("ContainerError", f"pod {pod['metadata']['name']}: {text}")
+    return None
+
+
+def _crash_looping(pod: Object, now: datetime) -> Diagnosis | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        looping = waiting.get("reason") == "CrashLoopBackOff" or container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
+        terminated = _failure(container, now)
+        if looping and terminated:
+            end = _ending(terminated)
+            return Diagnosis(
+                "CrashLooping", f"pod {pod['metadata']['name']} restarted {container['restartCount']} times, last {end}"
+            )
+    return None
+
+
+def _terminated(pod: Object, now: datetime) -> Diagnosis | None:
+    for container in _containers(pod):
+        if terminated := _failure(container, now):
+            return Diagnosis("ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}")
+    return None
+
+
+_POLICIES: tuple[Callable[[Object, datetime], Diagnosis | None], ...] = (
+    _fatal,
+    _image_pull,
+    _volume,
+    _no_capacity,
+    _crash_looping,
+    _terminated,
+)
+
+
+def leaving(pod: Object) -> bool:
+    """Whether the pod is on its way out: marked as draining, or being deleted."""
+    annotations = pod["metadata"].get("annotations") or {}
+    return annotations.get(ANNOTATION_DRAINING) == "true" or bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def _containers(pod: Object) -> list[Object]:
+    status = pod.get("status", {})
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _failure(container: Object, now: datetime) -> Object | None:
+    """How the container ended last, unless it has run long enough since."""
+    state = container.get("state") or {}
+    if state.get("terminated"):
+        return dict(state["terminated"])
+    started = parse_time((state.get("running") or {}).get("startedAt"))
+    if started and now - started > FORGIVEN_AFTER:
+        return None
+    last = (container.get("lastState") or {}).get("terminated")
+    return dict(last) if last else None
+
+
+def _ending(terminated: Object) -> str:
+    """`with exit code 1: <last line>`."""
+    how = (
+        f"by signal {terminated['signal']}"
+        if terminated.get("signal")
+        else f"with exit code {terminated.get('exitCode')}"
+    )
+    if terminated.get("reason") == "OOMKilled":
+        how = "because it used more memory than its limit"
+    lines = (terminated.get("message") or "").strip().splitlines()
+    return f"ended {how}" + (f": {lines[-1]}" if lines else "")

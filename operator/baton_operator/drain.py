@@ -1,0 +1,32 @@
+"""Asks an engine to drain, over its HTTP API."""
+
+from __future__ import annotations
+
+import logging
+
+import aiohttp
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+
+log = logging.getLogger(__name__)
+TIMEOUT_S = 3.0
+
+
+class Drainer:
+    """POST /drain is idempotent: the first call starts the drain, every call answers how much is unfinished."""
+
+    def __init__(self, session: aiohttp.ClientSession, port: int = ENGINE_HTTP_PORT) -> None:
+        self._session = session
+        self._port = port
+
+    async def drain(self, host: str) -> int | None:
+        """Unfinished requests and transfers of the engine at `host`; None if it did not answer."""
+        authority = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with self._session.post(f"http://{authority}/drain", timeout=timeout) as response:
+                response.raise_for_status()
+                return int((await response.json())["unfinished"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s did not answer POST /drain: %s", authority, error or type(error).__name__)
+            return None

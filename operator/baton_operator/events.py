@@ -1,0 +1,61 @@
+"""Kubernetes Events about a service: one object per distinct event, counted when it recurs."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from baton_operator import names
+from baton_operator.kube import Kube, KubeError
+
+log = logging.getLogger(__name__)
+MAX_MESSAGE = 1024
+
+
+class Events:
+    """Writes events. An event that cannot be written is logged: it never fails the work it tells about."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    async def normal(self, service: dict[str, Any], reason: str, message: str) -> None:
+        await self._emit(service, "Normal", reason, message)
+
+    async def warning(self, service: dict[str, Any], reason: str, message: str) -> None:
+        await self._emit(service, "Warning", reason, message)
+
+    async def _emit(self, service: dict[str, Any], type_: str, reason: str, message: str) -> None:
+        metadata = service["metadata"]
+        message = message[:MAX_MESSAGE]
+        name = f"{metadata['name']}.{names.content_hash([metadata['uid'], type_, reason, message])}"
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": type_,
+            "reason": reason,
+            "message": message,
+            "source": {"component": names.MANAGER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        log.log(logging.INFO if type_ == "Normal" else logging.WARNING, "%s %s: %s", metadata["name"], reason, message)
+        try:
+            present = await self._kube.get("Event", metadata["namespace"], name)
+            if present is None:
+                await self._kube.create(event)
+            else:
+                again = {"count": present.get("count", 1) + 1, "lastTimestamp": now}
+                await self._kube.merge("Event", metadata["namespace"], name, again)
+        except (KubeError, OSError, TimeoutError) as error:
+            log.warning("event %s of %s could not be written: %s", reason, metadata["name"], error)

@@ -1,0 +1,78 @@
+"""Names, labels and annotations that the rooms agreed on (docs/architecture.md, section Pods)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+GROUP = "serving.baton.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LLMService"
+PLURAL = "llmservices"
+
+MANAGER = "baton-operator"
+"""Field manager of server-side apply, value of the managed-by label, source of Events."""
+
+LABEL_SERVICE = f"{GROUP}/service"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_MEMBER = f"{GROUP}/member"
+"""On member pods of either role: what the headless Service selects."""
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+
+ANNOTATION_DRAINING = f"{GROUP}/draining"
+ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
+ANNOTATION_APPLIED = f"{GROUP}/applied"
+"""Hash of what was last applied: tells a field we stopped setting from one that someone else added."""
+
+Role = Literal["prefill", "decode", "gateway"]
+MemberRole = Literal["prefill", "decode"]
+MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
+
+
+def labels(service: str, role: Role | None = None) -> dict[str, str]:
+    """Labels of every object made for `service`; `role` for those that belong to one group."""
+    common = {
+        "app.kubernetes.io/name": "baton",
+        "app.kubernetes.io/instance": service,
+        LABEL_MANAGED_BY: MANAGER,
+        LABEL_SERVICE: service,
+    }
+    if role is not None:
+        common |= {"app.kubernetes.io/component": role, LABEL_ROLE: role}
+    return common
+
+
+def selector(service: str, role: Role) -> dict[str, str]:
+    """The labels that find the pods of one group, and nothing else."""
+    return {LABEL_SERVICE: service, LABEL_ROLE: role}
+
+
+def serialized(match: dict[str, str]) -> str:
+    """`{"a": "b", "c": "d"}` as `a=b,c=d`, the form of the API's labelSelector parameter."""
+    return ",".join(f"{key}={value}" for key, value in match.items())
+
+
+def member_name(service: str, role: MemberRole, ordinal: int) -> str:
+    return f"{service}-{role}-{ordinal}"
+
+
+def ordinal_of(member: str) -> int:
+    """The ordinal in a member's name. Raises ValueError if `member` is not such a name."""
+    return int(member.rpartition("-")[2])
+
+
+def gateway_name(service: str) -> str:
+    return f"{service}-gateway"
+
+
+def members_service_name(service: str) -> str:
+    return f"{service}-members"
+
+
+def content_hash(content: Any) -> str:
+    """Ten hex digits that change when the JSON value `content` does."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.blake2b(canonical, digest_size=5).hexdigest()

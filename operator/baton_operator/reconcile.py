@@ -1,0 +1,171 @@
+"""`reconcile(key)`: observe, plan, apply, report. Level-triggered and idempotent.
+
+The work queue calls it, never twice at the same time for one key.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from baton_operator import names
+from baton_operator.api import Status, decode_spec
+from baton_operator.apply import NameConflict, apply_members, apply_objects, collect_config_maps
+from baton_operator.builders.owner import Owner
+from baton_operator.desired import Desired, desired
+from baton_operator.drain import Drainer
+from baton_operator.events import Events
+from baton_operator.kube import Kube, KubeError
+from baton_operator.observe import Observation, controlled_by, observe
+from baton_operator.plan import plan_group
+from baton_operator.report import Group, Problem, new_failures, report
+from baton_operator.workqueue import Key
+
+log = logging.getLogger(__name__)
+Object = dict[str, Any]
+
+CONFLICT_REVISIT_S = 5.0
+
+
+class InvalidSpec(Exception):  # noqa: N818 - the reason of the condition
+    """The spec passed the schema of the CRD that is installed, but this operator cannot use it."""
+
+
+class Reconciler:
+    """Brings services to their desired state, one step per call."""
+
+    def __init__(self, kube: Kube, drainer: Drainer) -> None:
+        self._kube = kube
+        self._drainer = drainer
+        self._events = Events(kube)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """One step for the service `key`.
+
+        Returns:
+            Seconds after which to look again even without an event; None: an event or the resync will do.
+
+        Raises:
+            KubeError, OSError, TimeoutError: the step failed; the status says so as far as it could be written. Retry.
+        """
+        # 1. What exists?
+        observed = await observe(self._kube, self._drainer, key.namespace, key.name)
+        if observed is None:
+            return None
+        now = datetime.now(UTC)
+        owner: Owner | None = None
+        wanted: Desired | None = None
+        problem: Problem | None = None
+        failure: Exception | None = None
+        revisit_s: float | None = None
+        existing: dict[tuple[str, str], Object] = {}
+        try:
+            # 2. What should exist?
+            owner, wanted = _wanted(observed.service, self._kube.policy_api)
+            # 3. The objects beside the members.
+            existing = await apply_objects(self._kube, owner, wanted)
+            # 4. The next step of each group of members.
+            for role, template in wanted.members.items():
+                plan = plan_group(
+                    observed.members[role],
+                    desired=owner.replicas(role),
+                    revision=template.revision,
+                    drain_timeout_s=owner.spec.drain_timeout_seconds,
+                    now=now,
+                )
+                await apply_members(self._kube, self._events, owner, template, plan, observed, now)
+                revisit_s = min(filter(None, (revisit_s, plan.revisit_s)), default=None)
+            # 5. Configuration that no pod needs any more.
+            await collect_config_maps(self._kube, owner, wanted, observed)
+        except InvalidSpec as error:
+            problem = Problem("InvalidSpec", f"spec: {error}")
+        except NameConflict as error:
+            problem, revisit_s = Problem("NameConflict", str(error)), CONFLICT_REVISIT_S
+        except KubeError as error:
+            problem, failure = Problem("ReconcileError", str(error)), error
+        except OSError as error:
+            problem, failure = (
+                Problem("ReconcileError", f"the API server did not answer: {error or type(error).__name__}"),
+                error,
+            )
+        # 6. Say so, even when a step failed.
+        await self._report(observed, owner, wanted, existing, problem, now)
+        if failure is not None:
+            raise failure
+        return revisit_s
+
+    async def _report(
+        self,
+        observed: Observation,
+        owner: Owner | None,
+        wanted: Desired | None,
+        existing: dict[tuple[str, str], Object],
+        problem: Problem | None,
+        now: datetime,
+    ) -> None:
+        groups: dict[names.Role, Group] = {}
+        cluster_ip = None
+        if owner is not None and wanted is not None:
+            for role, template in wanted.members.items():
+                groups[role] = Group(
+                    role=role,
+                    desired=owner.replicas(role),
+                    pods=observed.role_pods(role),
+                    revision=template.revision,
+                )
+            deployment = await self._owned(existing, "Deployment", owner)
+            groups["gateway"] = Group(
+                role="gateway",
+                desired=owner.spec.gateway.replicas,
+                pods=observed.role_pods("gateway"),
+                updated=deployment is not None and _rolled_out(deployment),
+            )
+            service = await self._owned(existing, "Service", owner)
+            cluster_ip = service["spec"].get("clusterIP") if service else None
+        status = report(observed.service, owner, groups, cluster_ip=cluster_ip, problem=problem, now=now)
+        await self._write_status(observed.service, status)
+        for condition in new_failures(observed.service, status):
+            await self._events.warning(observed.service, condition.reason, condition.message)
+
+    async def _owned(self, existing: dict[tuple[str, str], Object], kind: str, owner: Owner) -> Object | None:
+        """The gateway's object of this kind, also when a failed step left `existing` empty."""
+        name = names.gateway_name(owner.name)
+        found = existing.get((kind, name)) or await self._kube.get(kind, owner.namespace, name)
+        return found if found and controlled_by(found, owner.uid) else None
+
+    async def _write_status(self, service: Object, status: Status) -> None:
+        new = msgspec.to_builtins(status)
+        if status.decode is None:  # nothing could be judged: what was known of the groups stays
+            new = {field: value for field, value in new.items() if value is not None}
+        old = service.get("status") or {}
+        if all(old.get(field) == value for field, value in new.items()):
+            return
+        metadata = service["metadata"]
+        # A merge patch: null removes what no longer applies. The uid keeps it from a successor of the same name.
+        patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
+        try:
+            await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
+        except KubeError as error:
+            if error.status != 404:  # deleted meanwhile
+                raise
+
+
+def _wanted(service: Object, policy_api: str | None) -> tuple[Owner, Desired]:
+    """Raises InvalidSpec naming the field."""
+    metadata = service["metadata"]
+    try:
+        spec = decode_spec(service["spec"])
+        owner = Owner(name=metadata["name"], namespace=metadata["namespace"], uid=metadata["uid"], spec=spec)
+        return owner, desired(owner, policy_api)
+    except ValueError as error:  # msgspec.ValidationError is one
+        raise InvalidSpec(str(error)) from error
+
+
+def _rolled_out(deployment: Object) -> bool:
+    """Whether the Deployment's controller has seen the newest template and replaced every pod."""
+    status = deployment.get("status") or {}
+    seen = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
+    return seen and status.get("updatedReplicas", 0) == status.get("replicas", 0) == deployment["spec"]["replicas"]

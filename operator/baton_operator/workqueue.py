@@ -1,0 +1,109 @@
+"""A queue of keys: each key is worked on by one worker at a time, kept once however often it is added, and retried with
+backoff when its work fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 30.0
+
+
+class Key(NamedTuple):
+    """Which service."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+Work = Callable[[Key], Awaitable[float | None]]
+"""Returns after how many seconds the key is due again; None: not by itself. Raises to be retried."""
+
+
+class WorkQueue:
+    """`add` from anywhere on the event loop; `run` works until cancelled."""
+
+    def __init__(self, work: Work, workers: int = 4) -> None:
+        self._work = work
+        self._workers = workers
+        self._queue: asyncio.Queue[Key] = asyncio.Queue()
+        self._due: set[Key] = set()
+        self._working: set[Key] = set()
+        self._failures: dict[Key, int] = {}
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def add(self, key: Key) -> None:
+        """Makes `key` due now. Added while it is worked on, it is worked on once more afterwards."""
+        if key in self._due:
+            return
+        self._due.add(key)
+        if key not in self._working:
+            self._queue.put_nowait(key)
+
+    def add_after(self, key: Key, delay_s: float) -> None:
+        """Makes `key` due in `delay_s`, unless an earlier timer is running."""
+        loop = asyncio.get_running_loop()
+        present = self._timers.get(key)
+        if present is not None:
+            if present.when() <= loop.time() + delay_s:
+                return
+            present.cancel()
+        self._timers[key] = loop.call_later(delay_s, self._timer_fired, key)
+
+    def _timer_fired(self, key: Key) -> None:
+        del self._timers[key]
+        self.add(key)
+
+    async def run(self) -> None:
+        """Works until cancelled; what is under way then is cancelled, too."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._workers):
+                    group.create_task(self._worker())
+        finally:
+            for timer in self._timers.values():
+                timer.cancel()
+            self._timers.clear()
+
+    async def _worker(self) -> None:
+        while True:
+            key = await self._queue.get()
+            self._due.discard(key)
+            self._working.add(key)
+            try:
+                delay_s = await self._work(key)
+            except Exception as error:  # whatever went wrong with one key, the others go on
+                delay_s = self._backoff(key)
+                log.warning(
+                    "%s failed, again in %.1f s: %s",
+                    key,
+                    delay_s,
+                    error,
+                    exc_info=not isinstance(error, (OSError, TimeoutError)),
+                )
+            else:
+                self._failures.pop(key, None)
+            finally:
+                self._working.discard(key)
+            if delay_s is not None:
+                self.add_after(key, delay_s)
+            if key in self._due:
+                self._queue.put_nowait(key)
+
+    def _backoff(self, key: Key) -> float:
+        """Doubles with every failure in a row; jittered so that keys that failed together do not return together."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures - 1, 16))
+        return delay * random.uniform(0.8, 1.2)

@@ -1,0 +1,177 @@
+"""The objects a service becomes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from services import owner
+
+from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole
+from baton_operator.api import quantity_bytes
+from baton_operator.apply import contains
+from baton_operator.builders import config, gateway, members_service, model
+from baton_operator.builders.disruption_budget import disruption_budget
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.overlay import merge
+from baton_operator.desired import desired
+from baton_operator.names import GROUP, Role
+
+
+def read(role: Role, type_: type[Any], **spec: Any) -> Any:
+    """The configuration as the component decodes it."""
+    return msgspec.json.decode(config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=type_)
+
+
+def test_engines_are_told_their_side_of_the_hand_off() -> None:
+    assert read("prefill", EngineConfig, prefill={}).kv_transfer.role is KVRole.PRODUCER
+    assert read("decode", EngineConfig, prefill={}).kv_transfer.role is KVRole.CONSUMER
+    assert read("decode", EngineConfig).kv_transfer.role is KVRole.NONE
+
+
+def test_engine_configuration_says_what_the_spec_says_and_leaves_the_rest_to_the_engine() -> None:
+    tuned = {"blockSize": 32, "kvCacheMemory": "2Mi", "maxNumSeqs": 3, "numThreads": 2, "device": "cpu"}
+    got = read("decode", EngineConfig, engine=tuned, kvTransfer={"loadFailurePolicy": "fail"}, drainTimeoutSeconds=9)
+    assert (got.cache.block_size, got.cache.memory_bytes, got.scheduler.max_num_seqs) == (32, 2 * 2**20, 3)
+    assert (got.num_threads, got.device, got.drain_timeout_s) == (2, "cpu", 9.0)
+    assert got.kv_transfer.load_failure_policy == "fail"
+    assert got.scheduler.max_num_batched_tokens == EngineConfig(model=got.model).scheduler.max_num_batched_tokens
+    plain = json.loads(config.config_map(owner(), "decode")["data"]["decode.json"])
+    assert "cache" not in plain
+
+
+def test_gateway_finds_its_pods_by_service_and_serves_under_the_name_asked_for() -> None:
+    got = read(
+        "gateway", GatewayConfig, model={"uri": "file:///m", "servedName": "x"}, gateway={"prefillThresholdTokens": 8}
+    )
+    assert (got.discovery.service, got.discovery.namespace) == ("demo", "default")
+    assert (got.model.served_name, got.prefill_threshold_tokens) == ("x", 8)
+    assert read("gateway", GatewayConfig).model.served_name == "demo"
+
+
+def test_changing_one_role_leaves_the_others_alone() -> None:
+    before, after = owner(prefill={}), owner(prefill={}, gateway={"maxConcurrentRequests": 5})
+    for role in ("prefill", "decode"):
+        assert MemberTemplate(before, role).revision == MemberTemplate(after, role).revision
+    resized = owner(prefill={"replicas": 0, "template": {"metadata": {"labels": {"a": "b"}}}}, decode={"replicas": 9})
+    assert MemberTemplate(before, "decode").revision == MemberTemplate(resized, "decode").revision
+    assert MemberTemplate(before, "prefill").revision != MemberTemplate(resized, "prefill").revision
+
+
+def test_what_an_engine_reads_is_part_of_its_revision() -> None:
+    assert (
+        MemberTemplate(owner(), "decode").revision != MemberTemplate(owner(engine={"maxNumSeqs": 5}), "decode").revision
+    )
+    assert MemberTemplate(owner(), "decode").revision != MemberTemplate(owner(image="other:1"), "decode").revision
+
+
+def test_member_pod() -> None:
+    pod = MemberTemplate(owner(engine={"numThreads": 2}), "decode").pod(3)
+    assert pod["metadata"]["name"] == "demo-decode-3"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    labels = pod["metadata"]["labels"]
+    assert (labels[f"{GROUP}/service"], labels[f"{GROUP}/role"]) == ("demo", "decode")
+    (engine,) = pod["spec"]["containers"]
+    assert engine["command"] == ["baton-engine", "--config", "/etc/baton/decode.json"]
+    env = {item["name"]: item for item in engine["env"]}
+    assert env["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert env["OMP_NUM_THREADS"]["value"] == "2"
+    assert {port["name"]: port["containerPort"] for port in engine["ports"]} == {
+        "engine": 5557,
+        "kv": 5558,
+        "http": 8000,
+    }
+    assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert engine["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > owner().spec.drain_timeout_seconds
+    mounted = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
+    assert mounted == [config.config_map(owner(engine={"numThreads": 2}), "decode")["metadata"]["name"]]
+
+
+@pytest.mark.parametrize(
+    ("uri", "path", "source"),
+    [
+        ("file:///models/x/", "/models/x", {"hostPath": {"path": "/models/x"}}),
+        ("pvc://c/x", "/models/c/x", {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}}),
+    ],
+)
+def test_model_volume(uri: str, path: str, source: dict[str, Any]) -> None:
+    volume, mount = model.volume(uri)
+    assert model.container_path(uri) == path
+    assert {key: value for key, value in volume.items() if key != "name"} == source
+    assert path.startswith(mount["mountPath"])
+    assert mount["readOnly"]
+
+
+def test_a_template_adds_and_changes_but_keeps_what_selectors_need() -> None:
+    template = {
+        "metadata": {"labels": {f"{GROUP}/role": "mine", "team": "a"}, "annotations": {"note": "b"}},
+        "spec": {
+            "nodeSelector": {"gpu": "yes"},
+            "containers": [
+                {"name": "engine", "env": [{"name": "MORE", "value": "1"}]},
+                {"name": "sidecar", "image": "s"},
+            ],
+        },
+    }
+    resources = {"limits": {"memory": "1Gi"}}
+    pod = MemberTemplate(owner(decode={"template": template, "resources": resources}), "decode").pod(0)
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["labels"][f"{GROUP}/role"] == "decode"
+    assert pod["metadata"]["annotations"] == {"note": "b"}
+    engine, sidecar = pod["spec"]["containers"]
+    assert [item["name"] for item in engine["env"]] == ["POD_IP", "POD_NAME", "POD_NAMESPACE", "MORE"]
+    assert engine["resources"] == resources
+    assert sidecar == {"name": "sidecar", "image": "s"}
+
+
+def test_merge() -> None:
+    assert merge({"a": 1, "b": {"c": 2}}, {"a": None, "b": {"d": 3}}) == {"b": {"c": 2, "d": 3}}
+    assert merge({"command": ["a", "b"]}, {"command": ["c"]}) == {"command": ["c"]}
+    mounts = {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}
+    more = {"volumeMounts": [{"name": "v", "mountPath": "/b"}]}
+    assert len(merge(mounts, more)["volumeMounts"]) == 2
+    with pytest.raises(ValueError, match="containers needs 'name'"):
+        merge({"containers": [{"name": "a"}]}, {"containers": [{"image": "b"}]})
+
+
+def test_services_select_their_pods() -> None:
+    member = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
+    front = gateway.deployment(owner())["spec"]["template"]["metadata"]["labels"]
+    headless, plain = members_service.service(owner())["spec"]["selector"], gateway.service(owner())["spec"]["selector"]
+    assert headless.items() <= member.items()
+    assert not headless.items() <= front.items()
+    assert plain.items() <= front.items()
+    assert not plain.items() <= member.items()
+
+
+def test_ingress_only_when_asked() -> None:
+    assert gateway.ingress(owner()) is None
+    assert ("Ingress", "demo-gateway") in desired(owner(), None).absent
+    ingress = gateway.ingress(owner(gateway={"ingress": {"host": "h.example", "className": "nginx"}}))
+    assert ingress
+    assert ingress["spec"]["rules"][0]["host"] == "h.example"
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+
+
+def test_disruption_budget_only_for_groups_that_can_spare_a_pod_and_servers_that_know_it() -> None:
+    assert disruption_budget(owner(), "decode", "policy/v1") is None
+    budget = disruption_budget(owner(decode={"replicas": 3}), "decode", "policy/v1beta1")
+    assert budget
+    assert (budget["apiVersion"], budget["spec"]["minAvailable"]) == ("policy/v1beta1", 2)
+    kinds = {obj["kind"] for obj in desired(owner(decode={"replicas": 3}), None).objects}
+    assert "PodDisruptionBudget" not in kinds
+
+
+@pytest.mark.parametrize(("text", "size"), [("7", 7), ("2Ki", 2048), ("3M", 3_000_000), ("1Ti", 2**40)])
+def test_quantities(text: str, size: int) -> None:
+    assert quantity_bytes(text) == size
+
+
+def test_contains_ignores_what_the_server_adds_and_sees_what_it_lost() -> None:
+    wanted = {"spec": {"ports": [{"port": 80}]}}
+    assert contains({"spec": {"ports": [{"port": 80, "nodePort": 1}], "x": 1}, "status": {}}, wanted)
+    assert not contains({"spec": {"ports": [{"port": 81}]}}, wanted)
+    assert not contains({"spec": {"ports": [{"port": 80}, {"port": 81}]}}, wanted)

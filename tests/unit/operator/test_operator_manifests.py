@@ -1,0 +1,86 @@
+"""The generated manifests: structural schema, defaults that match the structs, nothing stale in the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from baton_operator import api
+from baton_operator.crd import custom_resource_definition
+from baton_operator.manifests import main
+
+MANIFESTS = Path(__file__).parents[3] / "manifests"
+SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC = SCHEMA["properties"]["spec"]
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+
+
+def test_every_node_is_structural() -> None:
+    for path, node in nodes(SCHEMA):
+        assert node["type"] in ("object", "array", "string", "integer", "boolean"), path
+        assert not {"$ref", "anyOf", "oneOf", "x-kubernetes-validations", "additionalProperties"} & set(node), path
+
+
+def test_every_field_of_the_spec_is_described() -> None:
+    assert [path for path, node in nodes(SPEC) if not node.get("description")] == []
+
+
+def test_every_number_of_the_spec_has_bounds() -> None:
+    numbers = [(path, node) for path, node in nodes(SPEC) if node["type"] == "integer" and "enum" not in node]
+    assert [path for path, node in numbers if not {"minimum", "maximum"} <= set(node)] == []
+
+
+def test_the_schema_defaults_what_the_structs_default() -> None:
+    def defaulted(node: dict[str, Any], value: Any) -> Any:
+        for name, child in node.get("properties", {}).items():
+            if name not in value and "default" in child:
+                value[name] = child["default"]
+            if name in value:
+                value[name] = defaulted(child, dict(value[name]) if isinstance(value[name], dict) else value[name])
+        return value
+
+    minimal = {"model": {"uri": "file:///m"}}
+    assert api.decode_spec(defaulted(SPEC, {"model": {"uri": "file:///m"}})) == api.decode_spec(minimal)
+
+
+def test_scale_points_at_decode() -> None:
+    scale = custom_resource_definition()["spec"]["versions"][0]["subresources"]["scale"]
+    assert set(scale.values()) == {".spec.decode.replicas", ".status.decode.replicas", ".status.decode.selector"}
+    assert {"replicas", "selector"} <= set(SCHEMA["properties"]["status"]["properties"]["decode"]["properties"])
+
+
+def test_what_a_stored_object_has_wrong_is_named() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
+        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
+    with pytest.raises(msgspec.ValidationError, match="expert"):
+        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"expert": True}}})
+
+
+def test_the_repository_is_up_to_date() -> None:
+    assert main(["--check", str(MANIFESTS)]) == 0
+
+
+def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert main(["--check", str(tmp_path)]) == 0
+    (tmp_path / "operator.yaml").write_text("changed")
+    assert main(["--check", str(tmp_path)]) == 1
+    assert "operator.yaml" in capsys.readouterr().err
+
+
+def test_the_sample_is_valid() -> None:
+    sample = yaml.safe_load((MANIFESTS / "samples" / "demo.yaml").read_text())
+    spec = api.decode_spec(sample["spec"])
+    assert (sample["metadata"]["name"], spec.decode.replicas) == ("demo", 2)

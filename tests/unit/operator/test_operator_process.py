@@ -1,0 +1,371 @@
+"""The whole operator process against a real kube-apiserver, with the rights its generated RBAC gives and no more.
+The tests play kubelet and Deployment controller by writing pod status."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from api_server import api_server, assets
+
+from baton_operator.kube import Kube, KubeError, connect
+from baton_operator.manifests import files
+from baton_operator.names import GROUP
+
+Object = dict[str, Any]
+DEADLINE_S = 30.0
+NAMESPACE = "default"
+
+pytestmark = pytest.mark.skipif(
+    assets() is None, reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS"
+)
+
+
+@pytest.fixture(scope="module")
+def kubeconfigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("control-plane")
+    binaries = assets()
+    assert binaries
+    with api_server(binaries, folder) as configs:
+        asyncio.run(_install(configs["admin"]))
+        yield configs
+
+
+async def _install(kubeconfig: Path) -> None:
+    """The generated CRD and RBAC, as an administrator applies them."""
+    paths = {
+        "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+        "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+        "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+    }
+    async with connect(str(kubeconfig)) as (kube, _):
+        for objects in files().values():
+            for obj in objects:
+                if path := paths.get(obj["kind"]):
+                    await kube._request("POST", path, body=obj)
+        await eventually(kube.discover, "the CRD to be served")
+
+
+@pytest.fixture(scope="module")
+def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The process; its log."""
+    log = tmp_path_factory.mktemp("operator") / "log"
+    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfigs["operator"])]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--http-port", "0", "--resync", "2"], stdout=output, stderr=output)
+    try:
+        yield log
+        assert process.poll() is None, f"the operator ended:\n{log.read_text()[-3000:]}"
+        process.terminate()
+        assert process.wait(20) == 0, log.read_text()[-3000:]
+        assert "Traceback" not in log.read_text(), log.read_text()
+        assert "Forbidden" not in log.read_text(), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def kube(kubeconfigs: dict[str, Path], operator: Path) -> AsyncIterator[Kube]:
+    async with connect(str(kubeconfigs["admin"])) as (client, _):
+        await client.discover()
+        yield client
+
+
+async def eventually(check: Callable[[], Any], what: str) -> Any:
+    """What `check` returns as soon as it is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    result = None
+    while time.monotonic() < deadline:
+        result = await check()
+        if result:
+            return result
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}; last: {result!r}")
+
+
+class Cluster:
+    """One service, and the kubelet's part."""
+
+    def __init__(self, kube: Kube, name: str) -> None:
+        self.kube, self.name = kube, name
+
+    async def create(self, **spec: Any) -> None:
+        body = {"model": {"uri": "file:///models/x"}, **spec}
+        metadata = {"name": self.name, "namespace": NAMESPACE}
+        await self.kube.create(
+            {"apiVersion": f"{GROUP}/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": body}
+        )
+
+    async def patch(self, spec: Object) -> None:
+        await self.kube.merge("LLMService", NAMESPACE, self.name, {"spec": spec})
+
+    async def pods(self) -> dict[str, Object]:
+        pods = await self.kube.list_all("Pod", NAMESPACE, {f"{GROUP}/service": self.name})
+        return {pod["metadata"]["name"]: pod for pod in pods}
+
+    async def names(self, *wanted: str) -> dict[str, Object]:
+        """Once exactly these pods exist."""
+        full = {f"{self.name}-{short}" for short in wanted}
+
+        async def check() -> Any:
+            pods = await self.pods()
+            return pods if set(pods) == full else None
+
+        return dict(await eventually(check, f"exactly the pods {sorted(full)}"))
+
+    async def run(self, pod: str, ip: str = "127.201.0.1", ready: bool = True) -> None:
+        """The kubelet's report of a pod that runs."""
+        flag = "True" if ready else "False"
+        container = {
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready, "started": True,
+            "state": {"running": {"startedAt": "2020-01-01T00:00:00Z"}},
+        }  # fmt: skip
+        status = {
+            "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "containerStatuses": [container],
+            "conditions": [{"type": "Ready", "status": flag}],
+        }  # fmt: skip
+        await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
+
+    async def die(self, pod: str, message: str) -> None:
+        """The kubelet's report of a container that ended for good reasons."""
+        ended = {"terminated": {"exitCode": 78, "reason": "Error", "message": message}}
+        container = {
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False, "started": False,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended,
+        }  # fmt: skip
+        status = {
+            "phase": "Running", "containerStatuses": [container], "conditions": [{"type": "Ready", "status": "False"}],
+        }  # fmt: skip
+        await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
+
+    async def run_gateway(self) -> None:
+        """The Deployment controller's and the kubelet's part for the gateway."""
+
+        async def deployed() -> Any:
+            return await self.kube.get("Deployment", NAMESPACE, f"{self.name}-gateway")
+
+        deployment = await eventually(deployed, "the gateway Deployment")
+        template = deployment["spec"]["template"]
+        await self.kube.create(
+            {
+                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+                "metadata": {"name": f"{self.name}-gateway-0", "namespace": NAMESPACE, **template["metadata"]},
+            }
+        )  # fmt: skip
+        await self.run("gateway-0")
+        counts = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1}
+        await self.kube.merge("Deployment", NAMESPACE, f"{self.name}-gateway", {"status": counts}, "status")
+
+    async def service(self) -> Object:
+        found = await self.kube.get("LLMService", NAMESPACE, self.name)
+        assert found
+        return found
+
+    async def condition(self, type_: str, status: str, reason: str | None = None) -> Object:
+        """Once the condition is so for the newest generation."""
+
+        async def check() -> Any:
+            service = await self.service()
+            for condition in service.get("status", {}).get("conditions", []):
+                right = condition["type"] == type_ and condition["status"] == status
+                newest = condition["observedGeneration"] == service["metadata"]["generation"]
+                if right and newest and reason in (None, condition["reason"]):
+                    return condition
+            return None
+
+        try:
+            return dict(await eventually(check, f"{type_}={status} {reason}"))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; status: {(await self.service()).get('status')}") from None
+
+
+async def serve_drain(ip: str, answers: list[int]) -> web.AppRunner:
+    """An engine's HTTP that answers POST /drain by `answers` in turn, the last one for ever."""
+
+    async def drain(_: web.Request) -> web.Response:
+        unfinished = answers.pop(0) if len(answers) > 1 else answers[0]
+        return web.json_response({"draining": True, "unfinished": unfinished})
+
+    app = web.Application()
+    app.add_routes([web.post("/drain", drain)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, ip, 8000).start()
+    return runner
+
+
+async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
+    demo = Cluster(kube, "demo")
+    await demo.create(prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}})
+    pods = await demo.names("prefill-0", "decode-0", "decode-1")
+    starting = await demo.condition("Ready", "False", "Starting")
+    assert pods["demo-decode-0"]["spec"]["containers"][0]["command"][0] == "baton-engine"
+    for pod in ("prefill-0", "decode-0", "decode-1"):
+        await demo.run(pod)
+    await demo.run_gateway()
+    ready = await demo.condition("Ready", "True", "AllGroupsReady")
+    assert ready["lastTransitionTime"] >= starting["lastTransitionTime"]
+    status = (await demo.service())["status"]
+    gateway = await kube.get("Service", NAMESPACE, "demo-gateway")
+    assert gateway
+    assert status["endpoint"] == f"http://{gateway['spec']['clusterIP']}"
+    assert status["ingressEndpoint"] == "http://demo.localhost"
+    assert status["decode"] == {
+        "desired": 2, "ready": 2, "replicas": 2, "selector": f"{GROUP}/service=demo,{GROUP}/role=decode",
+    }  # fmt: skip
+    service = await demo.service()
+    assert "finalizers" not in service["metadata"]
+    assert "annotations" not in service["metadata"]
+
+
+async def test_a_steady_service_is_not_written_again(kube: Kube) -> None:
+    steady = Cluster(kube, "steady")
+    await steady.create()
+    await steady.names("decode-0")
+    await steady.run("decode-0")
+    await steady.run_gateway()
+    await steady.condition("Ready", "True")
+
+    async def versions() -> dict[str, str]:
+        kinds = ("LLMService", "Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "Pod", "ConfigMap")
+        objects = [(kind, obj) for kind in kinds for obj in await kube.list_all(kind, NAMESPACE)]
+        return {
+            f"{kind}/{obj['metadata']['name']}": obj["metadata"]["resourceVersion"]
+            for kind, obj in objects
+            if obj["metadata"]["name"].startswith("steady")
+        }
+
+    before = await versions()
+    await asyncio.sleep(5)  # more than two resyncs
+    assert await versions() == before
+
+
+async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
+    shrink = Cluster(kube, "shrink")
+    await shrink.create(decode={"replicas": 2})
+    await shrink.names("decode-0", "decode-1")
+    answers = [2]
+    runner = await serve_drain("127.201.0.2", answers)
+    try:
+        await shrink.run("decode-0")
+        await shrink.run("decode-1", ip="127.201.0.2")
+        await shrink.condition("DecodeReady", "True")
+        await shrink.patch({"decode": {"replicas": 1}})
+
+        async def draining() -> Any:
+            annotations = (await shrink.pods())["shrink-decode-1"]["metadata"].get("annotations", {})
+            return annotations.get(f"{GROUP}/draining") == "true"
+
+        await eventually(draining, "decode-1 to be marked as draining")
+        await asyncio.sleep(2)
+        assert "shrink-decode-1" in await shrink.pods(), "deleted with two requests unfinished"
+        answers[0] = 0
+        await shrink.names("decode-0")
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
+    lost = Cluster(kube, "lost")
+    await lost.create()
+    await lost.names("decode-0")
+    await lost.run_gateway()
+    await lost.die("decode-0", "loading\nFATAL ModelNotFound: /models/x does not exist\n")
+    condition = await lost.condition("Ready", "False", "ModelNotFound")
+    assert "/models/x" in condition["message"]
+    events = await kube.list_all("Event", NAMESPACE)
+    assert any(e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events)
+    await lost.run("decode-0")
+    await lost.condition("Ready", "True")
+
+
+async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube) -> None:
+    roll = Cluster(kube, "roll")
+    await roll.create(decode={"replicas": 2}, drainTimeoutSeconds=0)
+    old = await roll.names("decode-0", "decode-1")
+    for pod in ("decode-0", "decode-1"):
+        await roll.run(pod)
+    await roll.condition("DecodeReady", "True")
+    await roll.patch({"engine": {"maxNumSeqs": 7}})
+
+    def replaced(name: str) -> Callable[[], Any]:
+        async def check() -> Any:
+            pods = await roll.pods()
+            assert len(pods) >= 1
+            new = pods.get(name)
+            return new and new["metadata"]["uid"] != old[name]["metadata"]["uid"]
+
+        return check
+
+    await eventually(replaced("roll-decode-1"), "decode-1 to be replaced")
+    await roll.condition("DecodeReady", "False")
+    await asyncio.sleep(2.5)  # a resync goes by
+    assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"]["metadata"]["uid"]
+    await roll.run("decode-1")
+    await eventually(replaced("roll-decode-0"), "decode-0 to be replaced")
+    await roll.run("decode-0")
+    await roll.condition("DecodeReady", "True")
+
+    async def one_configuration() -> Any:
+        found = await kube.list_all("ConfigMap", NAMESPACE, {f"{GROUP}/service": "roll", f"{GROUP}/role": "decode"})
+        return len(found) == 1
+
+    await eventually(one_configuration, "the old ConfigMap to be collected")
+
+
+async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
+    metadata = {"name": "taken-gateway", "namespace": NAMESPACE}
+    ports = [{"port": 1234}]
+    await kube.create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}})
+    taken = Cluster(kube, "taken")
+    await taken.create()
+    condition = await taken.condition("Ready", "False", "NameConflict")
+    assert "Service taken-gateway" in condition["message"]
+    foreign = await kube.get("Service", NAMESPACE, "taken-gateway")
+    assert foreign
+    assert foreign["spec"]["ports"][0]["port"] == 1234
+    await kube.delete("Service", NAMESPACE, "taken-gateway", foreign["metadata"]["uid"])
+    await taken.names("decode-0")
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"model": {}}, "spec.model.uri"),
+        ({"model": {"uri": "s3://bucket/x"}}, "spec.model.uri"),
+        ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
+        ({"decode": {"parallelism": {"tensor": 2}}}, "spec.decode.parallelism.tensor"),
+        ({"decode": {"parallelism": {"expert": True}}}, "spec.decode.parallelism.expert"),
+        ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory"),
+        ({"kvTransfer": {"transport": "pigeon"}}, "spec.kvTransfer.transport"),
+    ],
+)
+async def test_a_wrong_spec_is_refused_by_field(kube: Kube, spec: Object, field: str) -> None:
+    with pytest.raises(KubeError, match=field.replace(".", r"\.")) as refused:
+        await Cluster(kube, "wrong").create(**spec)
+    assert refused.value.status == 422
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_kubectl_applies_the_generated_files_as_they_are(kubeconfigs: dict[str, Path], operator: Path) -> None:
+    manifests = Path(__file__).parents[3] / "manifests"
+    for path in ("crd", "rbac", "operator.yaml"):
+        command = ["kubectl", "--kubeconfig", str(kubeconfigs["admin"]), "apply", "-f", str(manifests / path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+    columns = subprocess.run(
+        ["kubectl", "--kubeconfig", str(kubeconfigs["admin"]), "get", "llms"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")[0]
+    assert columns.split() == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "ENDPOINT", "AGE"]
