@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import yaml
 from kubernetes.aio import client, config
+from kubernetes.aio.client import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
@@ -124,9 +125,11 @@ class ClusterApi:
     async def log(self, namespace: str, pod: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
         """The pod's log, chunk by chunk."""
         options: JsonObject = {} if tail is None else {"tail_lines": tail}
-        response = await self._core.read_namespaced_pod_log(
-            pod, namespace, follow=follow, _preload_content=False, _request_timeout=None, **options
+        response = await self._core.read_namespaced_pod_log_without_preload_content(
+            pod, namespace, follow=follow, **options
         )
+        if response.status != 200:
+            raise ApiException(status=response.status, reason=(await response.text()).strip())
         async for chunk in response.content.iter_any():
             yield chunk
 

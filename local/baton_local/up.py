@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_operator.crd import custom_resource_definition
 from kubernetes.aio.client import ApiException
 from rich.console import Console
 from rich.live import Live
@@ -27,6 +26,7 @@ from baton_local.cluster import ComponentError, LocalCluster
 from baton_local.display import service_tables
 from baton_local.service import ClusterApi, JsonObject, ServiceStatus, kv_bytes_received, load_documents
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+from baton_operator.crd import custom_resource_definition
 
 DEMO_MODEL_URI = "file:///models/demo"
 """What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from baton_engine.checkpoint import create_checkpoint
 
+from baton_engine.checkpoint import create_checkpoint
 from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")

@@ -1,0 +1,135 @@
+"""Objects in memory, one global resource version, and the bounded history that watches resume from.
+
+The registry writes and reads here; watches subscribe. Stored objects are never changed in place: a write replaces the
+whole object, so a reader may hold one without copying it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Object = dict[str, Any]
+EventType = Literal["ADDED", "MODIFIED", "DELETED"]
+
+DEFAULT_WINDOW = 2000  # events kept per storage for watches to resume from
+
+
+class ExpiredError(Exception):
+    """The asked-for resource version is no longer, or not yet, in the history."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change: the object after it and before it (None where it did not exist)."""
+
+    type: EventType
+    version: int
+    namespace: str
+    object: Object
+    previous: Object | None
+
+
+@dataclass
+class _Collection:
+    floor: int  # versions up to this one are no longer in `history`
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    history: deque[Event] = field(default_factory=deque)
+    subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)
+
+
+class Store:
+    """All objects by storage key (`pods`, `deployments.apps`), then namespace and name."""
+
+    def __init__(self, window: int = DEFAULT_WINDOW) -> None:
+        self._window = window
+        self._collections: dict[str, _Collection] = {}
+        self._version = 1
+        self._listeners: list[Callable[[str, Event], None]] = []
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def listen(self, listener: Callable[[str, Event], None]) -> None:
+        """Call `listener(storage, event)` after each change, before the writer gets its answer."""
+        self._listeners.append(listener)
+
+    def open(self, storage: str) -> None:
+        """Begin the history of `storage` now; older versions are expired for it."""
+        self._collections.setdefault(storage, _Collection(self._version))
+
+    def close(self, storage: str) -> None:
+        """Forget an empty storage and end its watches."""
+        collection = self._collections.pop(storage, None)
+        for queue in collection.subscribers if collection else ():
+            queue.put_nowait(None)
+
+    def storages(self) -> list[str]:
+        return list(self._collections)
+
+    def get(self, storage: str, namespace: str, name: str) -> Object | None:
+        return self._collections[storage].objects.get((namespace, name))
+
+    def list(self, storage: str, namespace: str = "") -> list[Object]:
+        """Objects ordered by namespace and name; all namespaces if `namespace` is empty."""
+        objects = self._collections[storage].objects
+        return [objects[key] for key in sorted(objects) if not namespace or key[0] == namespace]
+
+    def __iter__(self) -> Iterator[tuple[str, Object]]:
+        """Every (storage, object); a snapshot, so the loop may write."""
+        pairs = [(storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()]
+        return iter(pairs)
+
+    def put(self, storage: str, obj: Object) -> Object:
+        """Store a new or changed object under the next resource version; returns what was stored."""
+        collection = self._collections[storage]
+        metadata = obj["metadata"]
+        key = (metadata.get("namespace", ""), metadata["name"])
+        previous = collection.objects.get(key)
+        self._version += 1
+        stored = {**obj, "metadata": {**metadata, "resourceVersion": str(self._version)}}
+        collection.objects[key] = stored
+        self._publish(storage, Event("MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous))
+        return stored
+
+    def remove(self, storage: str, namespace: str, name: str) -> Object:
+        """Delete an object; the version of its last state is the deletion's own, as watches expect."""
+        previous = self._collections[storage].objects.pop((namespace, name))
+        self._version += 1
+        last = {**previous, "metadata": {**previous["metadata"], "resourceVersion": str(self._version)}}
+        self._publish(storage, Event("DELETED", self._version, namespace, last, previous))
+        return last
+
+    def _publish(self, storage: str, event: Event) -> None:
+        collection = self._collections[storage]
+        collection.history.append(event)
+        while len(collection.history) > self._window:
+            collection.floor = collection.history.popleft().version
+        for queue in collection.subscribers:
+            queue.put_nowait(event)
+        for listener in self._listeners:
+            listener(storage, event)
+
+    def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
+        """Events after version `since` (None: from now on), then live ones; a None item ends the stream.
+
+        Raises: ExpiredError if `since` is before the history or later than the present (another server's life).
+        """
+        collection = self._collections[storage]
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        if since is not None:
+            if since < collection.floor or since > self._version:
+                raise ExpiredError(f"too old resource version: {since} ({collection.floor})")
+            for event in collection.history:
+                if event.version > since:
+                    queue.put_nowait(event)
+        collection.subscribers.add(queue)
+        return queue
+
+    def unsubscribe(self, storage: str, queue: asyncio.Queue[Event | None]) -> None:
+        if collection := self._collections.get(storage):
+            collection.subscribers.discard(queue)

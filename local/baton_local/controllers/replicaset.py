@@ -1,0 +1,98 @@
+"""ReplicaSet: how many pods to make, which to remove, what to report. Pure."""
+
+from dataclasses import dataclass, field
+
+from baton_local.client import Json
+
+TERMINAL = ("Succeeded", "Failed")
+
+
+@dataclass
+class ReplicaSetPlan:
+    """The next step for one ReplicaSet."""
+
+    create: int = 0  # pods to make
+    delete: list[str] = field(default_factory=list)  # names of pods to remove
+    status: Json = field(default_factory=dict)
+
+
+def owned_by(obj: Json, owner: Json) -> bool:
+    """Whether `owner` is the controller of `obj`, by uid."""
+    references = obj["metadata"].get("ownerReferences") or []
+    return any(ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references)
+
+
+def owner_reference(owner: Json, kind: str) -> Json:
+    """A controller reference to an apps/v1 object."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": kind,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def is_ready(pod: Json) -> bool:
+    """Whether the pod's condition Ready is True."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def is_active(pod: Json) -> bool:
+    """Neither finished nor about to be deleted."""
+    phase = (pod.get("status") or {}).get("phase")
+    return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
+
+
+def plan_replica_set(replica_set: Json, pods: list[Json]) -> ReplicaSetPlan:
+    """One step towards `spec.replicas`.
+
+    Args:
+        pods: those this ReplicaSet owns, in any state.
+    """
+    active = [pod for pod in pods if is_active(pod)]
+    desired = desired_replicas(replica_set)
+    ready = sum(is_ready(pod) for pod in active)
+    status = {
+        "replicas": len(active),
+        "fullyLabeledReplicas": len(active),
+        "readyReplicas": ready,
+        "availableReplicas": ready,
+        "observedGeneration": replica_set["metadata"].get("generation", 1),
+    }
+    if replica_set["metadata"].get("deletionTimestamp"):
+        return ReplicaSetPlan(status=status)
+    surplus = len(active) - desired
+    # The least useful go first: unassigned, then not ready, then the youngest.
+    active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
+    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), is_ready(pod)))
+    return ReplicaSetPlan(
+        create=max(-surplus, 0),
+        delete=[pod["metadata"]["name"] for pod in active[: max(surplus, 0)]],
+        status=status,
+    )
+
+
+def desired_replicas(obj: Json) -> int:
+    """`spec.replicas`, 1 if unset."""
+    replicas = obj["spec"].get("replicas")
+    return 1 if replicas is None else int(replicas)
+
+
+def pod_of(replica_set: Json) -> Json:
+    """The pod to create, named by the API server."""
+    template = replica_set["spec"]["template"]
+    metadata = template.get("metadata") or {}
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "generateName": replica_set["metadata"]["name"] + "-",
+            "labels": metadata.get("labels") or {},
+            "annotations": metadata.get("annotations") or {},
+            "ownerReferences": [owner_reference(replica_set, "ReplicaSet")],
+        },
+        "spec": template["spec"],
+    }

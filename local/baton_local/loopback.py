@@ -1,0 +1,80 @@
+"""Addresses on the loopback device: 127/8 is there anyway, any other is added as /32 and taken away again."""
+
+import ipaddress
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_ALWAYS_THERE = ipaddress.ip_network("127.0.0.0/8")
+
+
+class LoopbackAddresses:
+    """The addresses this process added. They are noted in a file, so that a successor removes what a killed one left."""
+
+    def __init__(self, ledger: Path):
+        self._ledger = ledger
+        self._added: set[str] = set()
+
+    def remove_stale(self) -> None:
+        """Remove what the ledger of a dead predecessor names."""
+        try:
+            stale = json.loads(self._ledger.read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        for address in stale:
+            _ip("del", address)
+        self._ledger.unlink()
+
+    def add(self, address: str) -> None:
+        """Make `address` bindable. Raises: OSError if the device refuses it (needs CAP_NET_ADMIN)."""
+        if ipaddress.ip_address(address) in _ALWAYS_THERE or address in self._added:
+            return
+        # Noted first: a ledger entry without an address does no harm, the opposite would leak.
+        self._added.add(address)
+        self._save()
+        error = _ip("add", address)
+        if error and "File exists" not in error:
+            self._added.discard(address)
+            self._save()
+            raise OSError(
+                f"ip addr add {address}/32 dev lo: {error}; run as root (CAP_NET_ADMIN) or use addresses in 127.0.0.0/8"
+            )
+
+    def remove(self, address: str) -> None:
+        """Take back an address added here; others are left alone."""
+        if address in self._added:
+            _ip("del", address)
+            self._added.discard(address)
+            self._save()
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        """Take back every address added here that is not in `addresses`."""
+        for address in self._added - set(addresses):
+            self.remove(address)
+
+    def remove_all(self) -> None:
+        """Take back every address added here."""
+        for address in list(self._added):
+            self.remove(address)
+
+    def _save(self) -> None:
+        self._ledger.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._ledger.with_suffix(".new")
+        temporary.write_text(json.dumps(sorted(self._added)))
+        os.replace(temporary, self._ledger)
+
+
+def _ip(verb: str, address: str) -> str:
+    """Run `ip addr add|del`; the error text, empty on success."""
+    try:
+        done = subprocess.run(
+            ["ip", "addr", verb, f"{address}/32", "dev", "lo"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stderr.strip() if done.returncode else ""

@@ -1,0 +1,62 @@
+"""`python -m baton_local.proxy`: see `--help`."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from baton_local.client import Api, EventRecorder, Reflector
+from baton_local.lifeline import die_with_parent, run_until_terminated, until_stopped
+from baton_local.loopback import LoopbackAddresses
+from baton_local.proxy.ingress import INGRESSES, IngressProxy
+from baton_local.proxy.services import ServiceProxy
+
+
+def main() -> None:
+    """Parse the command line and run until SIGTERM."""
+    parser = argparse.ArgumentParser(
+        prog="baton_local.proxy", description="Service and Ingress proxy of a local cluster."
+    )
+    parser.add_argument("--kubeconfig", type=Path, required=True)
+    parser.add_argument("--ingress-address", default="127.0.0.1")
+    parser.add_argument("--ingress-port", type=int, default=0, help="0 lets the system choose; the log says which")
+    parser.add_argument("--state-dir", type=Path, help="where addresses added to the loopback device are noted")
+    parser.add_argument("--parent-pid", type=int, help="end when this process (which must be the parent) ends")
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    # Beside the kubeconfig there is one cluster's state, so a successor finds what a killed proxy left on the device.
+    state_dir = args.state_dir or args.kubeconfig.absolute().parent
+    run_until_terminated(
+        lambda stop: _run(stop, args.kubeconfig, args.ingress_address, args.ingress_port, state_dir),
+        name="proxy",
+        stop_timeout_s=10.0,
+    )
+
+
+async def _run(stop: asyncio.Event, kubeconfig: Path, address: str, port: int, state_dir: Path) -> None:
+    loopback = LoopbackAddresses(state_dir / "proxy-addresses.json")
+    loopback.remove_stale()
+    api = await Api.from_kubeconfig(kubeconfig)
+    services = Reflector(api, "/api/v1/services")
+    pods = Reflector(api, "/api/v1/pods")
+    ingresses = Reflector(api, INGRESSES)
+    nodes = Reflector(api, "/api/v1/nodes")
+    events = EventRecorder(api, "baton-proxy")
+    proxy = ServiceProxy(services, pods, events, loopback)
+    ingress = IngressProxy(api, ingresses, nodes, services, proxy)
+    loops = (
+        services.run(),
+        pods.run(),
+        ingresses.run(),
+        nodes.run(),
+        events.run(),
+        proxy.run(),
+        ingress.run(address, port),
+    )
+    try:
+        await until_stopped(stop, *loops)
+    finally:
+        await api.close()
+
+
+if __name__ == "__main__":
+    main()
