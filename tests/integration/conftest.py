@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from baton_engine.checkpoint import create_checkpoint
 from transformers import PreTrainedModel
 
+from baton_engine.checkpoint import create_checkpoint
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, SchedulerConfig
 from support.parity import reference_model
 from support.pods import Pod, Pods, pods
