@@ -3,10 +3,13 @@
 Binaries come from `KUBEBUILDER_ASSETS` or from the cache that `make control-plane` fills; any Kubernetes from 1.20 on works.
 Everything listens on 127.0.0.1 and dies with the thread that started it. etcd has no authentication of its own: other users
 of the machine could reach it while it runs, so this is for development and tests.
+
+`python -m baton_local.control_plane.real --state-dir D` runs one until SIGTERM or SIGINT; `D/kubeconfig` appears when it is ready.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -17,6 +20,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -114,6 +118,14 @@ class RealControlPlane:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+
+    def check(self) -> None:
+        """Raises: ControlPlaneError if one of the processes ended by itself."""
+        for name, child in self._children.items():
+            if (code := child.poll()) is not None:
+                path = self._state_dir / f"{name}.log"
+                last = " | ".join(path.read_text(errors="replace").splitlines()[-3:])
+                raise ControlPlaneError(f"{name} ended with code {code}; {path} ends with: {last}")
 
     def _start(self, deadline: float) -> None:
         self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -229,11 +241,38 @@ class RealControlPlane:
     def _await(self, name: str, ready: Callable[[], bool], deadline: float) -> None:
         log = self._state_dir / f"{name}.log"
         while not ready():
-            for running, child in self._children.items():
-                if (code := child.poll()) is not None:
-                    path = self._state_dir / f"{running}.log"
-                    last = " | ".join(path.read_text(errors="replace").splitlines()[-3:])
-                    raise ControlPlaneError(f"{running} ended with code {code}; {path} ends with: {last}")
+            self.check()
             if time.monotonic() > deadline:
                 raise ControlPlaneError(f"{name} was not ready in time; see {log}")
             time.sleep(0.1)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m baton_local.control_plane.real")
+    parser.add_argument("--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig")
+    parser.add_argument("--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services")
+    arguments = parser.parse_args()
+    assets = find_assets()
+    if assets is None:
+        sys.exit(missing_assets())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    plane = RealControlPlane(assets, arguments.state_dir, arguments.service_network)
+    try:
+        plane.start()
+        print(plane.kubeconfig, flush=True)
+        while True:
+            plane.check()
+            time.sleep(0.5)
+    except ControlPlaneError as error:
+        sys.exit(str(error))
+    finally:
+        plane.stop()
+
+
+if __name__ == "__main__":
+    main()
