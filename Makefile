@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-SUBJECT ?= engine
+SUBJECT ?= kv_transfer
 
-.PHONY: help install up test check format manifests control-plane gpu chaos bench clean
+.PHONY: help install up test check format manifests control-plane gpu bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -14,6 +14,7 @@ help:
 	@echo "make check          ruff, mypy, import-linter"
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
+	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
 	@echo "make gpu            kernel tests on a machine with a GPU (uses that machine's python3, torch and triton)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -46,6 +47,10 @@ manifests: $(STAMP)
 
 control-plane:
 	hack/control-plane.sh
+
+bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(SUBJECT)/bench.py $(ARGS)
 
 gpu:
 	PYTHONPATH=engine:kernels:kv_transfer $(PYTHON) -m pytest tests/unit/kernels -m "gpu or not gpu" $(ARGS)

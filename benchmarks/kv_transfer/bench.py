@@ -1,6 +1,6 @@
 """Throughput of one-sided block transfers between two processes on one host: our ucx transport, NIXL, plain memcpy.
 
-    python benchmarks/kv_transfer/transports.py [--max-mib 1024] [--repeats 5] [--json FILE]
+    make bench SUBJECT=kv_transfer [ARGS="--max-mib 1024 --repeats 5"]
 
 Every library runs in a pair of processes of its own, with its own UCX. Blocks are taken in random order on both sides, so
 none merge: one descriptor per block. GB/s is bytes of the blocks over the time from posting to DONE, median of the repeats
@@ -11,17 +11,17 @@ NIXL runs if `nixl_cu12` is installed. memcpy copies the same blocks one by one 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from report import Goal, write
 
 BLOCK_KIB = (64, 256, 1024)
 NUM_BLOCKS = (256, 1024, 4096)
@@ -139,7 +139,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput of KV block transports between two processes.")
     parser.add_argument("--max-mib", type=int, default=1024, help="skip shapes with more MiB in all")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     libraries: dict[str, Callable[[tuple[int, int], int], dict[str, float]]] = {
         "ucx": lambda shape, repeats: measure("ucx", shape, repeats),
@@ -164,8 +163,14 @@ def main() -> None:
             table.append({"block_kib": kib, "num_blocks": num_blocks, "gb_per_s": row})
             cells = "  ".join(f"{speeds['READ']:>10.2f} {speeds['WRITE']:>10.2f}" for speeds in row.values())
             print(f"{kib:>9} {num_blocks:>6}  {cells}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=2) + "\n")
+    ratios = [
+        row["gb_per_s"]["ucx"][op] / row["gb_per_s"]["nixl"][op]
+        for row in table
+        if "nixl" in row["gb_per_s"]
+        for op in ("READ", "WRITE")
+    ]
+    goal = Goal("ucx over nixl, least over all shapes", min(ratios, default=None), 1.0, "ratio")
+    write("kv_transfer", table, [goal], repeats=args.repeats, ucx_tls=os.environ.get("UCX_TLS", "default"), unit="GB/s")
 
 
 if __name__ == "__main__":
