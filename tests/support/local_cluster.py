@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,16 @@ class LocalClusterUnderTest:
             assert done.returncode == 0, f"kubectl {' '.join(args)}: {done.stderr}\n{self.component_logs()}"
             return done.stdout
         return done.stdout + done.stderr
+
+    @contextlib.contextmanager
+    def following(self, *args: str) -> Iterator[Callable[[], str]]:
+        """Runs a kubectl command that does not end by itself; yields what it has printed so far."""
+        command = ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args]
+        with tempfile.TemporaryFile("w+b") as output, subprocess.Popen(command, stdout=output) as process:
+            try:
+                yield lambda: os.pread(output.fileno(), 2**20, 0).decode()
+            finally:
+                process.kill()
 
     def get(self, *args: str) -> dict[str, Any]:
         return json.loads(self.kubectl("get", *args, "-o", "json"))

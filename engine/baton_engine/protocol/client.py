@@ -153,7 +153,9 @@ class EngineClient:
         ]
         self._send(EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, self._client_id), instance_id="")
         try:
-            init = await asyncio.wait_for(asyncio.shield(self._init), timeout_s)
+            # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
+            async with asyncio.timeout(timeout_s):
+                init = await asyncio.shield(self._init)
         except TimeoutError:
             await self.close()
             raise TimeoutError(f"{self.address} did not answer HELLO within {timeout_s:g} s") from None
@@ -207,7 +209,8 @@ class EngineClient:
         self._calls[call_id] = future
         self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method, list(args)))
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await future
         except TimeoutError:
             raise TimeoutError(f"{self.address} did not answer {method}() within {timeout_s:g} s") from None
         finally:

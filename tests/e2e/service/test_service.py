@@ -260,6 +260,19 @@ def test_kubectl_works_as_people_use_it(cluster, demo):
     assert cluster.kubectl("logs", pod, "--tail=1").count("\n") <= 1
 
 
+def test_kubectl_follows_services_and_logs(cluster, demo):
+    pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
+    with cluster.following("get", "llms", "-w") as watched, cluster.following("logs", "-f", pod) as logged:
+        eventually(lambda: "demo" in watched(), timeout_s=30, what="the service in `kubectl get -w`")
+        eventually(lambda: "\n" in logged(), timeout_s=30, what="lines of `kubectl logs -f`")
+        lines = watched().count("\n")
+        cluster.kubectl("scale", "llms/demo", "--replicas=2")
+        eventually(lambda: watched().count("\n") > lines, timeout_s=60, what="another line of `kubectl get -w`")
+        length = len(logged())
+        engine_process(cluster, pod).send_signal(signal.SIGTERM)
+        eventually(lambda: len(logged()) > length, timeout_s=60, what="the engine's last words in `kubectl logs -f`")
+
+
 def test_a_checkpoint_path_must_be_absolute(checkpoints: dict[str, Path], cluster):
     bad = manifest("relative", Path("models/x"))
     assert "spec.model.uri" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -85,9 +86,20 @@ class FakeEngine:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self._bind(f"tcp://127.0.0.1:{port or '*'}")
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
         self._task = asyncio.create_task(self._serve())
+
+    def _bind(self, address: str) -> None:
+        """A predecessor's port is free only when ZMQ's own thread has closed it, a moment after `die`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                self._socket.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
 
     @property
     def endpoint(self) -> EngineEndpoint:
