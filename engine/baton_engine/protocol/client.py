@@ -115,6 +115,17 @@ class EngineClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
+        handlers: list[tuple[EngineCoreResponseType, type, Callable[[Any], None]]] = [
+            (EngineCoreResponseType.OUTPUTS, EngineCoreOutputs, self._on_outputs),
+            (EngineCoreResponseType.INIT, Init, self._on_init),
+            (EngineCoreResponseType.READY, Ready, self._on_ready),
+            (EngineCoreResponseType.PONG, Pong, self._on_pong),
+            (EngineCoreResponseType.REFUSED, Refused, self._on_refused),
+            (EngineCoreResponseType.DEAD, Dead, self._on_dead),
+        ]
+        self._decoders: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
+            kind.value: (msgspec.msgpack.Decoder(payload), handle) for kind, payload, handle in handlers
+        }
 
     @property
     def init(self) -> Init:
@@ -141,7 +152,8 @@ class EngineClient:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks; a peer that does not read is caught by the heartbeat
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # Never, in effect. To forbid it (-1) would make ZMQ drop what was received and not yet read when the connection ends.
+        socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
         monitor = socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
@@ -244,41 +256,38 @@ class EngineClient:
 
     async def _receive(self) -> None:
         assert self._socket is not None
-        loop = asyncio.get_running_loop()
-        handlers: list[tuple[EngineCoreResponseType, type, Callable[[Any], None]]] = [
-            (EngineCoreResponseType.OUTPUTS, EngineCoreOutputs, self._on_outputs),
-            (EngineCoreResponseType.INIT, Init, self._on_init),
-            (EngineCoreResponseType.READY, Ready, self._on_ready),
-            (EngineCoreResponseType.PONG, Pong, self._on_pong),
-            (EngineCoreResponseType.REFUSED, Refused, self._on_refused),
-            (EngineCoreResponseType.DEAD, Dead, self._on_dead),
-        ]
-        decode: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
-            kind.value: (msgspec.msgpack.Decoder(payload), handle) for kind, payload, handle in handlers
-        }
-        while True:
-            frames = await self._socket.recv_multipart()
-            self._last_heard = loop.time()
-            try:
-                kind, instance_id, payload = frames
-                decoder, handle = decode[kind]
-                message = decoder.decode(payload)
-            except (ValueError, KeyError, msgspec.DecodeError) as error:
-                self._die(f"{self.address} sent a message that cannot be read: {error!r}")
-                return
-            known = self._init is not None and self._init.done()
-            if known and instance_id and instance_id.decode() != self.instance_id:
-                self._die(f"{self.address} is another instance now: {instance_id.decode()}")
-                return
-            handle(message)
+        while self.dead_reason is None:
+            self._handle(await self._socket.recv_multipart())
+
+    def _handle(self, frames: list[bytes]) -> None:
+        self._last_heard = asyncio.get_running_loop().time()
+        try:
+            kind, instance_id, payload = frames
+            decoder, handle = self._decoders[kind]
+            message = decoder.decode(payload)
+        except (ValueError, KeyError, msgspec.DecodeError) as error:
+            self._die(f"{self.address} sent a message that cannot be read: {error!r}")
+            return
+        known = self._init is not None and self._init.done()
+        if known and instance_id and instance_id.decode(errors="replace") != self.instance_id:
+            self._die(f"{self.address} is another instance now: {instance_id.decode(errors='replace')}")
+            return
+        handle(message)
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         frames = await monitor.recv_multipart()
         event = parse_monitor_message(frames)["event"]
-        # What the engine said before its connection ended is still in the queue: let the receiver take it first.
-        await asyncio.sleep(0)
+        self._take_rest()
         reached = self._init is not None and self._init.done()
         self._die(f"{self.address}: " + ("connection lost" if reached else f"cannot connect ({zmq.Event(event).name})"))
+
+    def _take_rest(self) -> None:
+        """What the engine said before its connection ended is still in the socket's queue: it counts."""
+        assert self._socket is not None
+        queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        with contextlib.suppress(zmq.Again):
+            while self.dead_reason is None:
+                self._handle(queue.recv_multipart(zmq.NOBLOCK))
 
     async def _heartbeat(self) -> None:
         loop = asyncio.get_running_loop()

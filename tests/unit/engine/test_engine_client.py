@@ -143,6 +143,20 @@ async def test_a_connection_that_goes_away_ends_every_request(router):
     await client.close()
 
 
+async def test_what_an_engine_said_before_it_went_away_still_counts(router):
+    client = await connected(router)
+    streams = [client.add(request(f"r{i}")) for i in range(50)]
+    for _ in streams:
+        await router.receive(EngineCoreRequestType.ADD)
+    for i in range(50):
+        last = EngineCoreOutput(f"r{i}", [1], finish_reason=FinishReason.STOP)
+        await router.send(EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([last]))
+    router.socket.close(linger=1000)
+    for stream in streams:
+        assert [output.finish_reason async for output in stream] == [FinishReason.STOP]
+    await client.close()
+
+
 async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router):
     client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1)
     assert "no sign of life" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
