@@ -33,7 +33,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became final with `token_ids`."""
-        new_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
+        # Neither special tokens nor ids without a token leave a trace, so a run of bytes may go on across them.
+        new_ids = [i for i in token_ids if i not in self._skipped and self._tokenizer.knows(i)]
         if not new_ids:
             return ""
         self._window += new_ids

@@ -89,6 +89,10 @@ class Tokenizer:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def knows(self, token_id: int) -> bool:
+        """Whether the id is a token: models may have logits for more ids than their tokenizer has tokens."""
+        return self._backend.id_to_token(token_id) is not None
+
     def is_byte_fallback(self, token_id: int) -> bool:
         """True for tokens like <0xE4>, which decode as a run and not one by one."""
         return token_id in self._byte_fallback_ids

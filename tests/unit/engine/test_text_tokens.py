@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -180,6 +180,7 @@ def test_pieces_of_any_tokens_add_up_to_the_full_decode(ids: list[int], cuts: li
 
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 274), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=30))
+@example(ids=[3, 270, 131], cuts=[2])  # an id without a token inside a run of bytes
 def test_pieces_of_byte_fallback_tokens_add_up_too(ids: list[int], cuts: list[int]):
     whole = tokenizer("byte_fallback").decode(ids)
     assert "".join(pieces_of("byte_fallback", ids, cuts)) == whole
