@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,16 @@ ASSETS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton
 
 
 def require_control_plane(kind: str) -> None:
-    """Skips (or, where CI demands it, fails) when the real binaries are not on this machine."""
-    if kind == "embedded" or os.environ.get("KUBEBUILDER_ASSETS") or (ASSETS / "kube-apiserver").exists():
-        return
-    message = "no real control plane on this machine: run `make control-plane` once, or set KUBEBUILDER_ASSETS"
-    if os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
-        pytest.fail(message)
-    pytest.skip(message)
+    """Skips (or, where CI demands it, fails) when kubectl or the real binaries are not on this machine."""
+    missing = ""
+    if shutil.which("kubectl") is None:
+        missing = "no kubectl on this machine: install 1.32 or newer"
+    elif kind == "real" and not os.environ.get("KUBEBUILDER_ASSETS") and not (ASSETS / "kube-apiserver").exists():
+        missing = "no real control plane on this machine: run `make control-plane` once, or set KUBEBUILDER_ASSETS"
+    if missing and os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
 
 
 def processes_with_home(home: Path) -> list[psutil.Process]:
