@@ -114,6 +114,13 @@ def _check_bounds(config: EngineConfig) -> None:
     for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ConfigurationError("ConfigInvalid", f"{name} must be at least 1, got {value}")
+    positive = {
+        "kv_transfer.load_timeout_s": config.kv_transfer.load_timeout_s,
+        "kv_transfer.lease_s": config.kv_transfer.lease_s,
+    }
+    for name, seconds in positive.items():
+        if not 0 < seconds < float("inf"):  # refuses NaN as well
+            raise ConfigurationError("ConfigInvalid", f"{name} must be a positive number of seconds, got {seconds}")
     if config.kv_transfer.load_failure_policy not in ("recompute", "fail"):
         policy = config.kv_transfer.load_failure_policy
         raise ConfigurationError(

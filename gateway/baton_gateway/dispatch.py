@@ -36,6 +36,9 @@ MAX_ATTEMPTS = 5
 """Decode engines one sequence is sent to before its failure is the answer."""
 RESUME_WAIT_S = 30.0
 """A sequence that has begun waits this long for an engine that can continue it: a pod may be restarting."""
+PREFILL_TIMEOUT_S = 60.0
+"""A prefill leg without a first token by then is given up. An engine may be alive and still make no progress, and the decode engine
+waits for as long as it is told nothing."""
 
 _ELSEWHERE = frozenset({ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD})
 """Failures another engine may not have."""
@@ -74,6 +77,8 @@ class Dispatcher:
 
     Args:
         prefill_threshold_tokens: shorter prompts take no prefill leg.
+        resume_wait_s: how long a sequence whose engine was lost waits for another one.
+        prefill_timeout_s: how long a prefill leg may take; then the decode engine computes the prompt.
     """
 
     def __init__(
@@ -83,11 +88,13 @@ class Dispatcher:
         *,
         prefill_threshold_tokens: int = 0,
         resume_wait_s: float = RESUME_WAIT_S,
+        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._threshold = prefill_threshold_tokens
         self._resume_wait_s = resume_wait_s
+        self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
         """Outputs of `sequence` in order, without gap or repeat; the last one is finished with STOP or LENGTH.
@@ -192,8 +199,8 @@ class Dispatcher:
             first = self._add_leg(producer, self._request(sequence, attempt_id, produce))
             leg = asyncio.create_task(_first_output(first))
             early = asyncio.create_task(anext(rest))
-            await asyncio.wait([leg, early], return_when=asyncio.FIRST_COMPLETED)
-            if not leg.done():  # D spoke before P: it refused, failed or is gone, for it has no token to sample yet
+            await asyncio.wait([leg, early], timeout=self._prefill_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if early.done() and not leg.done():  # D refused, failed or is gone, for it has no token to sample yet
                 self._check(sequence, _result_or_attempt_error(early))
                 raise _AttemptError("the decode engine sent tokens before it knew the first one", ErrorCode.INTERNAL)
             result, output = self._leg_result(attempt_id, prefill, leg)
@@ -209,6 +216,9 @@ class Dispatcher:
                 if ended is not None:
                     return
             else:
+                producer.abort(
+                    [attempt_id]
+                )  # nobody waits for it any more: it must not compute and hold blocks for nothing
                 consumer.prefill_result(result)
             async with aclosing(self._rest(sequence, rest, early)) as outputs:
                 async for item in outputs:
@@ -224,12 +234,17 @@ class Dispatcher:
         self, attempt_id: str, prefill: Member, leg: asyncio.Task[EngineCoreOutput]
     ) -> tuple[PrefillResult, EngineCoreOutput | None]:
         """What to tell D, and P's token. P's failure is no failure of the request: D computes what is missing."""
+        output: EngineCoreOutput | None = None
         try:
+            if not leg.done():
+                raise TimeoutError
             output = leg.result()
             problem = output.error or ("" if output.new_token_ids else "the prefill engine ended without a token")
             outcome = "refused" if output.error_code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED) else "failed"
         except (EngineDeadError, StopAsyncIteration) as error:
-            output, problem, outcome = None, str(error) or "the prefill engine ended without a token", "failed"
+            problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
+        except TimeoutError:
+            problem, outcome = f"no first token within {self._prefill_timeout_s:g} s", "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_legs.labels("done").inc()
             return PrefillResult(attempt_id, output.new_token_ids), output

@@ -113,23 +113,24 @@ class GenerationService:
     async def prepare_completion(self, request: CompletionRequest, started: float) -> Job:
         """Raises RequestError or APIError: a prompt cannot be used, does not fit, or nobody can serve it."""
         add_special = request.add_special_tokens is not False
-        prompts: list[list[int]] = []
-        echoes: list[str] = []
-        for prompt in request.prompts():
+        prompts = request.prompts()
+
+        def tokenize(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
-                token_ids = await _offload(
-                    lambda text=prompt: self.tokenizer.encode(text, add_special_tokens=add_special),  # type: ignore[misc]
-                    len(prompt),
-                )
-            else:
-                token_ids = prompt
-                self._check_ids(token_ids, "prompt")
-            prompts.append(token_ids)
+                return self.tokenizer.encode(prompt, add_special_tokens=add_special)
+            self._check_ids(prompt, "prompt")
+            return prompt
+
+        def echo(prompt: str | list[int]) -> str:
             if not request.echo:
-                echoes.append("")
-            else:
-                echoes.append(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt))
-        return self._job(request, "cmpl", prompts, echoes, "prompt", started)
+                return ""
+            return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+        token_ids, echoes = await _offload(
+            lambda: ([tokenize(prompt) for prompt in prompts], [echo(prompt) for prompt in prompts]),
+            sum(map(len, prompts)),  # together: many short prompts take as long as one long one
+        )
+        return self._job(request, "cmpl", token_ids, echoes, "prompt", started)
 
     async def run(self, job: Job) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Outputs of all choices as they come; of each, in order up to the finished one.
@@ -199,6 +200,7 @@ class GenerationService:
         for prompt_index, token_ids in enumerate(prompts):
             params = request.sampling_params(seed=seed, max_tokens=self._max_tokens(request, len(token_ids), field))
             self._check_ids(list(params.logit_bias or {}), "logit_bias")
+            self._check_ids(params.stop_token_ids, "stop_token_ids")
             self._metrics.prompt_tokens.inc(len(token_ids))
             for sample_index in range(request.num_samples):
                 index = prompt_index * request.num_samples + sample_index

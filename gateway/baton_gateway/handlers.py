@@ -11,7 +11,8 @@ from contextlib import aclosing
 from typing import Generic, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http import HttpProcessingError
 
 from baton_engine.text.responses import (
     ChatChoice,
@@ -44,6 +45,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 FINAL_STATUS = web.RequestKey("final_status", int)
 """Status for the metrics when a stream that began as 200 failed later."""
+
+_LAST_WORDS_S = 1.0
+"""A stream that failed waits this long for its client to take the error."""
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
@@ -129,22 +133,32 @@ class Endpoint(abc.ABC, Generic[_Request]):
             self._admission.end()
 
     async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
-        request = parse_request(await http.read(), self.kind)
+        request = parse_request(await self._read(http, deadline), self.kind)
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)
-        job = await self.prepare(request, started)
-        self._admission.take(len(job.choices))
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        self._admission.take(request.num_sequences)  # before the prompts cost anything
         try:
+            job = await self.prepare(request, started)
             async with aclosing(self._service.run(job)) as events:
                 if request.stream:
                     return await self._stream(http, request, job, events, deadline)
                 return await self._answer(request, job, events, deadline)
         finally:
-            self._admission.give(len(job.choices))
+            self._admission.give(request.num_sequences)
+
+    async def _read(self, http: web.Request, deadline: float) -> bytes:
+        """The body. Raises APIError: it does not come, or not as its headers say."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await http.read()
+        except TimeoutError:
+            raise APIError(408, f"The body did not arrive within {self._timeout_s:g} s.", code="timeout") from None
+        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+            raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
 
     async def _answer(self, request: _Request, job: Job, events: _Events, deadline: float) -> web.Response:
         outputs: dict[int, list[TextOutput]] = {choice.index: [] for choice in job.choices}
@@ -175,13 +189,21 @@ class Endpoint(abc.ABC, Generic[_Request]):
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._send_all(request, job, first, events, send)
-                await response.write(b"data: [DONE]\n\n")
+                    await response.write(b"data: [DONE]\n\n")
+                    await response.write_eof()
             except (APIError, TimeoutError) as failure:
                 error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
                 logger.warning("request %s failed while it was streamed: %s", job.id, error.message)
                 http[FINAL_STATUS] = error.status
-                await send(error.body)
-            await response.write_eof()
+                if isinstance(failure, TimeoutError) and _unread(http):
+                    raise
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await send(error.body)
+                    await response.write_eof()
+        except TimeoutError:  # a client that reads nothing must not hold its place for ever
+            logger.warning("request %s: the client does not read, closing its connection", job.id)
+            if http.transport is not None:
+                http.transport.abort()
         except ConnectionError:
             logger.info("request %s: the client went away", job.id)
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
@@ -330,6 +352,11 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         if request.logprobs is None:
             return None
         return completion_logprobs(self._service.tokenizer, output.logprobs, offset)
+
+
+def _unread(http: web.Request) -> bool:
+    """Whether the client has not taken all that was sent to it."""
+    return http.transport is not None and http.transport.get_write_buffer_size() > 0
 
 
 def _token_ids(request: GenerationRequest, output: TextOutput) -> list[int] | msgspec.UnsetType:

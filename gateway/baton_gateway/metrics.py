@@ -40,7 +40,7 @@ class GatewayMetrics:
         self.generation_tokens = Counter("baton:generation_tokens", "Tokens generated.", registry=self.registry)
         self.prefill_legs = Counter(
             "baton:prefill_legs",
-            "Sequences sent to a prefill engine: done, refused or failed.",
+            "Sequences sent to a prefill engine: done, refused, failed or timed_out.",
             ["outcome"],
             registry=self.registry,
         )

@@ -189,6 +189,8 @@ class EnginePool:
                 if str(error) != last_failure:
                     last_failure = str(error)
                     logger.info("engine %s is not there yet: %s", endpoint.name, error)
+            except Exception:  # no file descriptor left, say: nobody else would ever connect to this engine again
+                logger.exception("connecting to engine %s failed, trying again", endpoint.name)
             finally:
                 member.client = None
                 await client.close()

@@ -17,7 +17,7 @@ from baton_engine.protocol.config import GatewayConfig
 from baton_engine.text.responses import Model, ModelList
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.discovery import Discovery
-from baton_gateway.dispatch import RESUME_WAIT_S, Dispatcher
+from baton_gateway.dispatch import PREFILL_TIMEOUT_S, RESUME_WAIT_S, Dispatcher
 from baton_gateway.errors import APIError, internal, unavailable, unknown_model
 from baton_gateway.generation import GenerationService
 from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, Admission, ChatEndpoint, CompletionEndpoint
@@ -47,6 +47,7 @@ class Gateway:
         discovery: Discovery,
         *,
         resume_wait_s: float = RESUME_WAIT_S,
+        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
         max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
         self.config = config
@@ -59,6 +60,7 @@ class Gateway:
             self.metrics,
             prefill_threshold_tokens=config.prefill_threshold_tokens,
             resume_wait_s=resume_wait_s,
+            prefill_timeout_s=prefill_timeout_s,
         )
         self._service = GenerationService(tokenizer, self.pool, dispatcher, self.metrics)
         self._created = int(time.time())

@@ -119,6 +119,8 @@ class ConnectorStats(msgspec.Struct):
     leases_expired: int = 0
     receive_seconds: float = 0.0
     """Time between a load's start and its end, summed."""
+    failure: str = ""
+    """Why the connector moves nothing any more; empty while it works."""
 
 
 class KVConnectorWorker(abc.ABC):

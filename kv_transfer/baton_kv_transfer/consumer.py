@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import zmq
 
 from baton_kv_transfer import checksum, side_channel
 from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle, XferHandle
 from baton_kv_transfer.connector import BlockLoad, ConnectorStats, KVCacheLayout, LoadResult
-from baton_kv_transfer.peer import Peer
+from baton_kv_transfer.peer import Peer, TransferMessage
 from baton_kv_transfer.side_channel import PublishedBlock
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ MAX_READ_BYTES = 32 * 2**20
 """Longer batches are split, so that proving one overlaps reading the next."""
 MAX_HEARTBEAT_S = 5.0
 """A third of the shortest lease any producer grants, at most this."""
+MAX_PENDING_S = 600.0
+"""A load waits this long without a block at most, however often the producer says that it is pending."""
 DRAIN_TIMEOUT_S = 5.0
 """A failed or cancelled load waits this long for its reads before the peer is disconnected."""
 
@@ -42,6 +45,8 @@ class _Load:
     load: BlockLoad
     peer: Peer
     started: float
+    last_block: float
+    """When blocks were published or proved last."""
     deadline: float
     arrived: list[bool] = field(default_factory=list)
     """By position in the load: read and proved."""
@@ -75,14 +80,21 @@ class ConsumerSide:
         instance_id: str,
         compatibility_hash: str,
         load_timeout_s: float,
+        max_pending_s: float,
         stats: ConnectorStats,
         finished: Callable[[str, LoadResult], None],
     ) -> None:
+        """
+        Args:
+            load_timeout_s: a load ends after this long without blocks and without word that more will come.
+            max_pending_s: and after this long without blocks in any case.
+        """
         self._agent = agent
         self._instance_id = instance_id
         self._compatibility_hash = compatibility_hash
         self._load_timeout_s = load_timeout_s
-        self._heartbeat_s = MAX_HEARTBEAT_S
+        self._max_pending_s = max_pending_s
+        self._heartbeat_s = min(MAX_HEARTBEAT_S, load_timeout_s / 3)
         self._stats = stats
         self._finished = finished
         self._loads: dict[str, _Load] = {}
@@ -113,17 +125,23 @@ class ConsumerSide:
         key = (load.remote_host, load.remote_port, load.peer_instance_id)
         peer = self._peers.get(key)
         if peer is None:
-            peer = Peer(
-                self._agent,
-                host=load.remote_host,
-                port=load.remote_port,
-                peer_instance_id=load.peer_instance_id,
-                instance_id=self._instance_id,
-                compatibility_hash=self._compatibility_hash,
-                layout=self._layout,
-            )
+            try:
+                peer = Peer(
+                    self._agent,
+                    host=load.remote_host,
+                    port=load.remote_port,
+                    peer_instance_id=load.peer_instance_id,
+                    instance_id=self._instance_id,
+                    compatibility_hash=self._compatibility_hash,
+                    layout=self._layout,
+                )
+            except zmq.ZMQError as error:  # no address, or no socket left
+                self._stats.transfers_failed += 1
+                reason = f"cannot connect to {load.remote_host}:{load.remote_port}: {error}"
+                self._finished(load.transfer_id, LoadResult(0, reason))
+                return
             self._peers[key] = peer
-        state = _Load(load, peer, now, now + self._load_timeout_s, [False] * len(load.block_ids))
+        state = _Load(load, peer, now, now, now + self._load_timeout_s, [False] * len(load.block_ids))
         self._loads[load.transfer_id] = state
         if peer.ready:
             self._subscribe(state)
@@ -187,7 +205,10 @@ class ConsumerSide:
             return
         state.peer.send(side_channel.Subscribe(transfer_id))
 
-    def _handle(self, peer: Peer, message: side_channel.Publish | side_channel.Cancelled) -> None:
+    def _handle(self, peer: Peer, message: TransferMessage) -> None:
+        if isinstance(message, side_channel.Pending):
+            self._still_pending(peer, message.transfer_ids)
+            return
         state = self._loads.get(message.transfer_id)
         if state is None or state.peer is not peer:
             return
@@ -287,7 +308,16 @@ class ConsumerSide:
                 self._end(state)
 
     def _progress(self, state: _Load) -> None:
-        state.deadline = time.monotonic() + self._load_timeout_s
+        state.last_block = time.monotonic()
+        state.deadline = state.last_block + self._load_timeout_s
+
+    def _still_pending(self, peer: Peer, transfer_ids: list[str]) -> None:
+        now = time.monotonic()
+        for transfer_id in transfer_ids:
+            state = self._loads.get(transfer_id)
+            if state is not None and state.peer is peer and not state.draining:
+                limit = state.last_block + self._max_pending_s
+                state.deadline = max(state.deadline, min(now + self._load_timeout_s, limit))
 
     def _fail(self, state: _Load, reason: str) -> None:
         """The outcome is known; it is reported once no read is in flight."""
@@ -300,7 +330,8 @@ class ConsumerSide:
 
     def _deadline_passed(self, state: _Load) -> None:
         if not state.draining:
-            self._fail(state, f"no progress from {state.peer.name} for {self._load_timeout_s:g} s")
+            silence_s = time.monotonic() - state.last_block
+            self._fail(state, f"no progress from {state.peer.name}: no block for {silence_s:.1f} s")
             return
         # Reads that do not end: disconnecting aborts them, and their ERR ends the load.
         state.peer.fail(f"reads from {state.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s")

@@ -18,9 +18,13 @@ from baton_kv_transfer.agent import Agent, DlistHandle
 from baton_kv_transfer.connector import KVCacheLayout
 
 HANDSHAKE_TIMEOUT_S = 10.0
+MIN_LEASE_S = 0.05
 ZMQ_HEARTBEAT_MS = 2_000
 """ZMQ's own probes between the I/O threads: finds hosts that vanished without closing the connection."""
 ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
+
+
+TransferMessage = side_channel.Publish | side_channel.Pending | side_channel.Cancelled
 
 
 class Peer:
@@ -35,6 +39,11 @@ class Peer:
         compatibility_hash: str,
         layout: KVCacheLayout,
     ) -> None:
+        """Connects in the background and says HELLO.
+
+        Raises:
+            zmq.ZMQError: host and port are no address, or no more sockets can be opened.
+        """
         self.name = f"{peer_instance_id} at {host}:{port}"
         self.error = ""
         self.blocks: DlistHandle | None = None
@@ -56,8 +65,13 @@ class Peer:
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(HANDSHAKE_TIMEOUT_S * 1000))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        self.socket.connect(f"tcp://{host}:{port}")
+        try:
+            self.socket.connect(f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            self.close()
+            raise
         self.send(side_channel.Hello(side_channel.VERSION, compatibility_hash, instance_id, peer_instance_id))
 
     @property
@@ -73,9 +87,9 @@ class Peer:
     def fail(self, reason: str) -> None:
         self.error = self.error or reason
 
-    def receive(self, now: float) -> list[side_channel.Publish | side_channel.Cancelled]:
+    def receive(self, now: float) -> list[TransferMessage]:
         """Messages about transfers; the handshake is handled here."""
-        messages: list[side_channel.Publish | side_channel.Cancelled] = []
+        messages: list[TransferMessage] = []
         while not self.error:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
@@ -93,7 +107,7 @@ class Peer:
                     self._learn_memory(message)
                 case side_channel.Refused(reason=reason):
                     self.fail(f"refused by {self.name}: {reason}")
-                case side_channel.Publish() | side_channel.Cancelled():
+                case side_channel.Publish() | side_channel.Pending() | side_channel.Cancelled():
                     if self.ready:
                         messages.append(message)
         while self.monitor.poll(0):
@@ -131,13 +145,15 @@ class Peer:
             self.fail(mismatch)
             return
         nbytes = description.layout.block_nbytes
-        descs = np.zeros((description.layout.num_blocks, 3), dtype=np.int64)
-        descs[:, 0] = description.base_address + np.arange(description.layout.num_blocks, dtype=np.int64) * nbytes
-        descs[:, 1] = nbytes
         try:
+            if not description.lease_s >= MIN_LEASE_S:
+                raise ValueError(f"a lease of {description.lease_s} s is too short to be extended")
+            descs = np.zeros((description.layout.num_blocks, 3), dtype=np.int64)
+            descs[:, 0] = description.base_address + np.arange(description.layout.num_blocks, dtype=np.int64) * nbytes
+            descs[:, 1] = nbytes
             self._agent_name = self._agent.add_remote_agent(description.agent_metadata)
             self.blocks = self._agent.prep_xfer_dlist(self._agent_name, descs)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, ArithmeticError, MemoryError, RecursionError, msgspec.DecodeError) as error:
             self.fail(f"{self.name} described its memory wrongly: {error}")
             return
         if self._agent_name != self._peer_instance_id:

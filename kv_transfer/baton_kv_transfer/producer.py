@@ -42,6 +42,11 @@ class _Offer:
     last: bool = False
     cancelled: bool = False
 
+    @property
+    def lease_end(self) -> float | None:
+        """None: the request still waits for its turn, no block is kept for the consumer."""
+        return self.deadline if self.published or self.cancelled else None
+
 
 @dataclass(slots=True)
 class _Early:
@@ -148,7 +153,7 @@ class ProducerSide:
     def expire(self, now: float) -> None:
         """Ends what nobody gave a sign for. Call only after `receive` drained the socket."""
         for transfer_id, offer in list(self._offers.items()):
-            if now >= offer.deadline:
+            if offer.lease_end is not None and now >= offer.lease_end:
                 self._stats.leases_expired += 1
                 logger.warning("transfer %s: no sign of its consumer for %.1f s", transfer_id, self._lease_s)
                 if offer.identity:
@@ -162,7 +167,7 @@ class ProducerSide:
                     self._send(identity, side_channel.Cancelled(transfer_id, reason))
 
     def next_deadline(self) -> float | None:
-        deadlines = [offer.deadline for offer in self._offers.values()]
+        deadlines = [offer.lease_end for offer in self._offers.values() if offer.lease_end is not None]
         deadlines += [early.deadline for early in self._early.values()]
         return min(deadlines, default=None)
 
@@ -241,13 +246,19 @@ class ProducerSide:
         return True
 
     def _extend(self, identity: bytes, transfer_ids: list[str]) -> None:
+        """HEARTBEAT. A request may wait in a busy engine's queue for long: the consumer is told that it is not lost."""
         deadline = time.monotonic() + self._lease_s
+        pending = []
         for transfer_id in transfer_ids:
             offer, early = self._offers.get(transfer_id), self._early.get((transfer_id, identity))
             if offer is not None and offer.identity == identity and not offer.cancelled:
                 offer.deadline = deadline
+                if not offer.last:
+                    pending.append(transfer_id)
             if early is not None:
                 early.deadline = deadline
+        if pending:
+            self._send(identity, side_channel.Pending(pending))
 
     def _publish(self, transfer_id: str, offer: _Offer, blocks: list[PublishedBlock]) -> None:
         self._send(offer.identity, side_channel.Publish(transfer_id, blocks, offer.last))

@@ -9,6 +9,7 @@
     SUBSCRIBE                      ->            held until the producer's scheduler offers the transfer
                                    <- PUBLISH    blocks of a step, with proof
     HEARTBEAT  (extends leases)    ->
+                                   <- PENDING    which of them are accepted and still wait, or are computed: no silence
     RELEASE                        ->            the consumer reads no more: all fetched, given up, or a cancel acknowledged
                                    <- CANCELLED  the producer's side ended; RELEASE acknowledges it
 
@@ -17,12 +18,15 @@ Nothing of phase two is said or read before the compatibility hash matched. No m
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from baton_engine.protocol.block_hash import BlockHash
 from baton_kv_transfer.connector import KVCacheLayout
 
 VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -83,6 +87,12 @@ class Publish(_Message):
     last: bool
 
 
+class Pending(_Message):
+    """Answers HEARTBEAT; left out if there is none."""
+
+    transfer_ids: list[str]
+
+
 class Cancelled(_Message):
     transfer_id: str
     reason: str
@@ -95,11 +105,12 @@ class Refused(_Message):
 
 
 ToProducer = Hello | Describe | Subscribe | Release | Heartbeat
-ToConsumer = Welcome | Description | Publish | Cancelled | Refused
+ToConsumer = Welcome | Description | Publish | Pending | Cancelled | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_to_producer = msgspec.msgpack.Decoder(ToProducer)
-_to_consumer = msgspec.msgpack.Decoder(ToConsumer)
+_to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
+_to_consumer: msgspec.msgpack.Decoder[ToConsumer] = msgspec.msgpack.Decoder(ToConsumer)
+_T = TypeVar("_T")
 
 
 def encode(message: ToProducer | ToConsumer) -> bytes:
@@ -108,12 +119,19 @@ def encode(message: ToProducer | ToConsumer) -> bytes:
 
 def decode_to_producer(frame: bytes) -> ToProducer:
     """Raises msgspec.DecodeError on anything that is not a message to a producer."""
-    return _to_producer.decode(frame)
+    return _decode(_to_producer, frame)
 
 
 def decode_to_consumer(frame: bytes) -> ToConsumer:
     """Raises msgspec.DecodeError on anything that is not a message to a consumer."""
-    return _to_consumer.decode(frame)
+    return _decode(_to_consumer, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    try:
+        return decoder.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two pass as they are
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:

@@ -18,6 +18,7 @@ import zmq
 
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.checksum import WORD_BYTES
 from baton_kv_transfer.connector import (
@@ -28,14 +29,13 @@ from baton_kv_transfer.connector import (
     KVConnectorWorker,
     LoadResult,
 )
-from baton_kv_transfer.consumer import ConsumerSide
+from baton_kv_transfer.consumer import MAX_PENDING_S, ConsumerSide
 from baton_kv_transfer.producer import ProducerSide
 
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class TransferConnector(KVConnectorWorker):
@@ -83,6 +83,8 @@ class TransferConnector(KVConnectorWorker):
                 instance_id=instance_id,
                 compatibility_hash=compatibility_hash,
                 load_timeout_s=config.load_timeout_s,
+                # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
+                max_pending_s=MAX_PENDING_S if config.role is KVRole.CONSUMER else 0.0,
                 stats=self._stats,
                 finished=self._load_finished,
             )
@@ -189,15 +191,17 @@ class TransferConnector(KVConnectorWorker):
             self._loop()
         except Exception as error:
             logger.exception("the KV connector failed; its transfers end, later ones are refused")
-            self._fail_from_now_on(f"the KV connector failed: {error}")
+            self._stats.failure = f"the KV connector failed: {error!r}"
+            self._fail_from_now_on(self._stats.failure)
         self._close()
 
     def _loop(self) -> None:
         while not self._stopping:
             self._sleep()
             while self._commands:
-                command, metadata = self._commands.popleft()
+                command, metadata = self._commands[0]
                 command(metadata)
+                self._commands.popleft()  # not before: if it fails, what it asked for is answered by _fail_from_now_on
             drained = self._producer.receive() if self._producer is not None else True
             if self._consumer is not None:
                 self._consumer.advance(time.monotonic())
@@ -250,7 +254,8 @@ class TransferConnector(KVConnectorWorker):
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:
-            poller.poll(int(MAX_SLEEP_S * 1000))
+            if poller.poll(int(MAX_SLEEP_S * 1000)):
+                os.eventfd_read(self._wake_fd)
             while self._commands:
                 _, metadata = self._commands.popleft()
                 for load in metadata.loads:
@@ -268,7 +273,7 @@ class TransferConnector(KVConnectorWorker):
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
         try:
             router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:

@@ -26,13 +26,13 @@ class NameConflict(Exception):  # noqa: N818 - the reason of the condition
         )
 
 
-async def apply_objects(kube: Kube, owner: Owner, desired: Desired) -> dict[tuple[str, str], Object]:
-    """Creates, updates and deletes the objects beside the members; returns what exists now by (kind, name).
+async def apply_objects(
+    kube: Kube, owner: Owner, desired: Desired
+) -> tuple[dict[tuple[str, str], Object], list[NameConflict | KubeError]]:
+    """Creates, updates and deletes the objects beside the members.
 
-    Every object is tried, then the first error is raised: one that is refused does not keep the others from being right.
-
-    Raises:
-        NameConflict, KubeError
+    Returns:
+        What exists now by (kind, name), and what was refused: one that is does not keep the others from being right.
     """
     existing: dict[tuple[str, str], Object] = {}
     errors: list[NameConflict | KubeError] = []
@@ -43,12 +43,13 @@ async def apply_objects(kube: Kube, owner: Owner, desired: Desired) -> dict[tupl
         except (NameConflict, KubeError) as error:
             errors.append(error)
     for kind, name in desired.absent:
-        present = await kube.get(kind, owner.namespace, name)
-        if present and controlled_by(present, owner.uid):
-            await kube.delete(kind, owner.namespace, name, present["metadata"]["uid"])
-    if errors:
-        raise errors[0]
-    return existing
+        try:
+            present = await kube.get(kind, owner.namespace, name)
+            if present and controlled_by(present, owner.uid):
+                await kube.delete(kind, owner.namespace, name, present["metadata"]["uid"])
+        except KubeError as error:
+            errors.append(error)
+    return existing, errors
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object) -> Object:
@@ -84,12 +85,18 @@ async def apply_members(
     observed: Observation,
     now: datetime,
 ) -> None:
-    """One step of one group. Raises NameConflict, KubeError."""
+    """One step of one group. Every member is tried, then the first error is raised. Raises NameConflict, KubeError."""
+    errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
         marks = {names.ANNOTATION_DRAINING: "true", names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds")}
         # The uid makes it a precondition: a successor of the same name is not marked.
-        await kube.merge("Pod", owner.namespace, name, {"metadata": {"uid": uids[name], "annotations": marks}})
+        try:
+            await kube.merge("Pod", owner.namespace, name, {"metadata": {"uid": uids[name], "annotations": marks}})
+        except KubeError as error:
+            if error.status not in (404, 409):  # gone since it was observed: so much the better
+                errors.append(error)
+            continue
         await events.normal(observed.service, "Draining", f"pod {name} takes no new requests and finishes what it runs")
     for deletion in plan.delete:
         if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
@@ -100,10 +107,14 @@ async def apply_members(
             await kube.create(pod)
         except KubeError as error:
             if error.reason == "AlreadyExists":
-                raise NameConflict("Pod", pod["metadata"]["name"]) from error
+                errors.append(NameConflict("Pod", pod["metadata"]["name"]))
+                continue
             await events.warning(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}")
-            raise
+            errors.append(error)
+            continue
         await events.normal(observed.service, "Created", f"pod {pod['metadata']['name']}")
+    if errors:
+        raise errors[0]
 
 
 async def collect_config_maps(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> None:

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # warns that signals are ours
     try:
         asyncio.run(run(args))
     except ConfigException as error:
@@ -93,7 +94,6 @@ async def run(args: argparse.Namespace) -> None:
                 group.create_task(queue.run()),
                 group.create_task(_resync(kube, queue, args.namespace, args.resync, metrics, liveness)),
             ]
-            # From here on kopf handles the signals: it returns, and the rest ends with it.
             await watch(
                 queue.add,
                 configuration=configuration,
@@ -106,7 +106,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 async def _until_signalled(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Awaits `work`; SIGTERM or SIGINT ends it and sets `stop`."""
+    """Awaits `work`; SIGTERM or SIGINT ends it and sets `stop`, also later on."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 

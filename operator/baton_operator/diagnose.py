@@ -97,6 +97,15 @@ def _terminated(pod: Object, now: datetime) -> Diagnosis | None:
     return None
 
 
+def _ended(pod: Object, now: datetime) -> Diagnosis | None:
+    """The pod as a whole failed: refused by its node, evicted, or not to be restarted."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed":
+        return None
+    why = ": ".join(text for text in (status.get("reason"), status.get("message")) if text) or "its containers ended"
+    return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
+
+
 _POLICIES: tuple[Callable[[Object, datetime], Diagnosis | None], ...] = (
     _fatal,
     _image_pull,
@@ -104,6 +113,7 @@ _POLICIES: tuple[Callable[[Object, datetime], Diagnosis | None], ...] = (
     _no_capacity,
     _crash_looping,
     _terminated,
+    _ended,
 )
 
 

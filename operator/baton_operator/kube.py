@@ -170,7 +170,10 @@ class Kube:
             raise ConnectionError(f"{method} {path}: {error or type(error).__name__}") from error
         if not 200 <= response.status <= 299:
             raise _kube_error(response.status, data)
-        return json.loads(data)
+        try:
+            return json.loads(data)
+        except ValueError as error:  # a proxy's page, say, while the server is away
+            raise ConnectionError(f"{method} {path}: the answer is not JSON: {error}") from error
 
 
 def _kube_error(status: int, body: Any) -> KubeError:

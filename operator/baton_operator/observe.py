@@ -91,6 +91,7 @@ def member(pod: Object) -> Member:
         draining=annotations.get(names.ANNOTATION_DRAINING) == "true",
         drain_started=parse_time(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         deletion=parse_time(metadata.get("deletionTimestamp")),
+        created=parse_time(metadata.get("creationTimestamp")),
     )
 
 

@@ -14,6 +14,9 @@ import msgspec
 STUCK_TERMINATING = timedelta(seconds=30)
 """A pod that still exists this long after its grace period is on a node that is gone: it no longer holds its place."""
 POLL_DRAIN_S = 0.5
+FAILED_HOLD = timedelta(seconds=10)
+"""A member that failed exists at least this long: one that fails at once (a node that refuses it, say) must not be made
+again and again as fast as the API server can, and its end must be seen."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """As it answered to the request to drain; None: it was not asked or did not answer."""
     deletion: datetime | None = None
     """When its grace period ends, if it is being deleted."""
+    created: datetime | None = None
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -61,19 +65,23 @@ def plan_group(
     staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
     draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
 
-    delete = [Delete(m.name, "it failed") for m in present if m.deletion is None and m.failed]
+    failed = [m for m in present if m.deletion is None and m.failed]
+    held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
+    delete = [Delete(m.name, "it failed") for m in failed if m not in held]
     delete += [Delete(m.name, why) for m in draining if (why := _may_go(m, drain_timeout_s, now))]
 
     leavers = _surplus(staying, desired, revision)
     if not leavers and len(present) == len(staying):  # one replacement at a time
         leavers = _outdated(staying, desired, revision)
-    drain = [m.name for m in leavers if m.serving]
+    # Marked by someone else, without a time from which to count: it drains like any other.
+    drain = [m.name for m in draining if m.serving and m.drain_started is None]
+    drain += [m.name for m in leavers if m.serving]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
 
     free = (ordinal for ordinal in range(len(ordinals_in_use) + desired) if ordinal not in ordinals_in_use)
     create = [next(free) for _ in range(desired - len(present))]
-    waiting = bool(drain) or len(draining) > 0
-    return GroupPlan(create=create, drain=drain, delete=delete, revisit_s=POLL_DRAIN_S if waiting else None)
+    waits = [POLL_DRAIN_S] if drain or draining else [FAILED_HOLD.total_seconds()] if held else []
+    return GroupPlan(create=create, drain=drain, delete=delete, revisit_s=min(waits, default=None))
 
 
 def _may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
@@ -82,7 +90,7 @@ def _may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
         return "it is not running"
     if member.unfinished == 0:
         return "it has drained"
-    if member.drain_started is None or now >= member.drain_started + timedelta(seconds=drain_timeout_s):
+    if member.drain_started is not None and now >= member.drain_started + timedelta(seconds=drain_timeout_s):
         return f"it has not drained within {drain_timeout_s:g} s"
     return ""
 

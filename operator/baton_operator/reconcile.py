@@ -66,8 +66,10 @@ class Reconciler:
             # 2. What should exist?
             owner, wanted = _wanted(observed.service, self._kube.policy_api)
             # 3. The objects beside the members.
-            existing = await apply_objects(self._kube, owner, wanted)
-            # 4. The next step of each group of members.
+            existing, errors = await apply_objects(self._kube, owner, wanted)
+            if any(obj["kind"] == "ConfigMap" and _key(obj) not in existing for obj in wanted.objects):
+                raise errors[0]  # pods would start with a configuration that is missing, or someone else's
+            # 4. The next step of each group of members; what was refused beside them, or to another group, does not hold it up.
             for role, template in wanted.members.items():
                 plan = plan_group(
                     observed.members[role],
@@ -76,14 +78,19 @@ class Reconciler:
                     drain_timeout_s=owner.spec.drain_timeout_seconds,
                     now=now,
                 )
-                await apply_members(self._kube, self._events, owner, template, plan, observed, now)
                 revisit_s = min(filter(None, (revisit_s, plan.revisit_s)), default=None)
+                try:
+                    await apply_members(self._kube, self._events, owner, template, plan, observed, now)
+                except (NameConflict, KubeError) as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
             # 5. Configuration that no pod needs any more.
             await collect_config_maps(self._kube, owner, wanted, observed)
         except InvalidSpec as error:
             problem = Problem("InvalidSpec", f"spec: {error}")
         except NameConflict as error:
-            problem, revisit_s = Problem("NameConflict", str(error)), CONFLICT_REVISIT_S
+            problem, revisit_s = Problem("NameConflict", str(error)), revisit_s or CONFLICT_REVISIT_S
         except KubeError as error:
             problem, failure = Problem("ReconcileError", str(error)), error
         except OSError as error:
@@ -151,6 +158,10 @@ class Reconciler:
         except KubeError as error:
             if error.status != 404:  # deleted meanwhile
                 raise
+
+
+def _key(obj: Object) -> tuple[str, str]:
+    return obj["kind"], obj["metadata"]["name"]
 
 
 def _wanted(service: Object, policy_api: str | None) -> tuple[Owner, Desired]:

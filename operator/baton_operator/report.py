@@ -63,7 +63,9 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
     counts = f"{group.ready} of {group.desired} {group.role} pods are ready"
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         return "True", "PodsReady", counts
-    if diagnosis := diagnose(group.current, now):
+    # A member that failed tells why its successor may fail, too. A Deployment leaves its failed pods behind: old news.
+    told = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+    if diagnosis := diagnose(told, now):
         return "False", diagnosis.reason, f"{diagnosis.message}; {counts}"
     going = len(group.pods) - len(group.current)
     if going:

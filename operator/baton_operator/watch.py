@@ -1,11 +1,15 @@
 """Watches, by kopf: every event about a service, or about what belongs to one, makes the service's key due. Nothing else.
 
 Only `on.event` handlers are registered, so kopf writes nothing into any object: no finalizer, no annotation, no Event.
+It has a thread and an event loop of its own: when it ends, it also ends whatever tasks it finds on its loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +18,10 @@ from kubernetes.aio import client
 
 from baton_operator import names
 from baton_operator.workqueue import Key
+
+log = logging.getLogger(__name__)
+
+RESTART_S = 2.0
 
 _OWNED = (
     ("", "v1", "pods"),
@@ -32,24 +40,59 @@ async def watch(
     namespaces: Collection[str],
     stop: asyncio.Event,
 ) -> None:
-    """Runs until `stop` is set or SIGTERM or SIGINT comes; `add` is called on this event loop.
+    """Runs until `stop` is set; `add` is called on this event loop.
+
+    An answer that kopf takes for the end (an error inside a watch, a 401, a CRD that is gone for a while) only means that
+    everything is listed anew.
 
     Args:
         configuration: of the API server, as `kube.connect` loaded it.
         in_cluster: whether credentials are the pod's own; they are read anew when they expire.
         namespaces: empty for all.
     """
+    loop = asyncio.get_running_loop()
+
+    def due(key: Key) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(add, key)
+
+    stopped = asyncio.ensure_future(stop.wait())
+    while not stop.is_set():
+        end = threading.Event()
+        operator = _operator(due, configuration=configuration, in_cluster=in_cluster, namespaces=namespaces, end=end)
+        running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, operator))
+        try:
+            await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            end.set()
+        try:
+            await running
+        except Exception as error:  # whatever it was: without watches every change waits for the resync
+            log.warning("the watches ended, starting them again in %g s: %s", RESTART_S, error or type(error).__name__)
+        await asyncio.wait([stopped], timeout=RESTART_S)
+    await stopped
+
+
+async def _operator(
+    due: Callable[[Key], None],
+    *,
+    configuration: client.Configuration,
+    in_cluster: bool,
+    namespaces: Collection[str],
+    end: threading.Event,
+) -> None:
+    """kopf until `end` is set. Raises whatever ends it before."""
     registry = kopf.OperatorRegistry()
 
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**kwargs) if in_cluster else _connection_info(configuration)
 
     def on_service(namespace: str, name: str, **_: Any) -> None:
-        add(Key(namespace, name))
+        due(Key(namespace, name))
 
     def on_owned(namespace: str, labels: dict[str, str], **_: Any) -> None:
         if service := labels.get(names.LABEL_SERVICE):
-            add(Key(namespace, service))
+            due(Key(namespace, service))
 
     kopf.on.login(registry=registry, id="login")(login)
     kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry, id="service")(on_service)
@@ -65,13 +108,18 @@ async def watch(
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
     settings.persistence.finalizer = f"{names.GROUP}/finalizer"  # never written; should that change, it is our own
-    await kopf.operator(
-        registry=registry,
-        settings=settings,
-        clusterwide=not namespaces,
-        namespaces=list(namespaces),
-        stop_flag=stop,
-    )
+    # What ends it is raised here; its dead tasks would say it a second time, whenever they are collected.
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
+    try:
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            clusterwide=not namespaces,
+            namespaces=list(namespaces),
+            stop_flag=end,
+        )
+    finally:
+        end.set()  # a thread of kopf waits for it
 
 
 def _connection_info(configuration: client.Configuration) -> kopf.ConnectionInfo:

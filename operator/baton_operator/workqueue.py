@@ -9,6 +9,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from baton_operator.kube import KubeError
+
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
@@ -91,7 +93,7 @@ class WorkQueue:
                     key,
                     delay_s,
                     error,
-                    exc_info=not isinstance(error, (OSError, TimeoutError)),
+                    exc_info=not isinstance(error, (KubeError, OSError)),  # those say themselves what it was
                 )
             else:
                 self._failures.pop(key, None)

@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 logger = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10.0
+MAX_BODY_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._not_found()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            self.close_connection = True  # what follows is not read
+            message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; nothing here takes a body"
+            self._answer(400, msgspec.json.encode({"reason": "BadRequest", "message": message}))
+            return
+        self.rfile.read(int(length))
         if self.path == "/drain":
             self._drain(start=True)
         else:

@@ -155,6 +155,9 @@ class EngineCoreProc:
         silence = time.monotonic() - self._heartbeat
         if self.state is State.FAILED:
             return Condition(False, "Failed", self._failure)
+        transfer = self._stats.kv_transfer
+        if transfer is not None and transfer.failure:
+            return Condition(False, "KVTransferFailed", transfer.failure)
         if self.state is State.SERVING and silence > STUCK_AFTER_S:
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
         return Condition(True, self.state.value, f"instance {self.instance_id}")

@@ -45,8 +45,12 @@ CLIENT_TIMEOUT_S = 20.0
 CLIENT_FORGOTTEN_S = 600.0
 POLL_INTERVAL_S = 1.0
 CLOSE_LINGER_MS = 2000
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""A client that sends more at once is disconnected. A prompt of a million tokens has about 5 MB."""
 
 _INSTANCE_FRAME_LIMIT = 256
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding bytes from anywhere may raise."""
 
 
 class Input(NamedTuple):
@@ -132,6 +136,7 @@ class EngineIO:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped; a client that stops reading is gone soon
         self._router.setsockopt(zmq.RCVHWM, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self._router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
@@ -277,7 +282,7 @@ class EngineIO:
                 return
         try:
             message = decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             self._refuse(client, f"{_kind_name(kind)} cannot be read: {error}", _request_id(kind, payload))
             return
         if state is not None:
@@ -344,7 +349,7 @@ def _request_id(kind: bytes, payload: bytes) -> str:
         return ""
     try:
         fields = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return ""
     first = fields[0] if isinstance(fields, list) and fields else ""
     return first if isinstance(first, str) else ""

@@ -27,7 +27,7 @@ _COUNTERS = {
     "prefix_cache_hits": "Tokens found in the prefix cache.",
 }
 _TRANSFER_COUNTERS = {
-    "blocks_sent": "KV blocks fetched by decode engines.",
+    "blocks_sent": "KV blocks published to decode engines.",
     "blocks_received": "KV blocks fetched from prefill engines.",
     "bytes_received": "Bytes of KV fetched from prefill engines.",
     "transfers_completed": "KV transfers that ended well.",

@@ -280,7 +280,15 @@ class Scheduler:
 
     def _schedule_queued(self, step: SchedulerOutput) -> None:
         budget = self.max_num_batched_tokens - step.total_num_scheduled_tokens
-        while budget > 0 and len(self.running) < self.max_num_seqs and len(self.loaded) > 0:
+        while budget > 0 and len(self.running) < self.max_num_seqs and (first := self.loaded.peek()) is not None:
+            earlier = self._first_of(self.waiting, before=first)
+            if earlier is not None and self._first_of(self.waiting_to_load, before=earlier) is None:
+                # It would starve if every slot that comes free went to those that are loaded.
+                num_tokens = self._admit(earlier, budget, step)
+                if num_tokens > 0:
+                    self.waiting.pop()
+                    budget -= num_tokens
+                    continue
             request = self.loaded.pop()
             if (
                 self.kv.allocate(request, request.num_tokens) is None
@@ -294,7 +302,7 @@ class Scheduler:
             to_run = self.waiting.peek() if budget > 0 and len(self.running) < self.max_num_seqs else None
             # One order for both queues: who comes first and finds no memory is not overtaken.
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
-                if not self._start_load(to_load):
+                if not self._start_load(to_load, keep_for=self._first_of(self.waiting, before=to_load)):
                     return
                 self.waiting_to_load.pop()
             elif to_run is not None:
@@ -337,8 +345,21 @@ class Scheduler:
         )
         return num_tokens
 
-    def _start_load(self, request: Request) -> bool:
-        """Allocates the blocks of a CONSUME request and asks for them; False if they do not fit now."""
+    def _first_of(self, queue: RequestQueue, *, before: Request) -> Request | None:
+        """The first request of `queue`, if it precedes `before`."""
+        first = queue.peek()
+        return first if first is not None and first.order < before.order else None
+
+    def _start_load(self, request: Request, keep_for: Request | None) -> bool:
+        """Allocates the blocks of a CONSUME request and asks for them; False if they do not fit now.
+
+        Args:
+            keep_for: an earlier request that waits for a slot; the load must leave enough memory for it.
+        """
+        if keep_for is not None:
+            wanted = self.kv.num_blocks_for(request.num_tokens + 1) + self.kv.num_blocks_for(keep_for.num_tokens)
+            if wanted > self.kv.pool.num_free_blocks:
+                return False
         cached = self.kv.find_cached_prefix(request, request.num_tokens)
         # One token more: it must be able to start without waiting for memory while it holds some.
         if self.kv.allocate(request, request.num_tokens + 1, cached) is None:
@@ -407,6 +428,11 @@ class Scheduler:
         request.token_ids.extend(prefill.token_ids)
         # Without a first token the last known one is computed here: it gives the logits.
         request.num_computed_tokens = min(num_proved, request.num_tokens - 1)
+        if request.num_computed_tokens < num_cached:  # it would be written into a block that others hold, too
+            self._reset(request)
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
+            return
         self.kv.cache_blocks(request, request.num_computed_tokens)
         reason = request.stop_reason(self._eos_token_ids, self.max_model_len) if prefill.token_ids else None
         if reason is not None:

@@ -197,9 +197,8 @@ class EngineClient:
             raise EngineDeadError(self.dead_reason)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already in flight on {self.address}")
-        stream = RequestStream(request.request_id)
-        self._streams[request.request_id] = stream
-        self._send(EngineCoreRequestType.ADD, request)
+        self._send(EngineCoreRequestType.ADD, request)  # first: what cannot be encoded leaves nothing behind
+        stream = self._streams[request.request_id] = RequestStream(request.request_id)
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -16,6 +16,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_RENDER_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages, or cannot be rendered with them."""
@@ -41,7 +51,7 @@ class ChatTemplate:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def render(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **variables: object
     ) -> str:
         """Prompt text of `messages`; encode it without special tokens, for the template has written them.
 
@@ -57,7 +67,7 @@ class ChatTemplate:
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(values)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _RENDER_FAILURES as error:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 

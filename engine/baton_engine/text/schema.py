@@ -101,6 +101,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
+    def num_sequences(self) -> int:
+        """What it asks for in all: n samples of every prompt."""
+        return self.num_samples
+
+    @property
     def stops(self) -> list[str]:
         if self.stop is None:
             return []
@@ -133,6 +138,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError("stop must not hold an empty string", param="stop")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        for name in ("priority", "top_k"):
+            value = getattr(self, name)
+            if value is not None and not -(2**31) <= value < 2**31:
+                raise RequestError(f"{name} must fit 32 bits, got {value}", param=name)
         if any(token_id < 0 for token_id in self.stop_token_ids or []):
             raise RequestError("stop_token_ids must not be negative", param="stop_token_ids")
 
@@ -270,6 +279,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: int | None = None
     suffix: Any = None
 
+    @property
+    def num_sequences(self) -> int:
+        return self.num_samples * len(self.prompts())
+
     def requested_max_tokens(self) -> int | None:
         return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
@@ -329,6 +342,8 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
     """
     try:
         request = msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise RequestError("The body is nested too deeply", code="invalid_json") from error
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

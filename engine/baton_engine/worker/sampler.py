@@ -31,6 +31,9 @@ from baton_engine.protocol.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int64]
 
+MIN_TEMPERATURE = 1e-5
+"""Lower ones count as this: the most likely token wins anyway, and nothing overflows."""
+
 _MASK64 = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -157,7 +160,7 @@ def _sample_random(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    scaled = logits.double() / column([item.params.temperature for item in inputs])
+    scaled = logits.double() / column([max(item.params.temperature, MIN_TEMPERATURE) for item in inputs])
     _restrict(scaled, [item.params for item in inputs])
     keys = [noise_key(item.params.seed, item.position, item.sample_index) for item in inputs]
     return (scaled + gumbel_noise(keys, logits.shape[-1], logits.device)).argmax(dim=-1)

@@ -38,12 +38,19 @@ class Worker:
         """
         started = time.monotonic()
         self._runner = runner = ModelRunner(self.config)
+        transfers = self.config.kv_transfer.role is not KVRole.NONE
+        if transfers and runner.device.type != "cpu":
+            raise ConfigurationError(
+                "KVTransferInvalid",
+                f"kv_transfer.role is {self.config.kv_transfer.role.value}, but KV blocks are only moved between host memories "
+                f"and device is {runner.device.type}; set device to cpu, or kv_transfer.role to none",
+            )
         runner.load_model()
         logger.info("model %s loaded in %.1f s", self.config.model.path, time.monotonic() - started)
         num_blocks = self._num_blocks(runner)
         self._kv_cache = runner.allocate_kv_cache(num_blocks)
         runner.warm_up()
-        if self.config.kv_transfer.role is not KVRole.NONE:
+        if transfers:
             try:
                 self.connector = create_connector(
                     self.config.kv_transfer,

@@ -11,6 +11,7 @@ price: UCX 1.21 has no shared-memory or cross-memory-attach lanes in it, so two 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as c
 import logging
 import os
@@ -119,7 +120,8 @@ class UCXTransport(Transport):
         self._submit(lambda: self._replace_endpoint(name, endpoint))
 
     def remove_peer(self, name: str) -> None:
-        self._submit(lambda: self._replace_endpoint(name, None))
+        with contextlib.suppress(TransportError):  # closed: all peers are disconnected
+            self._submit(lambda: self._replace_endpoint(name, None))
 
     def post(
         self, op: str, peer: str, local: Descriptors, remote: Descriptors, regions: NDArray[np.int64], notif: bytes
@@ -387,7 +389,8 @@ class UCXTransport(Transport):
             if rkey is not None:
                 self._ucp.ucp_rkey_destroy(rkey)
         assert endpoint.handle is not None
-        del self._by_handle[endpoint.handle]
+        if self._by_handle.get(endpoint.handle) is endpoint:  # UCX may have given the handle to a new endpoint already
+            del self._by_handle[endpoint.handle]
         self._closing.remove(endpoint)
         return True
 

@@ -39,7 +39,7 @@ def _merge_named(base: list[dict[str, Any]], overlay: list[Any], field: str) -> 
         return overlay
     merged = {item[key]: item for item in base}
     for item in overlay:
-        if not isinstance(item, dict) or key not in item:
+        if not isinstance(item, dict) or not isinstance(item.get(key), str):
             raise ValueError(f"template: every item of {field} needs {key!r}, got {item!r}")
         merged[item[key]] = merge(merged[item[key]], item) if item[key] in merged else item
     return list(merged.values())

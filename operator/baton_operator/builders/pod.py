@@ -25,7 +25,7 @@ def pod_template(
     """Pod template of `role`: `container` and `pod` completed by what all pods share, under the user's overlay.
 
     Raises:
-        ValueError: the overlay cannot be merged; the message names the list.
+        ValueError: the overlay cannot be merged, or takes away what the operator needs; the message names the field.
     """
     volume, mount = model.volume(owner.spec.model.uri)
     container = {
@@ -61,6 +61,13 @@ def pod_template(
         },
     }
     merged: Object = overlay.merge(built, template or {})
+    for path, field in (
+        ("metadata", merged.get("metadata")),
+        ("metadata.labels", (merged.get("metadata") or {}).get("labels")),
+        ("spec", merged.get("spec")),
+    ):
+        if not isinstance(field, dict):
+            raise ValueError(f"template: {path} must be an object, got {field!r}")
     merged["metadata"] = {key: value for key, value in merged["metadata"].items() if key in ("labels", "annotations")}
     merged["metadata"]["labels"] |= names.labels(owner.name, role)  # selectors depend on them
     return merged

@@ -174,3 +174,10 @@ class SlowFakeExecutor(FakeExecutor):
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
         self.step_s = 0.05
+
+
+class FailedTransferExecutor(FakeExecutor):
+    """Its KV connector has failed."""
+
+    def connector_stats(self) -> ConnectorStats | None:
+        return ConnectorStats(failure="the KV connector failed: a defect")

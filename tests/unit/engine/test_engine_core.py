@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from baton_engine.protocol.messages import EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
 
@@ -58,3 +68,17 @@ def test_greedy_text_is_the_same_alone_together_chunked_cached_and_preempted(che
     assert generate(tight, [prompt for prompt in PROMPTS if len(prompt) < 80]) == alone[:-1]
     assert tight.get_stats().num_preemptions > 0
     assert tight.get_stats().kv_cache_usage == 0
+
+
+def test_kv_transfer_of_device_memory_is_refused(checkpoint, monkeypatch):
+    """The connector reads blocks where they lie: a device pointer would end the process without a word."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = EngineConfig(
+        model=ModelConfig(path=str(checkpoint)), kv_transfer=KVTransferConfig(role=KVRole.PRODUCER), device="auto"
+    )
+    with pytest.raises(ConfigurationError, match="set device to cpu"):
+        EngineCore(config, UniProcExecutor(config, "instance", lambda: None))
+    cpu = msgspec.structs.replace(
+        config, device="cpu", kv_transfer=KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
+    )
+    EngineCore(cpu, UniProcExecutor(cpu, "instance", lambda: None)).shutdown()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import pytest
 import zmq
 from engine_fakes import continuation
 
+from baton_engine.core.engine_io import MAX_MESSAGE_BYTES
 from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
@@ -218,6 +220,15 @@ async def test_sigterm_lets_running_requests_end_then_exits_0(start):
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
 
 
+def test_an_engine_whose_kv_connector_failed_asks_to_be_restarted(start):
+    engine = start("--executor", "engine_fakes.FailedTransferExecutor")
+    wait_for(lambda: engine.http("GET", "/health")[0] == 503, "503 of /health", engine)
+    for path in ("/health", "/ready"):
+        status, body = engine.http("GET", path)
+        assert (status, json.loads(body)["reason"]) == (503, "KVTransferFailed")
+        assert "a defect" in json.loads(body)["message"]
+
+
 def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
     engine = start(BATON_FAKE_LOAD_S="30")
     engine.process.send_signal(signal.SIGTERM)
@@ -284,6 +295,10 @@ def raw(start) -> Iterator[RawClient]:
 def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):
     raw.say(b"junk")
     assert "3 frames" in raw.hear_refused().reason
+    nested = b"\x91" * 100_000
+    for kind, instance_id in ((RequestType.HELLO, b""), (RequestType.ADD, b"somebody-else")):
+        raw.say(kind, instance_id, nested)
+        assert raw.hear_refused().request_id == ""
     raw.say(RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(99, "raw")))
     assert "protocol 99" in raw.hear_refused().reason
     instance_id = raw.hello()
@@ -301,6 +316,31 @@ def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):
     assert "for instance somebody-else" in refused.reason
     raw.say(RequestType.PING, instance_id, msgspec.msgpack.encode(Ping(7)))
     assert raw.hear()[0] is EngineCoreResponseType.PONG
+
+
+def test_a_client_that_sends_too_much_is_disconnected(start):
+    engine = start()
+    engine.wait_ready()
+    greedy, other = RawClient(engine), RawClient(engine)
+    try:
+        monitor = greedy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        greedy.say(RequestType.HELLO, b"", bytes(MAX_MESSAGE_BYTES + 1))
+        assert monitor.poll(DEADLINE_S * 1000), "still connected"
+        other.hello()
+    finally:
+        greedy.socket.disable_monitor()
+        for client in (greedy, other):
+            client.socket.close()
+
+
+@pytest.mark.parametrize("length", ["junk", "-1", "99999999999"])
+def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
+    engine = start()
+    engine.wait_ready()
+    with socket.create_connection((HOST, engine.http_port), timeout=5) as connection:
+        connection.sendall(f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+    assert engine.http("GET", "/ready")[0] == 200
 
 
 def test_a_silent_client_loses_its_requests():
@@ -339,6 +379,7 @@ def test_a_silent_client_loses_its_requests():
         ('{"model": {"path": "/x"}, "nonsense": 1}', "FATAL ConfigInvalid: .*nonsense"),
         ('{"model": {"path": "/x"}, "cache": {"block_size": "big"}}', r"FATAL ConfigInvalid: .*cache\.block_size"),
         ('{"model": {"path": "/x"}, "scheduler": {"max_num_seqs": 0}}', "FATAL ConfigInvalid: .*max_num_seqs"),
+        ('{"model": {"path": "/x"}, "kv_transfer": {"lease_s": 0}}', r"FATAL ConfigInvalid: .*kv_transfer\.lease_s"),
         (
             '{"model": {"path": "/does/not/exist"}, "engine_port": 0, "http_port": 0}',
             "FATAL ModelNotFound: .*/does/not/exist",

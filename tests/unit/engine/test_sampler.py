@@ -215,3 +215,9 @@ def test_logits_are_not_changed() -> None:
     before = logits.clone()
     sample(logits, [row(SamplingParams(top_k=2, logit_bias={1: 5.0}, min_tokens=3, presence_penalty=1.0), [1])], EOS)
     assert torch.equal(logits, before)
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    logits = [1.0, 3.0, 2.0, -1.0]
+    for temperature in (5e-324, 1e-300, 1e-9):
+        assert one(logits, SamplingParams(temperature=temperature, top_p=0.9)) == 1

@@ -334,3 +334,50 @@ def test_a_first_token_that_ends_the_request_ends_it():
     assert engine.text("r") == []
     assert (engine.last("r").finish_reason, engine.last("r").token_offset) == (FinishReason.LENGTH, 1)
     assert engine.kv.pool.num_free_blocks == 32
+
+
+def test_a_request_that_waits_is_not_starved_of_slots_by_later_ones_that_are_loaded():
+    engine = Engine(max_num_seqs=1)
+    engine.add("running", [9], 6, arrival_time=0.0)
+    engine.step()
+    engine.add("plain", [1, 2, 3], 2, arrival_time=1.0)
+    prompts = {f"t{n}": [n + 2] * 6 for n in range(3)}
+    for number, (transfer_id, prompt) in enumerate(prompts.items()):
+        engine.add(transfer_id, prompt, 3, kv_transfer=consume(transfer_id), arrival_time=2.0 + number)
+        engine.step()
+        engine.load(transfer_id, prompt)
+        engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompt)]))
+    engine.run()
+    assert list(engine.outputs) == ["running", "plain", "t0", "t1", "t2"]
+    assert engine.text("plain") == continuation([1, 2, 3], 2, ignore_eos=True)
+
+
+def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
+    engine = Engine(num_blocks=8, max_num_seqs=1)
+    engine.add("running", [9], 6, arrival_time=0.0)
+    engine.step()
+    engine.add("plain", list(range(1, 14)), 2, arrival_time=1.0)  # 4 blocks
+    for number in range(4):  # 2 blocks each
+        engine.add(f"t{number}", [number + 2] * 6, 3, kv_transfer=consume(f"t{number}"), arrival_time=2.0 + number)
+    engine.run()
+    assert engine.last("plain").finish_reason is FinishReason.LENGTH
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert len(engine.connector.loads) >= 3, "and once it ran, they get the memory"
+
+
+def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
+    engine = Engine()
+    prompt = list(range(1, 9))
+    engine.add("first", prompt, 20)
+    engine.step()
+    engine.step()
+    shared = engine.scheduler.requests["first"].block_ids[:2]
+    before = engine.runner.memory[shared[1], 3]
+    engine.add("r", prompt, 3, kv_transfer=consume("t"))
+    engine.step()
+    engine.connector.end_load("t")
+    engine.scheduler.add_prefill_result(PrefillResult("r", [], "prefill died"))
+    engine.run()
+    assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)
+    assert engine.runner.memory[shared[1], 3] is before
+    assert engine.kv.pool.num_free_blocks == 32

@@ -204,7 +204,9 @@ EOS_ID = 1
 class Stand:
     """A gateway, its discovery file and its engines."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, *, prefill_timeout_s: float = DEADLINE_S, **config: Any
+    ) -> None:
         self.tokenizer = tokenizer
         self.file = folder / "engines.json"
         self.engines: list[FakeEngine] = []
@@ -214,7 +216,12 @@ class Stand:
             **{"port": 0, "drain_timeout_s": 5.0, **config},
         )
         self.gateway = Gateway(
-            self.config, tokenizer, FileDiscovery(self.file, poll_s=0.02), resume_wait_s=3.0, max_backoff_s=0.2
+            self.config,
+            tokenizer,
+            FileDiscovery(self.file, poll_s=0.02),
+            resume_wait_s=3.0,
+            prefill_timeout_s=prefill_timeout_s,
+            max_backoff_s=0.2,
         )
         self.url = ""
         self._clients: list[openai.AsyncOpenAI] = []

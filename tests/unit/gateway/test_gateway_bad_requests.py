@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
 import pytest
-from gateway_fakes import Stand
+from conftest import MakeStand
+from gateway_fakes import DEADLINE_S, Stand
 
 from baton_gateway.server import MAX_BODY_BYTES
 
@@ -50,6 +52,9 @@ BAD_CHATS = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [2**70]}, "stop_token_ids"),
+    ({"priority": 2**70}, "priority"),
+    ({"top_k": 2**70}, "top_k"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -140,6 +145,39 @@ async def test_malformed_json(ready: Stand):
     status, answer, _ = await ready.post("/v1/completions", b"[1]", headers=headers)
     assert status == 400
     assert "JSON object" in answer["error"]["message"]
+
+
+async def test_json_that_is_nested_too_deeply(ready: Stand):
+    for field in ("guided_json", "a_field_nobody_knows"):
+        body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + b"[" * 50_000 + b"]" * 50_000 + b"}"
+        status, answer, _ = await ready.post("/v1/completions", body, headers={"Content-Type": "application/json"})
+        assert (status, answer["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_a_body_that_is_not_what_its_headers_say(ready: Stand):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    status, answer, _ = await ready.post("/v1/completions", b"not gzip", headers=headers)
+    assert (status, answer["error"]["code"]) == (400, "invalid_body")
+
+
+async def test_template_variables_may_have_any_name(ready: Stand):
+    status, answer, _ = await ready.post(
+        "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1, "values": 2}}
+    )
+    assert status == 200, answer
+
+
+async def test_a_body_that_never_ends_is_given_up(make_stand: MakeStand):
+    stand = make_stand(request_timeout_s=0.3)
+    await stand.start(stand.engine("d", "decode"))
+    port = int(stand.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    writer.write(head)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), DEADLINE_S)
+    assert b"408" in answer
+    assert stand.metric("baton:requests_in_flight") == 0
+    writer.close()
 
 
 async def test_unknown_model(ready: Stand):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 
 import openai
 import pytest
+from conftest import MakeStand
 from gateway_fakes import FakeEngine, Stand, until
 
 from baton_engine.protocol.messages import ErrorCode
@@ -41,6 +44,37 @@ async def test_a_prefill_engine_that_dies_leaves_the_work_to_decode(stand: Stand
     await stand.connected(decode)
     assert await complete(stand) == TEXT
     assert decode.adds[-1].kv_transfer is None
+
+
+async def test_a_prefill_engine_that_makes_no_progress_is_given_up(make_stand: MakeStand):
+    stand = make_stand(prefill_timeout_s=0.3)
+    prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
+    prefill.hold_after = 0  # alive: it answers every PING
+    decode.hold_after = 3
+    await stand.start(prefill, decode)
+    answer = asyncio.create_task(complete(stand))
+    await until(lambda: prefill.aborts, "the leg aborted while decode still runs")
+    decode.released.set()
+    assert await answer == TEXT
+    [result] = decode.prefill_results.values()
+    assert (result.token_ids, result.error) == ([], "no first token within 0.3 s")
+    assert stand.metric("baton:prefill_legs_total", outcome="timed_out") == 1
+
+
+async def test_a_client_that_does_not_read_loses_its_place_at_the_deadline(make_stand: MakeStand):
+    stand = make_stand(request_timeout_s=2.0)
+    decode = stand.engine("d", "decode")
+    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
+    await stand.start(decode)
+    body = json.dumps({"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(stand.url.rsplit(":", 1)[1])))
+        connection.sendall(head % len(body) + body)
+        await until(lambda: stand.metric("baton:requests_in_flight"), "the request at the gateway")
+        await until(lambda: not stand.metric("baton:requests_in_flight"), "the request given up")
+    assert stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
 
 
 @pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD])

@@ -98,7 +98,9 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
     intruder.linger = 0
     try:
         intruder.connect(f"tcp://{HOST}:{engines['P'].port}")
-        for frame in (b"", b"\xc1garbage", side_channel.encode(side_channel.Subscribe("t"))):
+        no_text = side_channel.encode(side_channel.Subscribe("t"))[:-1] + b"\xff"
+        nested = b"\x92\xa9Subscribe" + b"\x91" * 100_000
+        for frame in (b"", b"\xc1garbage", no_text, nested, side_channel.encode(side_channel.Subscribe("t"))):
             intruder.send(frame)
             assert intruder.poll(5000), "no answer to an intruder"
             assert isinstance(side_channel.decode_to_consumer(intruder.recv()), side_channel.Refused)

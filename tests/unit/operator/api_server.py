@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import ssl
 import subprocess
 import time
@@ -14,33 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+
+from baton_local.control_plane.certificates import create_signing_key
+from baton_local.control_plane.real import free_ports
 
 START_S = 60.0
 OPERATOR_USER = "system:serviceaccount:baton-system:baton-operator"
 
 
-def assets() -> Path | None:
-    """The folder with the binaries: $KUBEBUILDER_ASSETS, else what `make control-plane` built; None if incomplete."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton" / "control-plane"
-    given = os.environ.get("KUBEBUILDER_ASSETS")
-    for folder in [Path(given)] if given else sorted(cache.glob("v*"), reverse=True):
-        if all(os.access(folder / name, os.X_OK) for name in ("etcd", "kube-apiserver")):
-            return folder
-    return None
-
-
 @contextmanager
 def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
     """Kubeconfigs by user: `admin` may do everything, `operator` what the generated RBAC gives its service account."""
-    etcd_port, peer_port, port = _free_ports(3)
-    key = folder / "service-account.key"
-    key.write_bytes(
-        rsa.generate_private_key(65537, 2048).private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-        )
-    )
+    etcd_port, peer_port, port = free_ports(3)
+    key = create_signing_key(folder / "service-account.key")
     tokens = folder / "tokens.csv"
     tokens.write_text(f'admin-token,admin,1,"system:masters"\noperator-token,{OPERATOR_USER},2\n')
     etcd_url, peer_url = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
@@ -113,14 +97,3 @@ def _kubeconfig(folder: Path, server: str, user: str) -> Path:
     }
     path.write_text(yaml.safe_dump(content))
     return path
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()

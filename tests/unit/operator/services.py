@@ -35,6 +35,7 @@ def pod(
     restarts: int = 0,
     conditions: list[Object] | None = None,
     phase: str = "Running",
+    status: Object | None = None,
 ) -> Object:
     """A member pod as the API returns it."""
     container = {
@@ -50,5 +51,10 @@ def pod(
             "labels": {f"{GROUP}/role": "decode", f"{GROUP}/revision": revision},
             "annotations": {f"{GROUP}/draining": "true"} if draining else {},
         },
-        "status": {"phase": phase, "conditions": [is_ready, *(conditions or [])], "containerStatuses": [container]},
+        "status": {
+            "phase": phase,
+            "conditions": [is_ready, *(conditions or [])],
+            "containerStatuses": [container],
+            **(status or {}),
+        },
     }

@@ -127,6 +127,22 @@ def test_a_template_adds_and_changes_but_keeps_what_selectors_need() -> None:
     assert sidecar == {"name": "sidecar", "image": "s"}
 
 
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ({"spec": None}, "spec"),
+        ({"spec": []}, "spec"),
+        ({"metadata": None}, "metadata"),
+        ({"metadata": {"labels": None}}, "metadata.labels"),
+        ({"metadata": {"labels": "x"}}, "metadata.labels"),
+        ({"spec": {"containers": [{"name": ["engine"]}]}}, "containers"),
+    ],
+)
+def test_a_template_without_what_the_operator_needs_is_refused_by_field(template: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"template: .*{field}"):
+        MemberTemplate(owner(decode={"template": template}), "decode")
+
+
 def test_merge() -> None:
     assert merge({"a": 1, "b": {"c": 2}}, {"a": None, "b": {"d": 3}}) == {"b": {"c": 2, "d": 3}}
     assert merge({"command": ["a", "b"]}, {"command": ["c"]}) == {"command": ["c"]}

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from api_server import api_server, assets
+from api_server import api_server
 
+from baton_local.control_plane.real import find_assets
 from baton_operator.kube import Kube, KubeError, connect
 from baton_operator.manifests import files
 from baton_operator.names import GROUP
@@ -25,14 +26,14 @@ DEADLINE_S = 30.0
 NAMESPACE = "default"
 
 pytestmark = pytest.mark.skipif(
-    assets() is None, reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS"
+    find_assets() is None, reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS"
 )
 
 
 @pytest.fixture(scope="module")
 def kubeconfigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("control-plane")
-    binaries = assets()
+    binaries = find_assets()
     assert binaries
     with api_server(binaries, folder) as configs:
         asyncio.run(_install(configs["admin"]))
@@ -335,6 +336,24 @@ async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
     assert foreign["spec"]["ports"][0]["port"] == 1234
     await kube.delete("Service", NAMESPACE, "taken-gateway", foreign["metadata"]["uid"])
     await taken.names("decode-0")
+
+
+async def test_a_group_whose_pods_are_refused_does_not_hold_up_another(kube: Kube) -> None:
+    half = Cluster(kube, "half")
+    no_image = {"spec": {"containers": [{"name": "engine", "image": ""}]}}
+    await half.create(prefill={"template": no_image}, decode={"replicas": 2})
+    await half.names("decode-0", "decode-1")
+    condition = await half.condition("Ready", "False", "ReconcileError")
+    assert "image" in condition["message"]
+    await half.patch({"decode": {"replicas": 1}})
+    await half.names("decode-0")
+
+
+async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
+    bad = Cluster(kube, "badtemplate")
+    await bad.create(decode={"template": {"spec": "none"}})
+    condition = await bad.condition("Ready", "False", "InvalidSpec")
+    assert "template: spec" in condition["message"]
 
 
 @pytest.mark.parametrize(

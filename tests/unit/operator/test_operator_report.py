@@ -59,6 +59,10 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         "False", "ImagePull", "not found",
     ),
     "no capacity": (decode([pod(conditions=[UNSCHEDULABLE])]), "False", "NoCapacity", "free GPU"),
+    "a node that refuses the pod": (
+        decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
+        "False", "PodFailed", "OutOfcpu: no cpu left",
+    ),
     "old pods do not make it ready": (decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1"),
     "a draining pod does not count": (decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1"),
     "an evicted pod that was not cleaned up does not hurt": (

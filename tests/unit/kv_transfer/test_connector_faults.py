@@ -1,0 +1,208 @@
+"""What peers, clients and defects do to a connector: one load fails, by a deadline and with a reason; the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from kv_processes import HOST, LAYOUT, chain_hash, wait_for
+
+from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer import side_channel, transfer_connector
+from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, KVCacheLayout, LoadResult
+from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_kv_transfer.transports.ucx import UCXTransport
+
+
+class Side:
+    """A connector over inproc, in this process."""
+
+    def __init__(self, instance_id: str, role: KVRole, **options: float) -> None:
+        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
+        self.instance_id = instance_id
+        self.memory = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8)
+        self.connector = TransferConnector(config, instance_id=instance_id, compatibility_hash="c", host=HOST)
+        self.connector.register_kv_cache(self.memory.ctypes.data, LAYOUT)
+        self.results: dict[str, LoadResult] = {}
+
+    def offer(self, transfer_id: str, consumer: str = "D") -> None:
+        self.connector.start(ConnectorMetadata(offers={transfer_id: consumer}))
+
+    def save(self, transfer_id: str) -> None:
+        blocks = BlockSave(transfer_id, 0, [3], [chain_hash(transfer_id, 0)], LAYOUT.block_size, last=True)
+        self.connector.save(ConnectorMetadata(saves=[blocks]))
+
+    def load(self, transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> None:
+        self.connector.start(ConnectorMetadata(loads=[one_block(transfer_id, port, peer, host)]))
+
+    def result(self, transfer_id: str) -> LoadResult:
+        def arrived() -> LoadResult | None:
+            self.results |= self.connector.get_finished().load_results
+            return self.results.get(transfer_id)
+
+        return wait_for(f"result of {transfer_id}", arrived)
+
+
+def one_block(transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> BlockLoad:
+    return BlockLoad(transfer_id, host, port, peer, 0, [9], [chain_hash(transfer_id, 0)])
+
+
+@pytest.fixture
+def side() -> Iterator[Callable[..., Side]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(instance_id: str, role: KVRole, **options: float) -> Side:
+            started = Side(instance_id, role, **options)
+            stack.callback(started.connector.shutdown)
+            return started
+
+        yield start
+
+
+def hand_over(producer: Side, consumer: Side, transfer_id: str) -> None:
+    """Proves that both sides still work."""
+    producer.offer(transfer_id)
+    consumer.load(transfer_id, producer.connector.port)
+    producer.save(transfer_id)
+    assert consumer.result(transfer_id) == LoadResult(1)
+
+
+@pytest.mark.parametrize("host", ["no address", "%%%"])
+def test_a_host_that_is_no_address_fails_its_load_only(side: Callable[..., Side], host: str) -> None:
+    producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER)
+    consumer.load("t", 5558, host=host)
+    assert "connect" in consumer.result("t").error
+    hand_over(producer, consumer, "next")
+
+
+def test_waiting_in_a_busy_producers_queue_is_not_silence(side: Callable[..., Side]) -> None:
+    producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER, load_timeout_s=0.3)
+    producer.offer("queued")
+    consumer.load("queued", producer.connector.port)
+    for number in range(3):  # each of these takes one load timeout
+        consumer.load(f"unknown-{number}", producer.connector.port)
+        assert "no progress" in consumer.result(f"unknown-{number}").error
+    assert "queued" not in consumer.results
+    producer.save("queued")
+    assert consumer.result("queued") == LoadResult(1)
+
+
+def test_the_lease_begins_when_there_are_blocks_to_keep(side: Callable[..., Side]) -> None:
+    producer, consumer = side("P", KVRole.PRODUCER, lease_s=0.3), side("D", KVRole.CONSUMER)
+    producer.offer("queued")
+    producer.offer("unfetched")
+    producer.save("unfetched")
+    sent: set[str] = set()
+    wait_for("end of a lease", lambda: sent.update(producer.connector.get_finished().finished_sending) or sent)
+    assert sent == {"unfetched"}
+    consumer.load("queued", producer.connector.port)
+    producer.save("queued")
+    assert consumer.result("queued") == LoadResult(1)
+
+
+@pytest.mark.parametrize(("role", "max_pending_s"), [(KVRole.CONSUMER, 0.5), (KVRole.BOTH, 600.0)])
+def test_a_producer_that_only_says_pending_is_given_up_by_a_deadline(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, role: KVRole, max_pending_s: float
+) -> None:
+    """With both roles the load timeout alone counts: such engines could wait for each other in a ring."""
+    monkeypatch.setattr(transfer_connector, "MAX_PENDING_S", max_pending_s)
+    producer, consumer = side("P", KVRole.PRODUCER), side("D", role, load_timeout_s=0.2)
+    producer.offer("t")
+    consumer.load("t", producer.connector.port)
+    assert "no progress" in consumer.result("t").error
+
+
+class LyingProducer:
+    """Passes the handshake, then describes its memory as told."""
+
+    def __init__(self, **description: Any) -> None:
+        self.description = description
+        self.router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.router.linger = 0
+        self.port = self.router.bind_to_random_port(f"tcp://{HOST}")
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self.router.poll(10_000):
+            identity, frame = self.router.recv_multipart()
+            match side_channel.decode_to_producer(frame):
+                case side_channel.Hello():
+                    answer: Any = side_channel.Welcome(side_channel.VERSION, "c", "L")
+                case side_channel.Describe():
+                    fields = {"layout": LAYOUT, "base_address": 0, "agent_metadata": b"", "lease_s": 1.0}
+                    answer = side_channel.Description(**(fields | self.description))
+                case _:
+                    return
+            self.router.send_multipart([identity, side_channel.encode(answer)])
+            if isinstance(answer, side_channel.Description):
+                return
+
+    def close(self) -> None:
+        self.thread.join(15)
+        self.router.close()
+
+
+def layout_of(num_blocks: int) -> KVCacheLayout:
+    return KVCacheLayout(
+        num_blocks=num_blocks, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32"
+    )
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"layout": layout_of(2**60)},
+        {"layout": layout_of(-1)},
+        {"base_address": 2**64 - 1},
+        {"agent_metadata": b"garbage"},
+        {"lease_s": 0.0},
+        {"lease_s": float("nan")},
+    ],
+    ids=lambda lie: f"{next(iter(lie))}",
+)
+def test_a_producer_that_describes_nonsense_fails_its_loads_only(
+    side: Callable[..., Side], lie: dict[str, Any]
+) -> None:
+    producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER)
+    liar = LyingProducer(**lie)
+    try:
+        consumer.load("t", liar.port, peer="L")
+        assert "described its memory wrongly" in consumer.result("t").error
+    finally:
+        liar.close()
+    hand_over(producer, consumer, "next")
+
+
+def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = side("D", KVRole.CONSUMER)
+    assert consumer.connector.stats().failure == ""
+
+    def broken(load: BlockLoad) -> None:
+        raise RuntimeError("a defect")
+
+    assert consumer.connector._consumer is not None
+    monkeypatch.setattr(consumer.connector._consumer, "begin", broken)
+    consumer.connector.start(ConnectorMetadata(loads=[one_block("a", 1), one_block("b", 1)]))
+    assert "a defect" in consumer.result("a").error
+    assert "a defect" in consumer.result("b").error
+    consumer.load("later", 1)
+    assert "a defect" in consumer.result("later").error
+    assert "a defect" in consumer.connector.stats().failure
+    # An event left unread would make the thread spin.
+    wait_for("sleep", lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0], timeout_s=3)
+
+
+def test_removing_a_peer_of_a_closed_transport_does_nothing() -> None:
+    transport = UCXTransport("closed")
+    transport.add_peer("p", transport.address(), [])
+    transport.close()
+    transport.remove_peer("p")
