@@ -66,6 +66,15 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, max_tokens: 
     return APIError(400, message, param=param, code="context_length_exceeded")
 
 
+def prompt_too_long(max_model_len: int, fewest_tokens: int, param: str) -> APIError:
+    """Known before tokenizing: that takes long for a text that cannot fit anyway."""
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has at least {fewest_tokens} "
+        "tokens. Please reduce the length of the prompt."
+    )
+    return APIError(400, message, param=param, code="context_length_exceeded")
+
+
 def overloaded(message: str) -> APIError:
     return APIError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 

@@ -20,7 +20,7 @@ from baton_engine.text.responses import Usage
 from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestError
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.dispatch import Dispatcher, Sequence
-from baton_gateway.errors import APIError, context_length_exceeded, internal, unavailable
+from baton_gateway.errors import APIError, context_length_exceeded, internal, prompt_too_long, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.output import OutputProcessor, TextOutput
 from baton_gateway.pool import EnginePool
@@ -99,10 +99,12 @@ class GenerationService:
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
 
+        limit = self._pool.max_model_len
+
         def tokenize() -> list[int]:
             add_prompt = request.add_generation_prompt is not False
             text = template.render(messages, add_generation_prompt=add_prompt, **variables)
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self._encode(text, "messages", limit, add_special_tokens=False)
 
         try:
             token_ids = await _offload(tokenize, sum(len(message["content"]) for message in messages))
@@ -114,10 +116,11 @@ class GenerationService:
         """Raises RequestError or APIError: a prompt cannot be used, does not fit, or nobody can serve it."""
         add_special = request.add_special_tokens is not False
         prompts = request.prompts()
+        limit = self._pool.max_model_len
 
         def tokenize(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
-                return self.tokenizer.encode(prompt, add_special_tokens=add_special)
+                return self._encode(prompt, "prompt", limit, add_special_tokens=add_special)
             self._check_ids(prompt, "prompt")
             return prompt
 
@@ -222,6 +225,12 @@ class GenerationService:
                 )
                 choices.append(Choice(index, sequence, processor, echoes[prompt_index]))
         return Job(job_id, request.model, int(arrival), started, choices, len(prompts))
+
+    def _encode(self, text: str, field: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
+        fewest = self.tokenizer.fewest_tokens(text)
+        if limit is not None and fewest >= limit:
+            raise prompt_too_long(limit, fewest, field)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _max_tokens(self, request: GenerationRequest, prompt_len: int, field: str) -> int:
         """Tokens to generate at most, so that prompt and answer fit the model."""

@@ -84,6 +84,8 @@ class EnginePool:
         self._members: dict[tuple[str, str, int], Member] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
+        self.decode_seen = False
+        """A decode engine has been ready since the start."""
         for role in ("prefill", "decode"):
             metrics.engines_ready.labels(role).set_function(self._count(role))
 
@@ -179,6 +181,7 @@ class EnginePool:
                     return
                 backoff_s, last_failure = MIN_BACKOFF_S, ""
                 member.client = client
+                self.decode_seen |= endpoint.role == "decode"
                 self._check_pairs(member)
                 await self._notify()
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)

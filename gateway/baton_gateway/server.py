@@ -162,8 +162,10 @@ class Gateway:
         return web.Response()
 
     async def _ready(self, _: web.Request) -> web.Response:
+        """200 from the first decode engine on. Were it withdrawn when they all go, the Service would have nobody left to
+        answer 503 with Retry-After, and clients would see refused connections instead."""
         self._admission.check_draining()
-        if not self.pool.available("decode"):
+        if not self.pool.decode_seen:
             raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
         return web.Response()
 

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_engine.text.chat_template import ChatTemplate
 
+_MOST_SHORTENING = 4
+"""Normalizers may shorten a text (NFC composes, others strip or lower); none that models use does so by more."""
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -83,7 +85,14 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` those that tokenizer.json's post-processor adds."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call lets other threads run and keeps no offsets.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of `len(encode(text))`, found without encoding."""
+        shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
+        return len(text.encode(errors="replace")) // (self._longest_token_bytes * shortening)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -107,6 +116,11 @@ class Tokenizer:
         if self._is_byte_level and token_id not in self._added_ids and all(char in _BYTE_OF_CHAR for char in token):
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    @cached_property
+    def _longest_token_bytes(self) -> int:
+        # Written in the vocabulary's own alphabet, no token is shorter than the text it stands for.
+        return max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:

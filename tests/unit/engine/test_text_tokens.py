@@ -241,3 +241,12 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     assert scanner.push("more</end") == "more"
     assert scanner.push(">tail") == ""
     assert (scanner.matched, scanner.push("x"), scanner.flush()) == ("</end>", "", "")
+
+
+@given(
+    text=st.text(max_size=200) | st.text(alphabet="hello wrd▁", max_size=200),
+    kind=st.sampled_from(["byte_level", "byte_fallback"]),
+)
+def test_the_fewest_tokens_of_a_text_are_never_more_than_it_has(text: str, kind: str):
+    assert tokenizer(kind).fewest_tokens(text) <= len(tokenizer(kind).encode(text, add_special_tokens=False))
+    assert tokenizer(kind).fewest_tokens("h" * 10_000) > 100

@@ -214,6 +214,8 @@ async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: Stand):
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert all(number in error["message"] for number in ("256", "257", "200", "57"))
     await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit})
+    error = await refused(ready, "/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
+    assert "at least" in error["message"]  # refused before it was tokenized
     error = await refused(ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     for tokens, expected in ((200, 16), (limit - 3, 3)):  # the default is cut to what fits

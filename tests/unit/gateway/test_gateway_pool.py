@@ -52,7 +52,9 @@ async def test_a_restarted_engine_is_connected_again(stand: Stand):
     await stand.start(engine)
     engine.die()
     await stand.connected()
-    assert (await stand.get("/ready"))[0] == 503
+    status, body, _ = await stand.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert (await stand.get("/ready"))[0] == 200  # somebody must be there to say so
     successor = stand.engine("d", "decode", TEXT, port=engine.port)
     await stand.connected(successor)
     assert await complete(stand) == TEXT
