@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -28,12 +27,18 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Entry point of the `baton` script."""
+    try:
+        Path.home()
+    except RuntimeError:  # no HOME and no entry for this user id: libraries ask for it when they are imported
+        os.environ["HOME"] = "/"
     parser = _parser()
     args = parser.parse_args()
     try:
         sys.exit(args.run(args))
     except KeyboardInterrupt:
         sys.exit(130)
+    except ServerGoneError as error:
+        sys.exit(f"baton: {error}")
     except BrokenPipeError:  # `baton logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -43,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton", description="LLM serving on Kubernetes, and on this one machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    up = commands.add_parser("up", help="start a local cluster around one LLMService")
+    # No abbreviations: --detach is taken out of the command line by name.
+    up = commands.add_parser("up", help="start a local cluster around one LLMService", allow_abbrev=False)
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
     up.add_argument("--model", type=Path, help="checkpoint folder; overrides spec.model.uri")
     mode = up.add_mutually_exclusive_group()
@@ -106,29 +112,45 @@ def _detach(timeout_s: float) -> int:
     if (pid := state.supervisor()) is not None:
         console.print(f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); `baton down` ends it")
         return 1
-    state.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state.make()
     log_path = state.logs / "supervisor.log"
     command = [sys.executable, "-m", "baton_local.cli", *(arg for arg in sys.argv[1:] if arg != "--detach")]
     with open(log_path, "wb") as log:
         supervisor = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    deadline = time.monotonic() + timeout_s + 90.0
-    while time.monotonic() < deadline and supervisor.poll() is None:
-        if (info := state.read_info()) is not None:
-            status = asyncio.run(_status(info))
-            if status is not None and status.ready and status.endpoint:
-                console.print(f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n`baton down` ends it.")
-                return 0
-        time.sleep(0.2)
-    console.print("[red]baton up:[/] not Ready; the supervisor said:")
-    console.out(log_path.read_text(errors="replace"))
-    with contextlib.suppress(ProcessLookupError):
-        supervisor.terminate()
-    return 1
+    ready = False
+    try:
+        deadline = time.monotonic() + timeout_s + 90.0
+        while not ready and time.monotonic() < deadline and supervisor.poll() is None:
+            time.sleep(0.2)
+            if (info := state.read_info()) is not None:
+                status = asyncio.run(_status(info))
+                ready = status is not None and status.ready and bool(status.endpoint)
+    except ServerGoneError:
+        pass  # the supervisor says why
+    finally:  # also after Ctrl-C, which the supervisor in its own session does not hear
+        if not ready:
+            supervisor.terminate()
+            supervisor.wait()
+    if not ready:
+        console.print("[red]baton up:[/] not Ready; the supervisor said:")
+        console.out(log_path.read_text(errors="replace"))
+        return 1
+    assert status is not None
+    console.out(
+        f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n`baton down` ends it.", highlight=False
+    )
+    return 0
+
+
+class ServerGoneError(Exception):
+    """The API server of the cluster does not answer: it is ending."""
 
 
 async def _status(info: ClusterInfo) -> ServiceStatus | None:
+    """None if the service was deleted. Raises ServerGoneError."""
+    import aiohttp
     from kubernetes.aio.client import ApiException
 
     from baton_local.service import ClusterApi
@@ -140,6 +162,8 @@ async def _status(info: ClusterInfo) -> ServiceStatus | None:
             if error.status == 404:
                 return None
             raise
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerGoneError(f"the cluster does not answer ({error!r}); see {StateDir().logs}") from None
 
 
 def _running(command: str) -> ClusterInfo | None:
@@ -178,7 +202,13 @@ def _run_logs(args: argparse.Namespace) -> int:
         return 1
     component = StateDir().logs / f"{args.name}.log"
     if args.name and component.is_file():
-        tail = ["tail", "-n", str(args.tail) if args.tail else "+1", *(["-F"] if args.follow else []), str(component)]
+        tail = [
+            "tail",
+            "-n",
+            str(args.tail) if args.tail is not None else "+1",
+            *(["-F"] if args.follow else []),
+            str(component),
+        ]
         return subprocess.run(tail, check=False).returncode
     return asyncio.run(_print_logs(info, args.name, args.follow, args.tail))
 
@@ -189,7 +219,11 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
     from baton_local.service import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
-        pods = [name] if name else [pod.name for pod in (await api.service(info.namespace, info.service)).pods]
+        if name:
+            pods = [name]
+        else:
+            status = await _status(info)
+            pods = [pod.name for pod in status.pods] if status else []
 
         async def copy(pod: str) -> int:
             prefix = f"[{pod}] " if len(pods) > 1 else ""

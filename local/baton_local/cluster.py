@@ -6,6 +6,7 @@ parent's death. Pods die with their kubelet in the same way, which is the kubele
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton_local.networks import Networks, claim_networks
 from baton_local.state import StateDir
 
 PR_SET_PDEATHSIG = 1
@@ -47,13 +49,16 @@ class LocalCluster:
         self.ingress_port = ingress_port
         self.kubeconfig = state.root / "control-plane" / "kubeconfig"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._networks: Networks | None = None
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def start_control_plane(self, timeout_s: float) -> None:
-        """Returns once the API server answers: the kubeconfig exists. Raises ComponentError."""
+    async def start_control_plane(self, timeout_s: float) -> None:
+        """Returns once the API server answers: the kubeconfig exists. Raises ComponentError, NetworksInUseError."""
+        self._networks = claim_networks(self.control_plane)
         self.kubeconfig.unlink(missing_ok=True)
         module = [sys.executable, "-m", f"baton_local.control_plane.{self.control_plane}"]
-        self._spawn(Component("control-plane", [*module, "--state-dir", str(self.kubeconfig.parent)], {}))
+        options = ["--state-dir", str(self.kubeconfig.parent), "--service-network", self._networks.services]
+        self._spawn(Component("control-plane", [*module, *options], {}))
         deadline = time.monotonic() + timeout_s
         while not self.kubeconfig.exists():
             self.check()
@@ -61,15 +66,15 @@ class LocalCluster:
                 raise ComponentError(
                     f"the control plane did not answer within {timeout_s:g} s\n{self.log_tail('control-plane')}"
                 )
-            time.sleep(0.02)
+            await asyncio.sleep(0.02)
 
     def start_node(self) -> None:
         """Kubelet and proxy, and the controllers that a real control plane brings itself."""
+        assert self._networks is not None, "the control plane is started first"
         module = [sys.executable, "-m"]
         kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
         kubelet = [*module, "baton_local.kubelet", *kubeconfig, "--state-dir", str(self.state.root / "kubelet")]
-        if self.control_plane == "real":
-            kubelet += ["--address-pool", "198.18.0.0/16"]  # its API refuses 127/8 in Endpoints
+        kubelet += ["--address-pool", self._networks.pods]
         self._spawn(Component("kubelet", [*kubelet, "--node-name", "baton-local"], {}))
         if self.control_plane == "embedded":
             self._spawn(Component("controllers", [*module, "baton_local.controllers", *kubeconfig], {}))
@@ -79,7 +84,8 @@ class LocalCluster:
     def start_operator(self) -> None:
         operator = str(Path(sys.executable).parent / "baton-operator")
         command = [operator, "--kubeconfig", str(self.kubeconfig), "--http-port", "0"]
-        self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1"}))
+        # POD_ID: else kopf asks for the user's name, which not every user id has.
+        self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1", "POD_ID": "baton-local"}))
 
     def check(self) -> None:
         """Raises ComponentError if a component ended by itself."""
@@ -89,16 +95,19 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Operator first, so that nobody repairs what is being taken down; control plane last. Idempotent."""
-        for name in ("operator", "controllers", "kubelet", "proxy", "control-plane"):
-            process = self._processes.pop(name, None)
-            if process is None or process.poll() is not None:
-                continue
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for stage in (("operator", "controllers"), ("kubelet", "proxy"), ("control-plane",)):
+            processes = [self._processes.pop(name) for name in stage if name in self._processes]
+            for process in processes:
+                process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for process in processes:
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if self._networks is not None:
+            self._networks.release()
 
     def log_tail(self, name: str, lines: int = 15) -> str:
         try:

@@ -14,16 +14,18 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in ("POD", "ROLE", "ADDRESS", "PHASE", "READY", "RESTARTS", "REASON"):
-        pods.add_column(column)
+        pods.add_column(column, overflow="fold")  # a name that is cut cannot be copied
     for pod in status.pods:
         ready = Text("yes", "green") if pod.ready else Text("no", "yellow")
-        pods.add_row(pod.name, pod.role, pod.ip, pod.phase, ready, str(pod.restarts), pod.reason)
+        # Text: what others wrote may hold brackets, which a plain string would turn into markup.
+        plain = (pod.name, pod.role, pod.ip, pod.phase)
+        pods.add_row(*map(Text, plain), ready, str(pod.restarts), Text(pod.reason))
     conditions = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in ("CONDITION", "STATUS", "REASON", "MESSAGE"):
         conditions.add_column(column)
     for condition in status.conditions:
         state = Text(condition.status, _STYLES.get(condition.status, ""))
-        conditions.add_row(condition.type, state, condition.reason, condition.message)
+        conditions.add_row(condition.type, state, condition.reason, Text(condition.message))
     heading = Text(f"{status.namespace}/{status.service}", "bold")
     if elapsed_s is not None:
         heading.append(f"   {elapsed_s:.0f} s", "dim")

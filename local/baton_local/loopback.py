@@ -10,7 +10,19 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+_UNPRIVILEGED_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 _ALWAYS_THERE = ipaddress.ip_network("127.0.0.0/8")
+
+
+def served_port(port: int) -> int:
+    """Where a Service's port is served: on itself, or 8000 above where the system keeps it for root (80 on 8080)."""
+    if port >= 1024 or os.geteuid() == 0:
+        return port
+    try:
+        reserved = int(_UNPRIVILEGED_PORTS.read_text())
+    except OSError:
+        reserved = 1024
+    return port if port >= reserved else port + 8000
 
 
 class LoopbackAddresses:

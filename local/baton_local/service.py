@@ -14,6 +14,8 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
+from baton_local.loopback import served_port
+
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
@@ -102,7 +104,7 @@ class ClusterApi:
         return ServiceStatus(
             service=name,
             namespace=namespace,
-            endpoint=status.get("endpoint", ""),
+            endpoint=_reachable(status.get("endpoint", "")),
             model=spec["model"].get("servedName") or name,
             ingress_host=((spec.get("gateway") or {}).get("ingress") or {}).get("host", ""),
             conditions=[
@@ -159,6 +161,12 @@ async def kv_bytes_received(pods: list[PodStatus]) -> int:
                         if line.startswith(RECEIVED_BYTES):
                             total += float(line.split()[-1])
     return int(total)
+
+
+def _reachable(endpoint: str) -> str:
+    """The endpoint with the port under which this machine's proxy serves it."""
+    port = served_port(80)
+    return f"{endpoint}:{port}" if endpoint and port != 80 else endpoint
 
 
 def _pod_status(pod: client.V1Pod) -> PodStatus:

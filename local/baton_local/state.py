@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -9,6 +10,9 @@ import time
 from pathlib import Path
 
 import msgspec
+
+PROBE_S = 0.5
+"""How long somebody who only asks whether the lock is held may hold it at most."""
 
 
 class ClusterRunningError(Exception):
@@ -29,8 +33,7 @@ class StateDir:
     """`$BATON_HOME`, else `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`."""
 
     def __init__(self, root: Path | None = None) -> None:
-        default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "baton"
-        self.root = root or Path(os.environ.get("BATON_HOME") or default)
+        self.root = (root or _default_root()).absolute()
         self.logs = self.root / "logs"
         self.models = self.root / "models"
         self._lock_file: int | None = None
@@ -39,18 +42,21 @@ class StateDir:
     def _info_path(self) -> Path:
         return self.root / "cluster.json"
 
+    def make(self) -> None:
+        """A folder for its owner alone, unless it is there already; so is each folder in it."""
+        for folder in (self.root, self.logs):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
     def acquire(self) -> None:
         """Becomes the supervisor of this folder until the process ends. Raises ClusterRunningError."""
-        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.make()
         lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(lock_file, PROBE_S):
             os.close(lock_file)
             raise ClusterRunningError(
                 f"a local cluster is already running from {self.root}: see `baton status`, end it with `baton down`, "
                 "or set BATON_HOME to another folder"
-            ) from None
+            )
         os.ftruncate(lock_file, 0)
         os.pwrite(lock_file, str(os.getpid()).encode(), 0)
         self._lock_file = lock_file  # kept open: the lock ends with the process, however it ends
@@ -77,12 +83,14 @@ class StateDir:
 
     def read_info(self) -> ClusterInfo | None:
         """What the running supervisor wrote; None if none runs or it is not that far yet."""
-        if self.supervisor() is None:
+        pid = self.supervisor()
+        if pid is None:
             return None
         try:
-            return msgspec.json.decode(self._info_path.read_bytes(), type=ClusterInfo)
+            info = msgspec.json.decode(self._info_path.read_bytes(), type=ClusterInfo)
         except FileNotFoundError:
             return None
+        return info if info.supervisor_pid == pid else None  # else left by one that was killed
 
     def stop_supervisor(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns whether one was running."""
@@ -90,10 +98,30 @@ class StateDir:
         if pid is None:
             return False
         for signum, deadline_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
-            os.kill(pid, signum)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
             deadline = time.monotonic() + deadline_s
             while time.monotonic() < deadline:
                 if self.supervisor() is None:
                     return True
                 time.sleep(0.05)
         raise TimeoutError(f"supervisor {pid} holds {self.root} and does not end")
+
+
+def _default_root() -> Path:
+    for variable, below in (("BATON_HOME", ""), ("XDG_STATE_HOME", "baton")):
+        if folder := os.environ.get(variable):
+            return Path(folder) / below
+    return Path.home() / ".local/state/baton"
+
+
+def _lock(file: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)

@@ -1,6 +1,6 @@
 """`baton up`: a local cluster around one LLMService, from nothing to a streamed answer.
 
-    checkpoint (if none is named) | control plane -> CRD -> kubelet, proxy, operator -> apply the file -> Ready -> one answer
+    checkpoint (if none is named) | control plane -> CRD -> operator, kubelet, proxy -> apply the file -> Ready -> one answer
 
 The process stays as the supervisor until Ctrl-C, SIGTERM or `baton down`.
 """
@@ -17,13 +17,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 from kubernetes.aio.client import ApiException
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
 from baton_local.ask import AskError, ask
 from baton_local.cluster import ComponentError, LocalCluster
 from baton_local.display import service_tables
+from baton_local.networks import NetworksInUseError
 from baton_local.service import ClusterApi, JsonObject, ServiceStatus, kv_bytes_received, load_documents
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
 from baton_operator.crd import custom_resource_definition
@@ -55,14 +58,17 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     try:
         documents, service = _read_service(options.file)
         state.acquire()
-    except (ValueError, UpError, ClusterRunningError) as error:
-        console.print(f"[red]baton up:[/] {error}")
+    except (ValueError, OSError, UpError, ClusterRunningError) as error:
+        console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     cluster = LocalCluster(state, control_plane=options.control_plane, ingress_port=options.ingress_port)
     try:
         return asyncio.run(_up(options, state, cluster, documents, service, console))
-    except (UpError, ComponentError, AskError) as error:
-        console.print(f"[red]baton up:[/] {error}")
+    except (UpError, ComponentError, AskError, NetworksInUseError) as error:
+        console.print(f"[red]baton up:[/] {escape(str(error))}")
+        return 1
+    except (ApiException, aiohttp.ClientError, TimeoutError) as error:
+        console.print(f"[red]baton up:[/] {escape(_api_message(error))}; see {escape(str(state.logs))}")
         return 1
     except KeyboardInterrupt:
         return 1
@@ -106,13 +112,14 @@ async def _bring_up(
     started = time.monotonic()
     checkpoint = asyncio.create_task(_provide_model(options.model, service, state, console))
     try:
-        cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
-        cluster.start_node()
+        await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
         namespace, name = service["metadata"].setdefault("namespace", "default"), service["metadata"]["name"]
         async with ClusterApi.connect(cluster.kubeconfig) as api:
             await api.apply([custom_resource_definition()])
             await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
+            # Only now: so many starting at once would hold up the two requests above by a second or two.
             cluster.start_operator()
+            cluster.start_node()
             await checkpoint
             try:
                 await api.apply(documents)
@@ -162,14 +169,19 @@ async def _provide_model(model: Path | None, service: JsonObject, state: StateDi
         return
     demo = state.models / "demo"
     if not (demo / "config.json").is_file():
-        console.print(f"creating a demo checkpoint in {demo}", style="dim")
+        console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
         partial = demo.with_name("demo.partial")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_local.cli", "checkpoint", "create", *DEMO_CHECKPOINT, "--out", str(partial)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await process.communicate()
+        try:
+            output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:  # we were told to stop
+                process.kill()
+                await process.wait()
         if process.returncode != 0:
             raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
         partial.rename(demo)
@@ -204,7 +216,7 @@ async def _wait_ready(
                 async for chunk in api.log(namespace, pod.name, follow=False, tail=10):
                     console.out(chunk.decode(errors="replace"), end="")
             except ApiException as error:
-                console.print(_api_message(error), style="dim")
+                console.print(escape(_api_message(error)), style="dim")
     raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; see `baton logs` and {cluster.state.logs}")
 
 
@@ -253,8 +265,10 @@ async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, mes
         await asyncio.sleep(0.05)
 
 
-def _api_message(error: ApiException) -> str:
-    """What the API server said, out of its Status body."""
+def _api_message(error: Exception) -> str:
+    """What the API server said, out of its Status body; or why it could not be asked."""
+    if not isinstance(error, ApiException):
+        return repr(error)
     try:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):

@@ -71,7 +71,8 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -140,7 +141,7 @@ class RealControlPlane:
             f"{tokens['scheduler']},system:kube-scheduler,scheduler",
         )
         write_private(pki / "tokens.csv", "\n".join(lines).encode() + b"\n")
-        etcd, peer, api, controllers, scheduler = _free_ports(5)
+        etcd, peer, api, controllers, scheduler = free_ports(5)
         server = f"https://{_HOST}:{api}"
 
         self._spawn_etcd(etcd, peer)

@@ -137,10 +137,13 @@ async def stream_log(
             pending.extend(_parse(line + b"\n") for line in complete)
             if pending:
                 continue
-            if os.fstat(current.fileno()).st_ino != os.stat(path).st_ino:  # rotated under us
-                current.close()
-                current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
-                continue
+            try:
+                if os.fstat(current.fileno()).st_ino != os.stat(path).st_ino:  # rotated under us
+                    current.close()
+                    current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
+                    continue
+            except FileNotFoundError:  # the pod is gone, and its folder with it
+                return
             if ended or live is None:
                 return
             await live.changed(5.0)

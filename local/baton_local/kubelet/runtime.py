@@ -61,7 +61,7 @@ class Guard:
 
     async def start(self, lock_timeout_s: float = 40.0) -> None:
         """Raises: TimeoutError if another kubelet keeps the state folder."""
-        self._state_dir.mkdir(parents=True, exist_ok=True)
+        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # tokens and Secrets lie in it
         self._lock = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = asyncio.get_running_loop().time() + lock_timeout_s
         while True:

@@ -29,7 +29,8 @@ class KubeletServer:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/pods", self._pods)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # Nobody reads on for a follower that left a silent container.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
     async def start(self, address: str, port: int) -> int:
         """Listen; returns the port (the system's choice for 0). Raises: OSError."""

@@ -282,6 +282,7 @@ def _write_atomically(path: Path, files: Payload, volume: Json) -> None:
     data = path / "..data"
     before = data.resolve() if data.is_symlink() else None
     switch = path / "..data_new"
+    switch.unlink(missing_ok=True)  # of a kubelet killed right here
     switch.symlink_to(version.name)
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}

@@ -6,7 +6,7 @@ import itertools
 import logging
 
 from baton_local.client import EventRecorder, Json, Reflector, key_of
-from baton_local.loopback import LoopbackAddresses
+from baton_local.loopback import LoopbackAddresses, served_port
 from baton_local.proxy.routing import Endpoint, endpoints
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,11 @@ class ServiceProxy:
 
         try:
             self._loopback.add(endpoint[0])
-            self._listeners[endpoint] = await asyncio.start_server(accept, *endpoint, backlog=1024)
+            address, port = endpoint[0], served_port(endpoint[1])
+            self._listeners[endpoint] = await asyncio.start_server(accept, address, port, backlog=1024)
+            if port != endpoint[1]:
+                message = f"{address}:{endpoint[1]} needs root here; it is served on port {port}"
+                self._events.record(service, "Service", "PortMoved", message)
         except OSError as error:
             message = f"cannot listen on {endpoint[0]}:{endpoint[1]}: {error}"
             self._events.record(service, "Service", "BindFailed", message)

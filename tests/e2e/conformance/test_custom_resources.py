@@ -48,6 +48,16 @@ def test_the_status_is_validated_too(api, relays):
     assert "status.replicas" in response.json()["message"]
 
 
+def test_an_update_must_say_which_version_it_replaces(api, relays):
+    """Unlike one of a ConfigMap: a writer that forgets it would overwrite what it never saw."""
+    live = api.post(relays.path, relays.body("v")).json()
+    for part in ("", "status"):
+        response = api.put(relays.at("v", part) if part else relays.at("v"), relays.body("v"))
+        assert response.status_code == 422, response.json()
+        assert response.json()["details"]["causes"][0]["field"] == "metadata.resourceVersion"
+    assert api.put(relays.at("v"), live).status_code == 200
+
+
 def test_a_wrong_kind_or_version_is_refused(api, relays):
     kind = api.post(relays.path, {**relays.body("x"), "kind": "Other"})
     assert kind.status_code == 422

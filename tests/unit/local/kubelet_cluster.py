@@ -1,46 +1,29 @@
-"""A real etcd and kube-apiserver for kubelet tests: no controllers, no scheduler, every request allowed.
-
-The binaries are those of `$KUBEBUILDER_ASSETS`, else what `make control-plane` built.
-"""
+"""A real etcd and kube-apiserver for kubelet tests: no controllers, no scheduler, every request allowed."""
 
 import base64
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from baton_local.control_plane.certificates import create_signing_key
+from baton_local.control_plane.real import free_ports
+from support import waiting
 
 Json = dict[str, Any]
 TOKEN = "test-admin-token"
 
 
-def binaries() -> Path | None:
-    """Where etcd and kube-apiserver are, or None."""
-    folders = [Path(os.environ["KUBEBUILDER_ASSETS"])] if "KUBEBUILDER_ASSETS" in os.environ else []
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folders += sorted((cache / "baton/control-plane").glob("v*"), reverse=True)
-    return next((folder for folder in folders if (folder / "kube-apiserver").exists()), None)
-
-
-def eventually(probe: Callable[[], Any], missing: str, timeout_s: float = 20.0) -> Any:
-    """The first true value of `probe`; AssertionError naming what was `missing` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := probe()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {missing}")
-        time.sleep(0.05)
-    return value
+def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+    """See `support.waiting`."""
+    return waiting.eventually(probe, timeout_s=timeout_s, what=what)
 
 
 class ApiServer:
@@ -53,14 +36,8 @@ class ApiServer:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, assets: Path) -> None:
-        etcd, peer, secure = (free_port() for _ in range(3))
-        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-        key_file = self.folder / "service-account.key"
-        key_file.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-            )
-        )
+        etcd, peer, secure = free_ports(3)
+        key_file = create_signing_key(self.folder / "service-account.key")
         (self.folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
         self._spawn(
             assets / "etcd",
@@ -192,9 +169,3 @@ class KubeletProcess:
         node = self.server.get(f"/api/v1/nodes/{self.node}") or {}
         conditions = (node.get("status") or {}).get("conditions") or []
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

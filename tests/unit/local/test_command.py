@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 from baton_local.ask import AskError, ask
-from baton_local.service import load_documents
+from baton_local.display import service_tables
+from baton_local.service import Condition, PodStatus, ServiceStatus, load_documents
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
 from support.waiting import eventually
 
@@ -130,3 +134,34 @@ async def test_a_broken_stream_is_a_failure(handler, complaint):
 async def test_nobody_there_is_a_failure():
     with pytest.raises(AskError, match=r"http://127\.0\.0\.1:9"):
         await ask("http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
+
+
+def test_tables_show_brackets_as_they_are_and_whole_names():
+    name, message = "demo-gateway-" + "x" * 40, "unready: [engine] see [/var/log]"
+    pods = [PodStatus(name, "gateway", "127.77.0.2", "Running", False, 1, message)]
+    conditions = [Condition("Ready", "False", "PodsNotReady", message)]
+    status = ServiceStatus("demo", "default", "", "demo", "", conditions, pods, "/k")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(service_tables(status))
+    assert console.export_text().count(message) == 2
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(service_tables(status))
+    assert "…" not in console.export_text()
+
+
+def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
+    file = tmp_path / "demo.yaml"
+    file.write_text(json.dumps({"apiVersion": "v1", "kind": "LLMService", "metadata": {"name": "demo"}}))
+    state = StateDir(tmp_path / "home")
+    command = [sys.executable, "-m", "baton_local.cli", "up", "--detach", "-f", str(file)]
+    env = {**os.environ, "BATON_HOME": str(state.root)}
+    up = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        eventually(state.supervisor, timeout_s=20, what="a supervisor")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(30) == 130
+        assert state.supervisor() is None
+    finally:
+        up.kill()
+        up.wait()
+        state.stop_supervisor(20)

@@ -16,8 +16,11 @@ import pytest
 import yaml
 from aiohttp import web
 
-from baton_local.control_plane.embedded import EmbeddedControlPlane
+from baton_local.control_plane.embedded import EmbeddedControlPlane, deletion
+from baton_local.control_plane.embedded.cluster import Cluster
+from baton_local.control_plane.embedded.registry import WriteOptions
 from baton_local.control_plane.embedded.resources import BUILTIN, markdown_table
+from baton_local.control_plane.embedded.store import Store
 
 MAPS = "/api/v1/namespaces/default/configmaps"
 
@@ -224,3 +227,74 @@ def test_a_taken_port_is_reported(plane, tmp_path):
     port = int(plane.server.rpartition(":")[2])
     with pytest.raises(ControlPlaneError, match="did not start"):
         EmbeddedControlPlane(tmp_path, port=port).start(10)
+
+
+def test_events_expire_while_the_cluster_is_busy(monkeypatch):
+    async def run() -> None:
+        monkeypatch.setattr(deletion, "EXPIRE_EVERY_S", 0.05)
+        cluster = Cluster("token", "127.96.0.0/24")
+        options = WriteOptions("test")
+        events, maps = (cluster.catalog.find("", "v1", plural) for plural in ("events", "configmaps"))
+        old = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Pod"}, "lastTimestamp": "2020-01-01T00:00:00Z"}
+        cluster.registry.create(events, "default", old, options)
+        collector = asyncio.create_task(cluster.collector.run())
+        deadline = asyncio.get_running_loop().time() + 5
+        while cluster.store.list("events"):
+            assert asyncio.get_running_loop().time() < deadline, "the event is still there"
+            cluster.registry.create(maps, "default", {"metadata": {"name": "m"}}, options)
+            cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+            await asyncio.sleep(0.01)
+        collector.cancel()
+
+    asyncio.run(run())
+
+
+def test_collecting_works_on_objects_as_they_are_by_now():
+    """An object with a missing owner is deleted before the collector looks at it: it must not come back."""
+    cluster = Cluster("token", "127.96.0.0/24")
+    options = WriteOptions("test")
+    maps = cluster.catalog.find("", "v1", "configmaps")
+    uid = cluster.registry.create(maps, "default", {"metadata": {"name": "owner"}}, options)["metadata"]["uid"]
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
+    owners = [{**owner, "uid": uid}, {**owner, "uid": "gone"}]
+    cluster.registry.create(maps, "default", {"metadata": {"name": "m", "ownerReferences": owners}}, options)
+    cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+    cluster.collector.drain()
+    assert cluster.store.get("configmaps", "default", "m") is None
+
+
+async def test_a_watch_nobody_reads_does_not_hoard_events():
+    store = Store(window=10)
+    store.open("configmaps")
+    queue = store.subscribe("configmaps", None)
+    for number in range(50):
+        store.put("configmaps", {"metadata": {"name": "m", "namespace": "default"}, "n": number})
+    assert queue.qsize() == 1
+    assert queue.get_nowait() is None, "the watch ends, and its client lists again"
+
+
+async def test_a_client_that_leaves_ends_its_watch_at_once(plane, call):
+    """Not at the next event, which may never come."""
+
+    def connections() -> int:
+        return sum(task.get_coro().__qualname__ == "RequestHandler.start" for task in asyncio.all_tasks(plane._loop))
+
+    before = connections()
+    response = await call.session.get(MAPS, params={"watch": "true"})
+    assert connections() == before + 1
+    response.close()
+    await settled(lambda: connections() == before, "the watch ended")
+
+
+async def settled(condition, missing):
+    deadline = asyncio.get_running_loop().time() + 5
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, missing
+        await asyncio.sleep(0.02)
+
+
+async def test_a_volume_cannot_be_named_out_of_its_pods_folder(call):
+    spec = {"containers": [{"name": "c", "image": "i"}], "volumes": [{"name": "../../x", "emptyDir": {}}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
+    status, body = await call("POST", "/api/v1/namespaces/default/pods", pod)
+    assert (status, "spec.volumes[0].name" in body["message"]) == (422, True)

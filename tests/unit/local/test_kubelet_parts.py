@@ -186,6 +186,19 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
         volumes.mount({"name": "main", "volumeMounts": [{"name": "a", "mountPath": "/a", "subPath": "../x"}]})
 
 
+async def test_files_are_written_although_a_kubelet_was_killed_while_switching(tmp_path: Path) -> None:
+    async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
+        return {"data": {"key": "value"}}
+
+    volume = {"name": "v", "configMap": {"name": "m"}}
+    pod = {**POD, "spec": {**POD["spec"], "volumes": [volume]}}
+    left = tmp_path / "volumes" / "v" / "..data_new"
+    left.parent.mkdir(parents=True)
+    left.symlink_to("..gone")
+    await PodVolumes(pod, tmp_path, None, lookup, ADDRESSES, {}).make()  # type: ignore[arg-type]
+    assert (left.parent / "key").read_text() == "value"
+
+
 async def read(path: Path, log: ContainerLog | None, **options: object) -> bytes:
     return b"".join([chunk async for chunk in stream_log(path, log, **options)])  # type: ignore[arg-type]
 
@@ -218,6 +231,16 @@ async def test_a_follower_sees_lines_across_a_rotation(tmp_path: Path) -> None:
         await asyncio.sleep(0.002)
     log.close()
     assert await asyncio.wait_for(follower, 5) == expected
+
+
+async def test_following_a_log_ends_when_its_pod_is_removed(tmp_path: Path) -> None:
+    log = ContainerLog(tmp_path / "0.log")
+    log.feed("stdout", b"first\n")
+    follower = asyncio.create_task(read(log.path, log, follow=True))
+    await asyncio.sleep(0)
+    log.path.unlink()
+    log.close()
+    assert await asyncio.wait_for(follower, 5) == b"first\n"
 
 
 async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
-from kubelet_cluster import ApiServer, Json, KubeletProcess, binaries, eventually
+from kubelet_cluster import ApiServer, Json, KubeletProcess, eventually
+
+from baton_local.control_plane.real import find_assets
 
 PODS = "/api/v1/namespaces/default/pods"
 # Of this process alone, so that two runs on one machine do not share addresses.
 POOLS = [f"127.{octet}.0.0/16" for octet in random.sample(range(100, 250), 2)]
 
-assets = binaries()
+assets = find_assets()
 pytestmark = pytest.mark.skipif(assets is None, reason="no kube-apiserver here; `make control-plane` builds one")
 
 

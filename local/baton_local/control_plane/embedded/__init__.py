@@ -73,10 +73,15 @@ class EmbeddedControlPlane:
             self._thread.join(timeout=10)
         self._thread = None
 
+    def check(self) -> None:
+        """Raises: ControlPlaneError if it does not serve any more."""
+        if self._thread is None or not self._thread.is_alive():
+            raise ControlPlaneError(f"the embedded control plane ended: {self._failure!r}") from self._failure
+
     def _run(self, ready: threading.Event) -> None:
         try:
             asyncio.run(self.serve(ready))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             self._failure = error
         finally:
             ready.set()

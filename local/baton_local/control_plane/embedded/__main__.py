@@ -24,14 +24,15 @@ def main() -> None:
     parser.add_argument("--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    arguments.state_dir.mkdir(parents=True, exist_ok=True)
+    arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     plane = EmbeddedControlPlane(arguments.state_dir, arguments.host, arguments.port, arguments.service_network)
     plane.start()
     print(plane.kubeconfig, flush=True)
-    ending.wait()
+    while not ending.wait(0.5):
+        plane.check()
     plane.stop()
 
 

@@ -18,6 +18,9 @@ WITH_GENERATION = frozenset(
     {"Deployment", "ReplicaSet", "Ingress", "NetworkPolicy", "PodDisruptionBudget", "CustomResourceDefinition"}
 )
 
+# Built-in kinds whose updates must name the version they replace, as those of custom resources.
+VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
+
 
 def set_defaults(kind: str, obj: Object) -> None:
     """Fill what clients and controllers expect to find although nobody wrote it."""

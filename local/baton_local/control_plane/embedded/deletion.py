@@ -7,8 +7,10 @@ real API server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import datetime
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from .store import Event, Store
 Object = dict[str, Any]
 
 EVENT_TTL = datetime.timedelta(hours=1)
+EXPIRE_EVERY_S = 60.0
 _FOREGROUND = "foregroundDeletion"
 _CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 
@@ -154,11 +157,13 @@ class Collector:
             self._wake.set()
 
     async def run(self) -> None:
+        expire_at = time.monotonic() + EXPIRE_EVERY_S
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), timeout=60)
-            except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout=max(expire_at - time.monotonic(), 0.0))
+            if time.monotonic() >= expire_at:
                 self._expire_events()
+                expire_at = time.monotonic() + EXPIRE_EVERY_S
             self._wake.clear()
             self.drain()
 
@@ -169,15 +174,22 @@ class Collector:
                 self._after_removal(storage, event.object)
             elif event.object["metadata"].get("deletionTimestamp"):
                 self._while_terminating(storage, event.object)
-            else:
-                self._collect_if_orphaned(storage, event.object)
+            elif (current := self._current(storage, event.object)) is not None:
+                self._collect_if_orphaned(storage, current)
+
+    def _current(self, storage: str, obj: Object) -> Object | None:
+        """The object as it is by now; None if it is gone."""
+        metadata = obj["metadata"]
+        if storage not in self._store.storages():
+            return None
+        current = self._store.get(storage, metadata.get("namespace", ""), metadata["name"])
+        return current if current is not None and current["metadata"]["uid"] == metadata["uid"] else None
 
     def _delete(self, storage: str, obj: Object, propagation: str = "Background") -> None:
         metadata = obj["metadata"]
         if metadata.get("deletionTimestamp") and propagation == "Background":
             return
-        current = self._store.get(storage, metadata.get("namespace", ""), metadata["name"])
-        if current is not None and current["metadata"]["uid"] == metadata["uid"]:
+        if self._current(storage, obj) is not None:
             options = DeleteOptions(propagation=propagation)
             resource = self._catalog.by_storage(storage)
             self._deletion.delete(resource, metadata.get("namespace", ""), metadata["name"], options)
@@ -205,8 +217,7 @@ class Collector:
 
     def _while_terminating(self, storage: str, obj: Object) -> None:
         metadata = obj["metadata"]
-        current = self._store.get(storage, metadata.get("namespace", ""), metadata["name"])
-        if current is None or current["metadata"]["uid"] != metadata["uid"]:
+        if self._current(storage, obj) is None:
             return
         if _FOREGROUND in (metadata.get("finalizers") or ()):
             for dependent_storage, dependent in self._deletion.dependents(metadata["uid"]):

@@ -132,6 +132,11 @@ class Registry:
         new = self._decode(
             resource, namespace, {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}}, options
         )
+        if not new["metadata"].get("resourceVersion") and (resource.custom or resource.kind in builtin.VERSIONED):
+            error = errors.FieldError(
+                "metadata.resourceVersion", "FieldValueInvalid", "Invalid value: 0x0: must be specified for an update"
+            )
+            raise errors.invalid(resource, name, [error])
         if new["metadata"]["name"] != name:
             given = new["metadata"]["name"]
             raise errors.bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")

@@ -48,8 +48,11 @@ class ApiServer:
     async def start(self) -> None:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._kubelets = aiohttp.ClientSession()
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        self._kubelets = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        # A client that leaves ends its watch or log at once, not at the next event. Writes have no point to be cut at.
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=0.5
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self.port, ssl_context=self._tls, reuse_address=True)
         await site.start()

@@ -109,8 +109,14 @@ class Store:
         collection.history.append(event)
         while len(collection.history) > self._window:
             collection.floor = collection.history.popleft().version
-        for queue in collection.subscribers:
-            queue.put_nowait(event)
+        for queue in list(collection.subscribers):
+            if queue.qsize() < self._window:
+                queue.put_nowait(event)
+            else:  # a client that stopped reading; it lists again when it comes back, as after an expired version
+                collection.subscribers.discard(queue)
+                while not queue.empty():
+                    queue.get_nowait()
+                queue.put_nowait(None)
         for listener in self._listeners:
             listener(storage, event)
 

@@ -182,6 +182,8 @@ class Tokens:
 
     def user(self, token: str) -> str:
         """Whose token it is. Raises: ApiError 401."""
+        if not token.isascii():  # headers may hold any bytes
+            raise errors.unauthorized()
         if hmac.compare_digest(token.encode(), self._admin.encode()):
             return "kubernetes-admin"
         signed, _, signature = token.rpartition(".")

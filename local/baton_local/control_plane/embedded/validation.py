@@ -115,6 +115,8 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
         name = volume.get("name", "")
         if not name:
             errors.append(required(f"{path}.volumes[{index}].name"))
+        elif not _LABEL.fullmatch(name) or len(name) > 63:
+            errors.append(invalid_value(f"{path}.volumes[{index}].name", name, _LABEL_TEXT))
         elif name in volumes:
             errors.append(duplicate(f"{path}.volumes[{index}].name", name))
         volumes.add(name)
