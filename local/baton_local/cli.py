@@ -192,7 +192,10 @@ def _run_status(args: argparse.Namespace) -> int:
 
     console = Console()
     console.print(service_tables(status))
-    console.print(f"\nendpoint    {status.endpoint}\nkubeconfig  {status.kubeconfig}", highlight=False)
+    console.out(f"\nendpoint    {status.endpoint}", highlight=False)
+    if status.ingress:
+        console.out(f"ingress     {status.ingress}", highlight=False)
+    console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
     return 0
 
 
@@ -216,7 +219,7 @@ def _run_logs(args: argparse.Namespace) -> int:
 async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: int | None) -> int:
     from kubernetes.aio.client import ApiException
 
-    from baton_local.service import ClusterApi
+    from baton_local.service import ClusterApi, api_message
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         if name:
@@ -234,7 +237,7 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
                     for line in lines:
                         print(prefix + line.decode(errors="replace"), flush=follow)
             except ApiException as error:
-                print(f"{prefix}{error.status} {error.reason}", file=sys.stderr)
+                print(f"{prefix}{api_message(error)}", file=sys.stderr)
                 return 1
             if rest:
                 print(prefix + rest.decode(errors="replace"))

@@ -21,6 +21,9 @@ from baton_local.state import StateDir
 
 PR_SET_PDEATHSIG = 1
 STOP_TIMEOUT_S = 20.0
+FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
+HELD_S = 60.0
+"""A component that ran this long starts its delays anew."""
 
 
 class ComponentError(Exception):
@@ -32,6 +35,23 @@ class Component:
     name: str
     command: list[str]
     env: dict[str, str]
+
+
+@dataclass
+class _Restarts:
+    """When a component that keeps ending may be started again."""
+
+    delay_s: float = 0.0
+    last: float = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Whether to start it now; if so, the next time waits longer, unless this time holds."""
+        if now < self.last + self.delay_s:
+            return False
+        held = now > self.last + HELD_S
+        self.delay_s = FIRST_DELAY_S if held else min(2 * self.delay_s, LAST_DELAY_S)
+        self.last = now
+        return True
 
 
 class LocalCluster:
@@ -49,6 +69,8 @@ class LocalCluster:
         self.ingress_port = ingress_port
         self.kubeconfig = state.root / "control-plane" / "kubeconfig"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._components: dict[str, Component] = {}
+        self._restarts: dict[str, _Restarts] = {}
         self._networks: Networks | None = None
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -84,14 +106,32 @@ class LocalCluster:
     def start_operator(self) -> None:
         operator = str(Path(sys.executable).parent / "baton-operator")
         command = [operator, "--kubeconfig", str(self.kubeconfig), "--http-port", "0"]
-        # POD_ID: else kopf asks for the user's name, which not every user id has.
-        self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1", "POD_ID": "baton-local"}))
+        self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 
     def check(self) -> None:
         """Raises ComponentError if a component ended by itself."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise ComponentError(f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}")
+
+    def heal(self) -> list[str]:
+        """Starts again what ended by itself, with a delay that grows. Returns the names of what it started.
+
+        Raises:
+            ComponentError: the control plane ended, and the cluster's objects with it.
+        """
+        started = []
+        now = time.monotonic()
+        for name, process in list(self._processes.items()):
+            if process.poll() is None:
+                continue
+            if name == "control-plane":
+                self.check()
+            restarts = self._restarts.setdefault(name, _Restarts())
+            if restarts.due(now):
+                self._spawn(self._components[name])
+                started.append(name)
+        return started
 
     def stop(self) -> None:
         """Operator first, so that nobody repairs what is being taken down; control plane last. Idempotent."""
@@ -124,7 +164,9 @@ class LocalCluster:
             if os.getppid() != parent:  # it died before prctl
                 os._exit(1)
 
-        with open(self.state.logs / f"{component.name}.log", "wb") as log:
+        again = component.name in self._components
+        self._components[component.name] = component
+        with open(self.state.logs / f"{component.name}.log", "ab" if again else "wb") as log:
             self._processes[component.name] = subprocess.Popen(
                 component.command,
                 stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,9 +49,10 @@ class ServiceStatus(msgspec.Struct):
     endpoint: str
     model: str
     """Name clients use."""
-    ingress_host: str
     conditions: list[Condition]
     pods: list[PodStatus]
+    ingress: str
+    """How to reach it through the Ingress: `curl` options; empty without one."""
     kubeconfig: str
 
     @property
@@ -88,6 +90,9 @@ class ClusterApi:
                 namespace=namespace,
                 field_manager=FIELD_MANAGER,
                 force_conflicts=True,
+                query_params=[
+                    ("fieldValidation", "Strict")
+                ],  # a misspelt field is refused; servers before 1.25 drop it
             )
 
     async def crd_established(self) -> bool:
@@ -106,7 +111,7 @@ class ClusterApi:
             namespace=namespace,
             endpoint=_reachable(status.get("endpoint", "")),
             model=spec["model"].get("servedName") or name,
-            ingress_host=((spec.get("gateway") or {}).get("ingress") or {}).get("host", ""),
+            ingress=await self._ingress(((spec.get("gateway") or {}).get("ingress") or {}).get("host", "")),
             conditions=[
                 Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
                 for c in status.get("conditions", [])
@@ -115,14 +120,15 @@ class ClusterApi:
             kubeconfig=str(self._kubeconfig),
         )
 
-    async def ingress_port(self) -> int | None:
-        """Where the Ingress proxy listens, as it wrote it on the node; None before it did."""
-        nodes = await self._core.list_node()
-        for node in nodes.items:
+    async def _ingress(self, host: str) -> str:
+        """The Ingress proxy says on the node where it listens."""
+        if not host:
+            return ""
+        for node in (await self._core.list_node()).items:
             port = (node.metadata.annotations or {}).get("baton.dev/ingress-port")
             if port:
-                return int(port)
-        return None
+                return f"-H 'Host: {host}' http://127.0.0.1:{port}"
+        return ""
 
     async def log(self, namespace: str, pod: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
         """The pod's log, chunk by chunk."""
@@ -134,6 +140,18 @@ class ClusterApi:
             raise ApiException(status=response.status, reason=(await response.text()).strip())
         async for chunk in response.content.iter_any():
             yield chunk
+
+
+def api_message(error: Exception) -> str:
+    """What the API server said, out of its Status body; or why it could not be asked."""
+    if not isinstance(error, ApiException):
+        return repr(error)
+    for text in (error.body, error.reason):
+        try:
+            return str(json.loads(text)["message"])
+        except (TypeError, ValueError, KeyError):
+            continue
+    return str(error.reason)
 
 
 def load_documents(path: Path) -> list[JsonObject]:

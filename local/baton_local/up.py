@@ -8,7 +8,6 @@ The process stays as the supervisor until Ctrl-C, SIGTERM or `baton down`.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from baton_local.ask import AskError, ask
 from baton_local.cluster import ComponentError, LocalCluster
 from baton_local.display import service_tables
 from baton_local.networks import NetworksInUseError
-from baton_local.service import ClusterApi, JsonObject, ServiceStatus, kv_bytes_received, load_documents
+from baton_local.service import ClusterApi, JsonObject, ServiceStatus, api_message, kv_bytes_received, load_documents
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
 from baton_operator.crd import custom_resource_definition
 
@@ -68,7 +67,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     except (ApiException, aiohttp.ClientError, TimeoutError) as error:
-        console.print(f"[red]baton up:[/] {escape(_api_message(error))}; see {escape(str(state.logs))}")
+        console.print(f"[red]baton up:[/] {escape(api_message(error))}; see {escape(str(state.logs))}")
         return 1
     except KeyboardInterrupt:
         return 1
@@ -124,7 +123,7 @@ async def _bring_up(
             try:
                 await api.apply(documents)
             except ApiException as error:
-                raise UpError(f"{options.file} was refused: {_api_message(error)}") from None
+                raise UpError(f"{options.file} was refused: {api_message(error)}") from None
             state.write_info(
                 ClusterInfo(
                     supervisor_pid=os.getpid(),
@@ -134,15 +133,14 @@ async def _bring_up(
                     service=name,
                 )
             )
-            status = await _wait_ready(api, cluster, namespace, name, options.timeout_s, started, console)
-            _print_next_steps(status, await api.ingress_port(), time.monotonic() - started, console)
+            progress = _Progress(console, started)
+            status = await _wait_ready(api, cluster, namespace, name, options.timeout_s, progress, console)
+            _print_next_steps(status, time.monotonic() - started, console)
             await _answer(api, status, options, console)
             if options.once:
                 return 0
             console.print("\nRunning until Ctrl-C.", style="dim")
-            while not stopped.is_set():
-                cluster.check()
-                await asyncio.sleep(0.5)
+            await _watch(api, cluster, namespace, name, progress, console, stopped)
             return 0
     finally:
         checkpoint.cancel()
@@ -194,15 +192,15 @@ async def _wait_ready(
     namespace: str,
     name: str,
     timeout_s: float,
-    started: float,
+    progress: _Progress,
     console: Console,
 ) -> ServiceStatus:
     deadline = time.monotonic() + timeout_s
-    with Live(console=console, refresh_per_second=8, transient=not console.is_terminal) as live:
+    with progress:
         while True:
             cluster.check()
             status = await api.service(namespace, name)
-            live.update(service_tables(status, time.monotonic() - started))
+            progress.show(status)
             if status.ready and status.endpoint:
                 return status
             if time.monotonic() > deadline:
@@ -216,11 +214,64 @@ async def _wait_ready(
                 async for chunk in api.log(namespace, pod.name, follow=False, tail=10):
                     console.out(chunk.decode(errors="replace"), end="")
             except ApiException as error:
-                console.print(escape(_api_message(error)), style="dim")
+                console.print(escape(api_message(error)), style="dim")
     raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; see `baton logs` and {cluster.state.logs}")
 
 
-def _print_next_steps(status: ServiceStatus, ingress_port: int | None, elapsed_s: float, console: Console) -> None:
+class _Progress:
+    """What happens to the service: a live table on a terminal while it comes up, else a line for each change."""
+
+    def __init__(self, console: Console, started: float) -> None:
+        self._console = console
+        self._started = started
+        self._live: Live | None = None
+        self._seen: dict[str, tuple[str, str, str]] = {}
+
+    def __enter__(self) -> None:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=8)
+            self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, status: ServiceStatus) -> None:
+        elapsed_s = time.monotonic() - self._started
+        if self._live is not None:
+            self._live.update(service_tables(status, elapsed_s))
+        for condition in status.conditions:
+            state = (condition.status, condition.reason, condition.message)
+            if self._seen.get(condition.type) != state:
+                self._seen[condition.type] = state
+                if self._live is None:
+                    line = f"{elapsed_s:7.1f} s  {condition.type}={condition.status} {condition.reason}: {condition.message}"
+                    self._console.out(line, highlight=False)
+
+
+async def _watch(
+    api: ClusterApi,
+    cluster: LocalCluster,
+    namespace: str,
+    name: str,
+    progress: _Progress,
+    console: Console,
+    stopped: asyncio.Event,
+) -> None:
+    """Stays until `stopped`: keeps the components running and says what happens to the service."""
+    while not stopped.is_set():
+        for component in cluster.heal():
+            console.print(f"{component} ended by itself and was started again; see `baton logs {component}`")
+        try:
+            progress.show(await api.service(namespace, name))
+        except ApiException as error:
+            if error.status != 404:  # 404: the user deleted it, and may apply another
+                raise
+        await asyncio.sleep(0.5)
+
+
+def _print_next_steps(status: ServiceStatus, elapsed_s: float, console: Console) -> None:
     console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
     lines = [
         f"export KUBECONFIG={status.kubeconfig}",
@@ -229,8 +280,8 @@ def _print_next_steps(status: ServiceStatus, ingress_port: int | None, elapsed_s
         f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{status.model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
     ]
-    if status.ingress_host and ingress_port:
-        lines.append(f"curl -H 'Host: {status.ingress_host}' http://127.0.0.1:{ingress_port}/v1/models")
+    if status.ingress:
+        lines.append(f"curl {status.ingress}/v1/models")
     for line in lines:
         console.out("  " + line, highlight=False)
 
@@ -248,12 +299,13 @@ async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, co
     )
     now = await api.service(status.namespace, status.service)
     moved = await kv_bytes_received(now.pods) - before
+    has_prefill = any(pod.role == "prefill" for pod in now.pods)
     console.print(
-        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s, "
-        f"{moved / 2**20:.2f} MiB of KV moved from prefill to decode",
+        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s"
+        + (f", {moved / 2**20:.2f} MiB of KV moved from prefill to decode" if has_prefill else ""),
         highlight=False,
     )
-    if any(pod.role == "prefill" for pod in now.pods) and moved == 0:
+    if has_prefill and moved == 0:
         raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen; see `baton logs`")
 
 
@@ -263,13 +315,3 @@ async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, mes
         if time.monotonic() > deadline:
             raise UpError(f"{message} within {timeout_s:g} s")
         await asyncio.sleep(0.05)
-
-
-def _api_message(error: Exception) -> str:
-    """What the API server said, out of its Status body; or why it could not be asked."""
-    if not isinstance(error, ApiException):
-        return repr(error)
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)

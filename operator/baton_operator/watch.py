@@ -117,6 +117,7 @@ async def _operator(
             clusterwide=not namespaces,
             namespaces=list(namespaces),
             stop_flag=end,
+            identity="baton-operator",  # else kopf asks for the user's name, which not every user id has
         )
     finally:
         end.set()  # a thread of kopf waits for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from support.local_cluster import LocalClusterUnderTest, manifest
+from support.local_cluster import LocalClusterUnderTest, manifest, processes_with_home
 from support.parity import assert_greedy, prompts, reference_model
 from support.waiting import eventually
 
@@ -185,6 +186,40 @@ def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, ro
         return answer.usage.completion_tokens > 0
 
     eventually(answers, timeout_s=30, what="an answer after the restart")
+
+
+@pytest.mark.parametrize("component", ["operator", "proxy", "kubelet"])
+def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo, component):
+    def running() -> psutil.Process | None:
+        for process in processes_with_home(cluster.home):
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if any(word.endswith((f"baton-{component}", f"baton_local.{component}")) for word in words):
+                    return process
+        return None
+
+    victim = running()
+    assert victim is not None
+    victim.kill()
+    eventually(
+        lambda: (again := running()) is not None and again.pid != victim.pid,
+        timeout_s=30,
+        what=f"another {component} process",
+    )
+    cluster.wait_ready(demo)
+    cluster.kubectl("scale", "llms/demo", "--replicas=2")
+    eventually(lambda: cluster.wait_ready(demo)["decode"]["ready"] == 2, timeout_s=90, what="2 decode pods ready")
+
+    def answers() -> bool:
+        try:
+            answer = client_of(cluster, demo).completions.create(
+                model=demo, prompt="again", max_tokens=8, temperature=0
+            )
+        except openai.OpenAIError as error:
+            raise AssertionError(repr(error)) from error
+        return answer.usage.completion_tokens > 0
+
+    eventually(answers, timeout_s=30, what=f"an answer after the {component}'s death")
 
 
 def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints):

@@ -48,6 +48,13 @@ def test_failure_is_said_and_exits_non_zero(home, tmp_path):
     assert "ModelNotFound" in done.stdout
     assert_nothing_left(home)
     assert home.baton("up", "-f", str(tmp_path / "nowhere.yaml"), "--once").returncode == 1
+    misspelt = manifest("demo", tmp_path / "no-model")
+    misspelt["spec"]["decode"] = {"replica": 2}
+    path.write_text(yaml.safe_dump(misspelt))
+    done = home.baton("up", "-f", str(path), "--once")
+    assert done.returncode == 1
+    assert "spec.decode.replica" in done.stdout
+    assert_nothing_left(home)
 
 
 def test_detach_status_logs_down(home, checkpoints):
