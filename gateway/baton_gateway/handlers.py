@@ -100,7 +100,8 @@ class Admission:
     async def wait_idle(self, timeout_s: float) -> bool:
         """False if requests are still being served after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

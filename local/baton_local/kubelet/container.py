@@ -317,7 +317,8 @@ class ContainerRunner:
             )
             self._context.changed()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), delay)
+            async with asyncio.timeout(delay):
+                await self._stopping.wait()
 
     def _message_path(self) -> str:
         return str(self.container.get("terminationMessagePath") or "/dev/termination-log")

@@ -168,4 +168,5 @@ async def _register(node: Node, stop: asyncio.Event) -> None:
                 raise
             log.warning("waiting for the API server: %s", error)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await stop.wait()

@@ -48,7 +48,8 @@ class ContainerLog:
     async def changed(self, timeout_s: float) -> None:
         """Wait for the next write, at most `timeout_s`."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             return
 

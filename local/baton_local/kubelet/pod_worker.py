@@ -245,7 +245,8 @@ class PodWorker:
     async def _write_last_status(self) -> None:
         """Nobody else would say that the pod is not ready any more. One try: the API server may be ending, too."""
         try:
-            await asyncio.wait_for(self._write_status(), LAST_STATUS_S)
+            async with asyncio.timeout(LAST_STATUS_S):
+                await self._write_status()
         except TimeoutError:
             log.warning("could not write the last status of pod %s", self.pod["metadata"]["name"])
 

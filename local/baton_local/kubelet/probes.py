@@ -139,5 +139,6 @@ async def _http_get(action: Json, context: HandlerContext, timeout_s: float) -> 
 
 async def _tcp_connect(action: Json, context: HandlerContext, timeout_s: float) -> None:
     host, port = action.get("host") or context.pod_ip, resolve_port(action["port"], context.container)
-    _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        _, writer = await asyncio.open_connection(host, port)
     writer.close()

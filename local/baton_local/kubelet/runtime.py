@@ -92,7 +92,8 @@ class Guard:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             try:
-                await asyncio.wait_for(asyncio.to_thread(self._process.wait), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.to_thread(self._process.wait)
             except TimeoutError:
                 log.warning("the guardian is still killing processes")
         os.close(self._lock)
@@ -190,7 +191,8 @@ class Process:
 
     async def wait(self, timeout_s: float | None = None) -> int:
         """The exit code of the main process, 128 + signal if a signal ended it. Raises: TimeoutError."""
-        await asyncio.wait_for(self._exited.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._exited.wait()
         code = self._popen.returncode
         return code if code >= 0 else 128 - code
 
@@ -205,7 +207,8 @@ class Process:
             log.warning("processes of %s survive SIGKILL; is a device hung?", self._marker)
         await self._exited.wait()
         try:
-            await asyncio.wait_for(self._drained.wait(), _DRAIN_S)
+            async with asyncio.timeout(_DRAIN_S):
+                await self._drained.wait()
         except TimeoutError:  # a process outside the container holds the pipe
             for fd in list(self._readers):
                 self._close(fd)

@@ -82,7 +82,8 @@ class IngressProxy:
             for node in list(self._nodes.objects.values()):
                 await self._annotate(node, port)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), RESYNC_S)
+                async with asyncio.timeout(RESYNC_S):
+                    await self._changed.wait()
 
     async def _write_status(self, ingress: Json, address: str, port: int) -> None:
         entries = ((ingress.get("status") or {}).get("loadBalancer") or {}).get("ingress") or []

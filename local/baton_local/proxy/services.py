@@ -40,7 +40,8 @@ class ServiceProxy:
                 await self._reconcile()
                 # Also from time to time unasked: a port that was taken may be free now.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RESYNC_S)
+                    async with asyncio.timeout(RESYNC_S):
+                        await self._changed.wait()
         finally:
             for server in self._listeners.values():
                 server.close()
@@ -111,7 +112,8 @@ class ServiceProxy:
         service, port = found
         for host, number in self.candidates(service, port):
             try:
-                upstream = await asyncio.wait_for(asyncio.open_connection(host, number), CONNECT_TIMEOUT_S)
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    upstream = await asyncio.open_connection(host, number)
             except (OSError, TimeoutError) as error:
                 log.info("service %s: %s:%d does not answer: %r", key_of(service), host, number, error)
                 continue

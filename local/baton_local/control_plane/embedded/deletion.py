@@ -160,7 +160,8 @@ class Collector:
         expire_at = time.monotonic() + EXPIRE_EVERY_S
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), timeout=max(expire_at - time.monotonic(), 0.0))
+                async with asyncio.timeout(max(expire_at - time.monotonic(), 0.0)):
+                    await self._wake.wait()
             if time.monotonic() >= expire_at:
                 self._expire_events()
                 expire_at = time.monotonic() + EXPIRE_EVERY_S

@@ -127,7 +127,8 @@ async def _follow(
     while (left := deadline - time.monotonic()) > 0:
         wait_s = min(left, max(next_bookmark - time.monotonic(), 0.01)) if bookmarks else left
         try:
-            event = await asyncio.wait_for(queue.get(), wait_s)
+            async with asyncio.timeout(wait_s):
+                event = await queue.get()
         except TimeoutError:
             if bookmarks and queue.empty():
                 await stream.bookmark(cluster.store.version)
