@@ -19,8 +19,9 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,dev]"
+	@echo "installing into $(VENV): a minute or two the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,dev]"
 	@touch $(STAMP)
 
 install: $(STAMP)
@@ -53,7 +54,7 @@ bench: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(SUBJECT)/bench.py $(ARGS)
 
 gpu:
-	PYTHONPATH=engine:kernels:kv_transfer $(PYTHON) -m pytest tests/unit/kernels -m "gpu or not gpu" $(ARGS)
+	PYTHONPATH=engine:kernels:kv_transfer $(PYTHON) -m pytest tests/unit/kernels $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

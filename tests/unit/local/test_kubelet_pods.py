@@ -248,16 +248,16 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
 
 
 def test_init_containers_run_first_and_in_order(kubelet: KubeletProcess) -> None:
-    mounts = [{"name": "work", "mountPath": "/work"}]
+    mounts = [{"name": "scratch", "mountPath": "/scratch"}]
     steps = [
-        {**container(f"echo {n} >> $BATON_POD_ROOT/work/steps", volumeMounts=mounts), "name": n}
+        {**container(f"echo {n} >> $BATON_POD_ROOT/scratch/steps", volumeMounts=mounts), "name": n}
         for n in ("first", "second")
     ]
     name = run_pod(
         kubelet,
-        container("cat $BATON_POD_ROOT/work/steps", volumeMounts=mounts),
+        container("cat $BATON_POD_ROOT/scratch/steps", volumeMounts=mounts),
         initContainers=steps,
-        volumes=[{"name": "work", "emptyDir": {}}],
+        volumes=[{"name": "scratch", "emptyDir": {}}],
         restartPolicy="Never",
     )
     eventually(lambda: status(kubelet, name).get("phase") == "Succeeded", "phase Succeeded")
