@@ -50,7 +50,10 @@ class LoopbackAddresses:
         self._added.add(address)
         self._save()
         error = _ip("add", address)
-        if error and "File exists" not in error:
+        there = (
+            "File exists" in error or "already assigned" in error
+        )  # of a killed process with another ledger: now ours
+        if error and not there:
             self._added.discard(address)
             self._save()
             raise OSError(

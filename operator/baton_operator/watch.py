@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import kopf
@@ -58,34 +58,77 @@ async def watch(
 
     stopped = asyncio.ensure_future(stop.wait())
     while not stop.is_set():
-        end = threading.Event()
-        operator = _operator(due, configuration=configuration, in_cluster=in_cluster, namespaces=namespaces, end=end)
-        running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, operator))
+        kopf_thread = _KopfThread(due, configuration=configuration, in_cluster=in_cluster, namespaces=namespaces)
+        waits: list[asyncio.Future[Any]] = [stopped, kopf_thread.over]
         try:
-            await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            end.set()
-        try:
-            await running
-        except Exception as error:  # whatever it was: without watches every change waits for the resync
-            log.warning("the watches ended, starting them again in %g s: %s", RESTART_S, error or type(error).__name__)
+            kopf_thread.end()
+        if not stop.is_set():
+            why = kopf_thread.over.result()
+            log.warning("the watches ended, starting them again in %g s: %s", RESTART_S, why)
+        # Its thread takes seconds to end, or never does: it is left behind, its late events are harmless.
         await asyncio.wait([stopped], timeout=RESTART_S)
     await stopped
+
+
+class _KopfThread:
+    """One run of kopf. It is over when kopf ended, or asks for credentials again: with the same ones it would wait for ever."""
+
+    def __init__(
+        self,
+        due: Callable[[Key], None],
+        *,
+        configuration: client.Configuration,
+        in_cluster: bool,
+        namespaces: Collection[str],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[str] = self._loop.create_future()
+        """Why."""
+        self._end = threading.Event()
+        self._logins = 0
+
+        def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+            self._logins += 1
+            if self._logins > 1:
+                self._tell("the API server refused the credentials")
+            return kopf.login_with_service_account(**kwargs) if in_cluster else _connection_info(configuration)
+
+        operator = _operator(due, login=login, namespaces=namespaces, end=self._end)
+        # A daemon: nothing in it needs to be finished, and a process that ends must not wait for it.
+        threading.Thread(target=self._run, args=[operator], name="kopf", daemon=True).start()
+
+    def end(self) -> None:
+        """Asks kopf to end."""
+        self._end.set()
+
+    def _run(self, operator: Coroutine[Any, Any, None]) -> None:
+        why = "kopf ended"
+        try:
+            asyncio.run(operator)
+        except Exception as error:  # whatever it was: without watches every change waits for the resync
+            why = str(error) or type(error).__name__
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        def tell() -> None:
+            if not self.over.done():
+                self.over.set_result(why)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(tell)
 
 
 async def _operator(
     due: Callable[[Key], None],
     *,
-    configuration: client.Configuration,
-    in_cluster: bool,
+    login: Callable[..., kopf.ConnectionInfo | None],
     namespaces: Collection[str],
     end: threading.Event,
 ) -> None:
     """kopf until `end` is set. Raises whatever ends it before."""
     registry = kopf.OperatorRegistry()
-
-    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**kwargs) if in_cluster else _connection_info(configuration)
 
     def on_service(namespace: str, name: str, **_: Any) -> None:
         due(Key(namespace, name))

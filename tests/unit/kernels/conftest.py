@@ -1,17 +1,12 @@
-"""Where the Triton kernels run: natively on a GPU if there is one, else in Triton's interpreter on the CPU.
+"""Where the Triton kernels run; see tests/conftest.py for how that is chosen.
 
 Only torch, triton, numpy and pytest may be imported in this folder: `make gpu` runs it on machines that have nothing else.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before its module is imported
 
 
 @pytest.fixture(scope="session")

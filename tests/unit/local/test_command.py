@@ -140,7 +140,7 @@ def test_tables_show_brackets_as_they_are_and_whole_names():
     name, message = "demo-gateway-" + "x" * 40, "unready: [engine] see [/var/log]"
     pods = [PodStatus(name, "gateway", "127.77.0.2", "Running", False, 1, message)]
     conditions = [Condition("Ready", "False", "PodsNotReady", message)]
-    status = ServiceStatus("demo", "default", "", "demo", "", conditions, pods, "/k")
+    status = ServiceStatus("demo", "default", "", "demo", conditions, pods, "", "/k")
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(service_tables(status))
     assert console.export_text().count(message) == 2
