@@ -150,6 +150,7 @@ def manifest(name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, 
             "model": {"uri": f"file://{checkpoint}", "servedName": name, "dtype": "float32"},
             **({"prefill": {"replicas": prefill}} if prefill else {}),
             "decode": {"replicas": decode},
+            "engine": {"numThreads": 1, "maxNumBatchedTokens": 64},  # so that longer prompts are prefilled in chunks
             **spec,
         },
     }
