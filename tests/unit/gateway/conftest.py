@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
-from gateway_fakes import EOS_ID, Stand
+from gateway_fakes import EOS_ID, MakeStand, Stand
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -48,10 +48,6 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     assert tokenizer.eos_token_id == EOS_ID
     return tokenizer
-
-
-class MakeStand(Protocol):
-    def __call__(self, **config: Any) -> Stand: ...
 
 
 @pytest.fixture

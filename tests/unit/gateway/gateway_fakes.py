@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -282,3 +282,9 @@ class Stand:
         await self.gateway.stop()
         for engine in self.engines:
             engine.die()
+
+
+class MakeStand(Protocol):
+    """A stand with these fields of its configuration."""
+
+    def __call__(self, **config: Any) -> Stand: ...

@@ -7,8 +7,7 @@ import json
 
 import openai
 import pytest
-from conftest import MakeStand
-from gateway_fakes import DEADLINE_S, Stand
+from gateway_fakes import DEADLINE_S, MakeStand, Stand
 
 from baton_gateway.server import MAX_BODY_BYTES
 

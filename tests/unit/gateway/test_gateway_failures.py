@@ -8,8 +8,7 @@ import socket
 
 import openai
 import pytest
-from conftest import MakeStand
-from gateway_fakes import FakeEngine, Stand, until
+from gateway_fakes import FakeEngine, MakeStand, Stand, until
 
 from baton_engine.protocol.messages import ErrorCode
 
