@@ -22,6 +22,7 @@ from baton_operator.workqueue import Key
 log = logging.getLogger(__name__)
 
 RESTART_S = 2.0
+END_TIMEOUT_S = 10.0
 
 _OWNED = (
     ("", "v1", "pods"),
@@ -67,7 +68,7 @@ async def watch(
         if not stop.is_set():
             why = kopf_thread.over.result()
             log.warning("the watches ended, starting them again in %g s: %s", RESTART_S, why)
-        # Its thread takes seconds to end, or never does: it is left behind, its late events are harmless.
+        # Its thread takes seconds to end; nobody waits for it, for its late events are harmless.
         await asyncio.wait([stopped], timeout=RESTART_S)
     await stopped
 
@@ -95,21 +96,34 @@ class _KopfThread:
                 self._tell("the API server refused the credentials")
             return kopf.login_with_service_account(**kwargs) if in_cluster else _connection_info(configuration)
 
+        self._own_loop = asyncio.new_event_loop()
         operator = _operator(due, login=login, namespaces=namespaces, end=self._end)
         # A daemon: nothing in it needs to be finished, and a process that ends must not wait for it.
         threading.Thread(target=self._run, args=[operator], name="kopf", daemon=True).start()
 
     def end(self) -> None:
-        """Asks kopf to end."""
+        """Asks kopf to end; what has not ended after END_TIMEOUT_S is stopped, so that threads do not pile up."""
         self._end.set()
+        self._loop.call_later(END_TIMEOUT_S, self._stop_loop)
+
+    def _stop_loop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._own_loop.call_soon_threadsafe(self._own_loop.stop)
 
     def _run(self, operator: Coroutine[Any, Any, None]) -> None:
         why = "kopf ended"
+        loop = self._own_loop
+        asyncio.set_event_loop(loop)
         try:
-            asyncio.run(operator)
+            loop.run_until_complete(operator)
         except Exception as error:  # whatever it was: without watches every change waits for the resync
             why = str(error) or type(error).__name__
         self._tell(why)
+        if pending := asyncio.all_tasks(loop):
+            for task in pending:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+        loop.close()
 
     def _tell(self, why: str) -> None:
         def tell() -> None:

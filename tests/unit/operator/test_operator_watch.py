@@ -82,6 +82,7 @@ async def test_watches_that_end_by_themselves_are_started_again(
     api: tuple[Api, client.Configuration], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "RESTART_S", 0.1)
+    monkeypatch.setattr(watching, "END_TIMEOUT_S", 1.0)
     server, configuration = api
     keys: list[tuple[Key, int]] = []
     stop = asyncio.Event()
@@ -110,3 +111,7 @@ async def test_watches_that_end_by_themselves_are_started_again(
     await wait_for(2, 2)
     stop.set()
     await asyncio.wait_for(running, DEADLINE_S)
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while left := [thread for thread in threading.enumerate() if thread.name == "kopf"]:
+        assert asyncio.get_running_loop().time() < deadline, f"{len(left)} threads of kopf do not end"
+        await asyncio.sleep(0.05)
