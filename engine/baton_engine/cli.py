@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from baton_engine.core.admin_server import AdminServer
-from baton_engine.core.engine_core_proc import UNIPROC_EXECUTOR, EngineCoreProc
+from baton_engine.core.engine_core_proc import EngineCoreProc
 from baton_engine.core.metrics import engine_registry
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, container_path, pod_ip
@@ -50,6 +50,28 @@ FLAGS = [
     _Flag("--kv-load-failure-policy", "kv_transfer.load_failure_policy", str, "recompute or fail"),
     _Flag("--kv-load-timeout-s", "kv_transfer.load_timeout_s", float, "a consumer's wait without progress"),
     _Flag("--kv-lease-s", "kv_transfer.lease_s", float, "a producer's wait for its consumer"),
+    _Flag("--watermark", "cache.watermark", float, "fraction of blocks that admission leaves free"),
+    _Flag("--swap-memory-bytes", "cache.swap_memory_bytes", int, "host memory for blocks of preempted groups"),
+    _Flag("--enable-kv-events", "cache.enable_kv_events", bool, "publish what the prefix cache gains and loses"),
+    _Flag("--scheduling-policy", "scheduler.policy", str, "priority or fcfs"),
+    _Flag("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", bool, "run long prompts in several steps"),
+    _Flag(
+        "--long-prefill-token-threshold",
+        "scheduler.long_prefill_token_threshold",
+        int,
+        "most tokens of one prompt in a step while shorter ones wait",
+    ),
+    _Flag("--preemption-mode", "scheduler.preemption_mode", str, "auto, recompute or swap"),
+    _Flag("--async-scheduling", "scheduler.async_scheduling", bool, "schedule a step while the last one runs"),
+    _Flag("--scheduler-class", "scheduler.scheduler_class", str, "qualified name"),
+    _Flag("--tensor-parallel-size", "parallel.tensor_parallel_size", int, "ranks that share each layer"),
+    _Flag("--pipeline-parallel-size", "parallel.pipeline_parallel_size", int, "stages the layers are split into"),
+    _Flag("--executor", "parallel.executor_class", str, "auto, uniproc, multiproc, external_launcher, ray, or a class"),
+    _Flag("--worker-class", "parallel.worker_class", str, "qualified name"),
+    _Flag("--log-iterations", "observability.log_iterations", bool, "one log line per step"),
+    _Flag("--count-nans-in-logits", "observability.count_nans_in_logits", bool, "report NaNs per output"),
+    _Flag("--profiler-dir", "observability.profiler_dir", str, "where torch profiles are written"),
+    _Flag("--crash-dump-dir", "observability.crash_dump_dir", str, "where the input of a failing step is written"),
     _Flag("--device", "device", str, "auto, cpu or cuda"),
     _Flag("--num-threads", "num_threads", int, "compute threads"),
     _Flag("--engine-port", "engine_port", int, "port of the engine's ROUTER"),
@@ -70,7 +92,6 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="an EngineConfig as JSON; flags override its fields"
     )
-    parser.add_argument("--executor", default=UNIPROC_EXECUTOR, metavar="CLASS", help="qualified name of the executor")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     for flag in FLAGS:
         if flag.type is bool:
@@ -137,17 +158,17 @@ def main(argv: list[str] | None = None) -> int:
             format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
             stream=sys.stderr,
         )
-        return _serve(config, args.executor)
+        return _serve(config)
     except ConfigurationError as error:
         logging.shutdown()
         print(f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True)
         return EX_CONFIG
 
 
-def _serve(config: EngineConfig, executor_class: str) -> int:
+def _serve(config: EngineConfig) -> int:
     host = pod_ip()
     try:
-        proc = EngineCoreProc(config, host, executor_class=executor_class)
+        proc = EngineCoreProc(config, host)
     except zmq.ZMQError as error:
         logger.error("cannot bind %s:%d: %s", host, config.engine_port, error)
         return 1

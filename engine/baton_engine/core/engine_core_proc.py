@@ -28,7 +28,7 @@ from baton_engine.core.admin_server import Condition, DrainStatus
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.core.stats import EngineStats
-from baton_engine.executor.base import Executor, load_executor_class
+from baton_engine.executor.base import Executor, executor_name, load_executor_class
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
@@ -46,7 +46,6 @@ from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 
 logger = logging.getLogger(__name__)
 
-UNIPROC_EXECUTOR = "baton_engine.executor.uniproc.UniProcExecutor"
 UTILITIES = frozenset({"drain", "get_stats", "reset_prefix_cache"})
 """Methods of EngineCore that clients may call."""
 IDLE_INTERVAL_S = 1.0
@@ -78,13 +77,9 @@ class EngineCoreProc:
         config: EngineConfig,
         host: str,
         *,
-        executor_class: str = UNIPROC_EXECUTOR,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
         """
-        Args:
-            executor_class: qualified name, imported when the model is loaded: it may bring torch, and sockets come first.
-
         Raises:
             zmq.ZMQError: the engine port cannot be bound.
         """
@@ -92,7 +87,6 @@ class EngineCoreProc:
         self.instance_id = uuid.uuid4().hex
         self.state = State.LOADING
         self.io = EngineIO(host, config.engine_port, self.instance_id, self._load, client_timeout_s=client_timeout_s)
-        self._executor_class = executor_class
         self._stats = EngineStats()
         self._owners: dict[str, bytes] = {}
         """Client of each unfinished request."""
@@ -111,7 +105,9 @@ class EngineCoreProc:
         self.io.start()
         executor: Executor | None = None
         try:
-            executor = load_executor_class(self._executor_class)(self.config, self.instance_id, self.io.wake_engine)
+            executor = load_executor_class(executor_name(self.config))(
+                self.config, self.instance_id, self.io.wake_engine
+            )
             core = EngineCore(self.config, executor, take_aborts=self._take_aborts)
             self._start_serving(core)
             self._run_busy_loop(core)

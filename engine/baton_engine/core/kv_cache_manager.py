@@ -116,4 +116,4 @@ class KVCacheManager:
         self.pool.reset()
 
     def _root(self, request: Request) -> BlockHash:
-        return root_hash(self._model_key, request.cache_salt)
+        return root_hash(self._model_key, request.cache_salt, request.lora_name)

@@ -30,6 +30,7 @@ class Request:
         self.sampling_params = core_request.sampling_params
         self.sample_index = core_request.sample_index
         self.cache_salt = core_request.cache_salt
+        self.lora_name = core_request.lora_name
         self.kv_transfer = core_request.kv_transfer
         self.token_ids = [*core_request.prompt_token_ids, *core_request.generated_token_ids]
         """All known tokens: prompt, then generated."""

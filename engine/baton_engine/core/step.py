@@ -1,12 +1,27 @@
-"""What the scheduler tells the executor in one step, and what comes back. Torch-free, so that schedulers are tested without it."""
+"""What the scheduler tells the executor in one step, and what comes back. Torch-free, so that schedulers are tested without it.
+
+A worker applies a step in this order: forget `finished_request_ids`, swap out, swap in, copy blocks, take in new and known
+requests, run the tokens, sample. Steps are applied in the order in which they were scheduled; several may be in flight.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from baton_engine.protocol.messages import TokenLogprobs
+import numpy as np
+import numpy.typing as npt
+
+from baton_engine.protocol.messages import PromptLogprobs, RoutedExperts, TokenLogprobs
 from baton_engine.protocol.sampling import SamplingParams
 from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
+
+
+class BlockCopy(NamedTuple):
+    """The whole content of one block goes into another. Within a list no block is both a source and a target."""
+
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
@@ -25,11 +40,17 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """A request the worker already knows: only what changed. Tokens it sampled itself it has appended itself."""
+    """A request the worker already knows: only what changed."""
 
     request_id: str
     new_block_ids: list[int]
     num_computed_tokens: int
+    new_token_ids: list[int] = field(default_factory=list)
+    """Tokens from position `num_computed_tokens` on that the worker may not know: chosen by the scheduler (beam search), or sampled
+    by another pipeline stage. Empty: the worker sampled them itself and has appended them, perhaps in a step still in flight."""
+    replaced_blocks: list[BlockCopy] = field(default_factory=list)
+    """Copy-on-write: wherever `source` stands in the request's block table, `target` takes its place. The copy itself is in
+    `SchedulerOutput.block_copies`."""
 
 
 @dataclass(slots=True)
@@ -38,14 +59,37 @@ class SchedulerOutput:
     cached_requests: list[CachedRequestData]
     num_scheduled_tokens: dict[str, int]
     """Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A request samples in this step
-    iff that range reaches its last known token (prompt + generated)."""
+    iff that range reaches the last token the worker knows when it runs the step (prompt + generated)."""
     finished_request_ids: list[str]
     """Ended or preempted since the last step: the worker forgets them."""
     connector: ConnectorMetadata = field(default_factory=ConnectorMetadata)
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    """From device blocks to host blocks."""
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    """From host blocks to device blocks."""
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    """Between device blocks."""
+    step_id: int = 0
+    """Counts up; names the step in logs and in crash dumps."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+    @property
+    def reaches_model_runner(self) -> bool:
+        """Whether there is more to do than to talk to the connector."""
+        return bool(self.num_scheduled_tokens or self.swap_out or self.swap_in or self.block_copies)
+
+
+@dataclass(slots=True)
+class GrammarOutput:
+    """Which tokens structured outputs allow next. Computed while the model runs, needed when its logits are sampled."""
+
+    request_ids: list[str]
+    """Row order of `bitmask`; only requests that sample in this step and have a grammar."""
+    bitmask: npt.NDArray[np.int32]
+    """[len(request_ids), ceil(vocab_size / 32)]; token t is allowed iff bit t % 32 of word t // 32 is set."""
 
 
 @dataclass(slots=True)
@@ -53,5 +97,11 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
     """Per request that sampled in this step: the token."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    """Per request that asked for them."""
+    """Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries whether or not they asked."""
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    """Per request that asked: of the prompt tokens this step predicted, from position num_computed_tokens + 1 on."""
+    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    """Per request that sampled; only if config.observability.count_nans_in_logits is set."""
+    routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
+    """Per request that asked: of the tokens this step ran."""
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)

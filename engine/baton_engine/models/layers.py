@@ -41,7 +41,9 @@ class ForwardBatch:
     seq_lens: Tensor
     """int32 [num_seqs], this step's tokens included."""
     kv_cache: Tensor
-    """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]."""
+    """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]: this rank's heads and layers."""
+    routed_experts: list[Tensor] | None = None
+    """Not None: every sparse layer appends the experts of each token, int [num_tokens, experts per token]."""
 
 
 @dataclass(slots=True)

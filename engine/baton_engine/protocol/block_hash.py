@@ -15,9 +15,9 @@ BlockHash = bytes
 DIGEST_BYTES = 16
 
 
-def root_hash(model_key: str, cache_salt: str = "") -> BlockHash:
-    """Parent of a sequence's first block: separates models, adapters and salts."""
-    keys = b"\x00".join((model_key.encode(), cache_salt.encode()))
+def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
+    """Parent of a sequence's first block: separates models, salts and adapters."""
+    keys = b"\x00".join(key.encode() for key in (model_key, cache_salt, lora_name))
     return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()
 
 

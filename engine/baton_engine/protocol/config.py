@@ -49,7 +49,14 @@ class CacheConfig(_Config, frozen=True):
     memory_bytes: int = 256 * 2**20
     """KV memory of one engine on a CPU."""
     gpu_memory_utilization: float = 0.9
+    """Fraction of the GPU's memory that weights, activations and KV may take together."""
     enable_prefix_caching: bool = True
+    swap_memory_bytes: int = 64 * 2**20
+    """Host memory for blocks of preempted groups; allocated when first needed. 0: they are recomputed."""
+    watermark: float = 0.01
+    """Fraction of the blocks that admission leaves free for those already running."""
+    enable_kv_events: bool = False
+    """Tell clients that subscribe what the prefix cache gains and loses."""
 
 
 class SchedulerConfig(_Config, frozen=True):
@@ -58,6 +65,41 @@ class SchedulerConfig(_Config, frozen=True):
     max_num_seqs: int = 64
     max_queue: int = 4096
     """Waiting requests; more are refused as OVERLOADED."""
+    policy: str = "priority"
+    """priority (lower value first, then arrival) or fcfs (arrival alone)."""
+    enable_chunked_prefill: bool = True
+    """False: a prompt runs in one step, so it must fit the budget."""
+    long_prefill_token_threshold: int = 0
+    """A step runs at most so many tokens of one prompt, if shorter ones wait for the budget. 0: no limit."""
+    preemption_mode: str = "auto"
+    """recompute, swap, or auto: swap for groups with several running sequences, recompute for the others."""
+    async_scheduling: bool = False
+    """Schedule the next step while the model still runs this one."""
+    scheduler_class: str = "baton_engine.core.scheduler.Scheduler"
+    """Qualified name."""
+
+
+class ParallelConfig(_Config, frozen=True):
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    executor_class: str = "auto"
+    """auto (uniproc, or multiproc for more than one worker), uniproc, multiproc, external_launcher, ray, or a qualified name."""
+    worker_class: str = "baton_engine.worker.worker.Worker"
+    """Qualified name."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class ObservabilityConfig(_Config, frozen=True):
+    log_iterations: bool = False
+    """One log line per step: what ran, how long it took."""
+    count_nans_in_logits: bool = False
+    profiler_dir: str = ""
+    """Where start_profile writes torch traces; empty: profiling is refused."""
+    crash_dump_dir: str = ""
+    """Where the input of a failing step is written; empty: the system's temporary folder."""
 
 
 class KVTransferConfig(_Config, frozen=True):
@@ -78,6 +120,8 @@ class EngineConfig(_Config, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     device: str = "auto"
     """auto, cpu or cuda."""
     num_threads: int | None = None

@@ -19,6 +19,7 @@ is three frames, in both directions:
                                 <-  PONG       Pong            answered by the I/O thread: proves the process, not the loop
                                 <-  REFUSED    Refused         wrong version, wrong instance id, malformed message
                                 <-  DEAD       Dead            the engine loop failed; nothing more will come
+                                <-  KV_EVENTS  KVEventBatch    to subscribers: what the prefix cache gained and lost
 
 A message whose instance id is not the receiver's is refused: nothing meant for a dead process reaches its successor.
 """
@@ -60,6 +61,7 @@ class EngineCoreResponseType(bytes, enum.Enum):
     READY = b"\x12"
     REFUSED = b"\x13"
     DEAD = b"\x14"
+    KV_EVENTS = b"\x15"
 
 
 class FinishReason(enum.IntEnum):
@@ -73,6 +75,8 @@ class FinishReason(enum.IntEnum):
     """The client asked for it."""
     ERROR = 3
     """The engine could not go on; `EngineCoreOutput.error` says why."""
+    REPETITION = 4
+    """The output repeats itself, as `SamplingParams.repetition_detection` defines it."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -91,6 +95,8 @@ class ErrorCode(enum.IntEnum):
     """The step failed; another pod may succeed."""
     KV_LOAD = 4
     """KV blocks could not be fetched and the policy says fail."""
+    LENGTH = 5
+    """It can never fit this engine: longer than max_model_len, or than the KV memory. The finish_reason is LENGTH."""
 
 
 class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -100,6 +106,8 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class Hello(_Wire):
     protocol_version: int
     client_id: str
+    kv_events: bool = False
+    """Send me KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set."""
 
 
 class Init(_Wire):
@@ -183,6 +191,11 @@ class EngineCoreRequest(_Wire):
     data_parallel_rank: int | None = None
     current_wave: int = 0
     trace_headers: dict[str, str] | None = None
+    group_id: str = ""
+    """Samples of one prompt name the same group: the engine computes the prompt once, they share its blocks (copy-on-write) and
+    are swapped together. All members have equal prompts, no generated tokens and no kv_transfer; empty: alone."""
+    lora_name: str = ""
+    """Keys the prefix cache: KV of different adapters is different KV."""
 
 
 class PrefillResult(_Wire):
@@ -204,6 +217,45 @@ class TokenLogprobs(_Wire):
     """The `logprobs` most likely (token id, logprob), best first."""
 
 
+PromptLogprobs = list[TokenLogprobs]
+"""Of consecutive prompt tokens. A prompt's first token has none: nothing predicts it."""
+
+
+class RoutedExperts(_Wire):
+    """Which experts each token took, of a mixture-of-experts model."""
+
+    shape: tuple[int, int, int]
+    """(tokens, sparse layers, experts per token)."""
+    expert_ids: bytes
+    """uint16, little endian, in C order."""
+
+
+class BeamOutput(_Wire):
+    """One finished beam."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    """cumulative_logprob / number of tokens ** length_penalty: what beams are ordered by."""
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class EngineCoreEventType(enum.IntEnum):
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(_Wire):
+    """Something that happened to a request inside the engine."""
+
+    type: EngineCoreEventType
+    timestamp: float
+    """`time.monotonic()` of the engine process, in seconds: only differences within one process mean anything."""
+
+
 class EngineCoreOutput(_Wire):
     request_id: str
     new_token_ids: list[int]
@@ -219,6 +271,15 @@ class EngineCoreOutput(_Wire):
     """Prompt tokens taken from the prefix cache; set on the first output."""
     num_remote_tokens: int = 0
     """Prompt tokens whose KV came from a peer; set on the first output."""
+    events: list[EngineCoreEvent] | None = None
+    """What happened since the last output."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of prompt positions 1 on, all at once, on the first output with a token."""
+    beams: list[BeamOutput] | None = None
+    """Beam search: all finished beams, best first, on the one and last output."""
+    num_nans_in_logits: int = 0
+    routed_experts: RoutedExperts | None = None
+    """Of all tokens computed since the last output."""
 
     @property
     def finished(self) -> bool:
@@ -246,3 +307,31 @@ class EngineCoreOutputs(_Wire):
     engine_index: int = 0
     wave_complete: int | None = None
     start_wave: int | None = None
+
+
+class BlocksStored(_Wire, tag="stored"):
+    """Consecutive blocks of one sequence became findable in the prefix cache."""
+
+    block_hashes: list[bytes]
+    parent_hash: bytes
+    """Of the block before the first; the root hash if there is none."""
+    block_size: int
+
+
+class BlocksRemoved(_Wire, tag="removed"):
+    """Blocks were evicted."""
+
+    block_hashes: list[bytes]
+
+
+class AllBlocksCleared(_Wire, tag="cleared"):
+    """The prefix cache was reset."""
+
+
+KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
+
+
+class KVEventBatch(_Wire):
+    sequence: int
+    """Counts up by one per batch. A gap means that batches were missed: what is known of this engine's cache is void."""
+    events: list[KVEvent]

@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
 
 
-class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class _Params(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Options of what travels with every request; new fields go last, with a default."""
+
+
+class RepetitionDetection(_Params):
+    """Ends a request when its last tokens are one pattern, `min_count` times in a row."""
+
+    max_pattern_size: int
+    """Longest pattern looked for, in tokens."""
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+class StructuredOutputKind(enum.StrEnum):
+    JSON = "json"
+    """`spec` is a JSON schema."""
+    JSON_OBJECT = "json_object"
+    """Any JSON object; `spec` is empty."""
+    REGEX = "regex"
+    CHOICE = "choice"
+    """`spec` is a JSON list of strings."""
+    GRAMMAR = "grammar"
+    """`spec` is a context-free grammar in Lark's or GBNF's notation."""
+
+
+class StructuredOutput(_Params):
+    """What the text of the output must look like."""
+
+    kind: StructuredOutputKind
+    spec: str = ""
+
+
+class SamplingParams(_Params):
     """Field names and meanings are OpenAI's and vLLM's.
 
     Sampling is a pure function of (logits, these params, prompt ids, generated ids, seed, sample index): nothing else.
@@ -35,6 +70,21 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     """How many of the most likely tokens to report per position; 0: only the sampled one; None: nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on. Such a request reads no prefix cache: every position is needed."""
+    allowed_token_ids: list[int] | None = None
+    """Nothing else is sampled."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """Token sequences that are never completed: their last token is masked where the others stand before it."""
+    repetition_detection: RepetitionDetection | None = None
+    structured_output: StructuredOutput | None = None
+    beam_width: int = 0
+    """Over 0: beam search with so many beams instead of sampling; the request has one output, at its end."""
+    length_penalty: float = 1.0
+    """Beam search: exponent of the length that cumulative log-probabilities are divided by."""
+    early_stopping: bool = False
+    """Beam search: end with the first `beam_width` finished beams, also if a running one could still beat them."""
+    return_routed_experts: bool = False
 
     def validate(self) -> None:
         """Raises ValueError naming the field and the bound."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.layers import CausalLM, ForwardBatch
@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 32
 
 
 class ModelRunner:
-    """Use: load_model(), allocate_kv_cache(n), warm_up(), then execute_model(step) per step.
+    """Use: load_model(), allocate_kv_cache(n), warm_up(), then execute_model(step) and sample_tokens(grammar) per step.
 
     What follows from the checkpoint (model_config, dtype, compatibility_hash) is read when first asked for and raises what
     load_model raises.
@@ -39,6 +39,8 @@ class ModelRunner:
         self.device = _resolve_device(config.device)
         self._input_batch: InputBatch
         self._model: CausalLM | None = None
+        self._to_sample: tuple[list[str], torch.Tensor] | None = None
+        """Request ids and logits, [len(ids), vocab_size], between execute_model and sample_tokens."""
         self._kv_cache: torch.Tensor | None = None
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -114,21 +116,16 @@ class ModelRunner:
             model.compute_logits(model(batch)[:1])
 
     @torch.inference_mode()
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs the scheduled tokens, writes their KV, and samples for every request whose last known token ran.
-
-        Sampled tokens are appended to the worker's own state: the scheduler does not send them back.
-        """
+    def execute_model(self, step: SchedulerOutput) -> None:
+        """Applies the step's changes, runs its tokens and writes their KV. What it samples from is kept for `sample_tokens`."""
         model, kv_cache = self._ready()
         batch = self._input_batch
         batch.apply(step)
-        scheduled = {request_id: n for request_id, n in step.num_scheduled_tokens.items() if n > 0}
-        output = ModelRunnerOutput()
+        self._to_sample = None
+        scheduled = step.num_scheduled_tokens
         if not scheduled:
-            return output
-        forward_batch = batch.make_forward_batch(scheduled, kv_cache, self.device)
-        hidden = model(forward_batch)
-
+            return
+        hidden = model(batch.make_forward_batch(scheduled, kv_cache, self.device))
         sampling_ids: list[str] = []
         last_rows: list[int] = []
         end = 0
@@ -137,9 +134,21 @@ class ModelRunner:
             if batch.samples(request_id, num_tokens):
                 sampling_ids.append(request_id)
                 last_rows.append(end - 1)
-        if not sampling_ids:
+        if sampling_ids:
+            logits = model.compute_logits(hidden[torch.tensor(last_rows, device=self.device)])
+            self._to_sample = (sampling_ids, logits)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples for every request whose last known token ran.
+
+        Sampled tokens are appended to the worker's own state: the scheduler does not send them back.
+        """
+        output = ModelRunnerOutput()
+        if self._to_sample is None:
             return output
-        logits = model.compute_logits(hidden[torch.tensor(last_rows, device=self.device)])
+        (sampling_ids, logits), self._to_sample = self._to_sample, None
+        batch = self._input_batch
         inputs = [batch.sampling_input(request_id) for request_id in sampling_ids]
         sampled = sample(logits, inputs, self.model_config.eos_token_ids)
         for request_id, token_id, logprobs in zip(sampling_ids, sampled.token_ids, sampled.logprobs, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
@@ -26,6 +26,7 @@ class Worker:
         self.connector: KVConnectorWorker | None = None
         self._runner: ModelRunner | None = None
         self._kv_cache: torch.Tensor | None = None
+        self._step: SchedulerOutput | None = None
 
     def initialize(self, wakeup: Callable[[], None]) -> ModelInfo:
         """Loads the model, allocates and registers the KV cache, warms up.
@@ -70,15 +71,21 @@ class Worker:
             compatibility_hash=runner.compatibility_hash,
         )
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Starts the step's transfers, runs its tokens if it has any, publishes the blocks it completed."""
+    def execute_model(self, step: SchedulerOutput) -> None:
+        """Starts the step's transfers and runs its tokens."""
         assert self._runner is not None, "initialize() first"
+        self._step = step
         if self.connector is not None and step.connector:
             self.connector.start(step.connector)
-        if step.total_num_scheduled_tokens:
-            output = self._runner.execute_model(step)
-        else:
-            output = ModelRunnerOutput()
+        if step.reaches_model_runner:
+            self._runner.execute_model(step)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples from the step that ran last, and publishes the blocks it completed."""
+        assert self._runner is not None, "initialize() first"
+        assert self._step is not None, "execute_model() first"
+        step, self._step = self._step, None
+        output = self._runner.sample_tokens(grammar) if step.reaches_model_runner else ModelRunnerOutput()
         if self.connector is not None:
             if step.connector.saves:
                 self.connector.save(step.connector)

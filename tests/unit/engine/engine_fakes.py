@@ -10,9 +10,11 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import BlockLoad, ConnectorOutput, ConnectorStats, LoadResult
@@ -153,13 +155,30 @@ class FakeExecutor(Executor):
         time.sleep(float(os.environ.get("BATON_FAKE_LOAD_S", "0")))
         return ModelInfo(self.config.cache.num_blocks or 64, VOCAB_SIZE, (EOS,), 512, "fake-hash")
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._step = step
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        try:
+            future.set_result(self._run(self._step))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if any(new.prompt_token_ids == [13, 13, 13] for new in step.new_requests):
             raise RuntimeError("the device is on fire")
         if not step.total_num_scheduled_tokens:
             return ModelRunnerOutput()
         time.sleep(self.step_s)
         return self.runner.execute_model(step)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+        raise NotImplementedError(method)
+
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
+        pass
 
     def connector_stats(self) -> ConnectorStats | None:
         return None

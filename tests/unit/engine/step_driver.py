@@ -104,7 +104,8 @@ class StepDriver:
                 )
                 sequence.known_to_worker = True
             output.num_scheduled_tokens[sequence.request_id] = chunk
-        result = self.runner.execute_model(output)
+        self.runner.execute_model(output)
+        result = self.runner.sample_tokens(None)
         for sequence in sequences:
             sequence.num_computed += output.num_scheduled_tokens[sequence.request_id]
             reached_end = sequence.num_computed == sequence.num_tokens

@@ -345,12 +345,15 @@ def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
 
 def test_a_silent_client_loses_its_requests():
     from baton_engine.core.engine_core_proc import EngineCoreProc
-    from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
+    from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 
     config = EngineConfig(
-        model=ModelConfig(path="/nowhere"), cache=CacheConfig(block_size=4, num_blocks=64), engine_port=0
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        parallel=ParallelConfig(executor_class="engine_fakes.SlowFakeExecutor"),
+        engine_port=0,
     )
-    proc = EngineCoreProc(config, HOST, executor_class="engine_fakes.SlowFakeExecutor", client_timeout_s=0.5)
+    proc = EngineCoreProc(config, HOST, client_timeout_s=0.5)
     thread = threading.Thread(target=proc.run)
     thread.start()
     socket = zmq.Context.instance().socket(zmq.DEALER)
