@@ -4,6 +4,7 @@ One folder or file per operation. A folder holds `__init__.py` (formula, shapes,
 truth that tests compare with) and `triton_kernel.py`, imported only when a GPU tensor arrives.
 
     attention    paged attention over the KV cache, prefill and decode in one call
+    block_copy   copies whole KV blocks, on the device and between device and host
     kv_write     puts new keys and values into their slots
     norm, rope, activation, moe
 """

@@ -7,10 +7,13 @@ out[t] = sum over k of weights[t, k] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton_kernels.activation import silu_and_mul
+from baton_kernels.linear import linear
 
 
 def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -29,31 +32,35 @@ def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
     return weights.to(router_logits.dtype), expert_ids
 
 
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor,
+    gate_up: Sequence[Tensor] | nn.ParameterList,
+    down: Sequence[Tensor] | nn.ParameterList,
+    weights: Tensor,
+    expert_ids: Tensor,
+) -> Tensor:
     """Weighted sum of each token's experts. Experts without tokens cost nothing.
 
     Args:
         x: of shape [num_tokens, hidden].
-        gate_up: gate rows, then up rows, of shape [num_experts, 2 * intermediate, hidden].
-        down: of shape [num_experts, hidden, intermediate].
+        gate_up: of each expert gate rows, then up rows, of shape [2 * intermediate, hidden]; see `linear`.
+        down: of each expert, of shape [hidden, intermediate].
         weights: of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].
 
     Returns:
         Of shape [num_tokens, hidden].
     """
-    top_k = expert_ids.shape[1]
+    num_tokens, top_k = expert_ids.shape
     order = expert_ids.flatten().argsort(stable=True)  # (token, choice) pairs, grouped by expert
-    token_of = order // top_k
-    weight_of = weights.flatten()[order, None]
-    out = torch.zeros_like(x)
-    start = 0
-    for expert, count in enumerate(torch.bincount(expert_ids.flatten(), minlength=gate_up.shape[0]).tolist()):
-        if count == 0:
-            continue
-        pairs = slice(start, start + count)
-        start += count
-        tokens = token_of[pairs]
-        hidden = silu_and_mul(x[tokens] @ gate_up[expert].T)
-        out.index_add_(0, tokens, (hidden @ down[expert].T) * weight_of[pairs])
-    return out
+    counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
+    inputs = x[order // top_k].split(counts)
+    grouped = torch.cat(
+        [
+            linear(silu_and_mul(linear(rows, gate_up[expert])), down[expert])
+            for expert, rows in enumerate(inputs)
+            if len(rows)
+        ]
+    )
+    by_pair = torch.empty_like(grouped).index_copy_(0, order, grouped).view(num_tokens, top_k, -1)
+    return (by_pair * weights[..., None]).sum(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
@@ -13,4 +14,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: of shape [..., dim].
         weight: of shape [dim].
     """
-    return (torch_rms_norm(x.float(), weight.shape, eps=eps)).to(x.dtype) * weight
+    if x.dtype is torch.float32:
+        return torch_rms_norm(x, weight.shape, weight, eps)
+    return torch_rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight

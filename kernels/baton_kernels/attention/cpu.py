@@ -1,96 +1,200 @@
-"""Paged attention on a CPU: gather the blocks, then batched matrix products.
+"""Paged attention on a CPU: gather the blocks, then torch's scaled_dot_product_attention on what was gathered.
 
-Sequences with one query (decode) are computed together, in groups of similar length so that padding stays under half;
-each longer query (a prefill chunk) is one call of torch's scaled_dot_product_attention.
+The keys of one block and head lie together, and so do its values: the caches are matrices whose rows are these, and whole rows
+are gathered by number. Sequences with one query (decode) are computed together where they have equally many blocks; each
+longer query (a prefill chunk) is a call of its own. Which rows, and what of them is visible, is the same for all layers of a
+step: `AttentionPlan` finds it out once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+GROUP_BYTES = 1 << 20
+"""Keys that a group of decodes gathers at most, unless one sequence alone has more: they should stay in the cache."""
+
 
 def paged_attention_cpu(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    scale: float,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`."""
-    out = torch.empty_like(query)
-    block_size = key_cache.shape[2]
-    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
-    decodes: defaultdict[int, list[int]] = defaultdict(list)
-    for seq, seq_len in enumerate(lengths):
-        rows = slice(starts[seq], starts[seq + 1])
-        num_queries = rows.stop - rows.start
-        if num_queries == 0:
-            continue
-        num_blocks = -(-seq_len // block_size)
-        if num_queries == 1:
-            decodes[(num_blocks - 1).bit_length()].append(seq)
-            continue
-        table = block_tables[seq, :num_blocks]
-        out[rows] = _attend_chunk(
-            query[rows], _gather(key_cache, table)[:, :seq_len], _gather(value_cache, table)[:, :seq_len], scale
+    """Arguments and result as `baton_kernels.attention.paged_attention`.
+
+    Raises:
+        ValueError: the caches' strides are not those of the plan.
+    """
+    if not key_cache.stride() == value_cache.stride() == plan.strides:
+        raise ValueError(
+            "key and value cache need equal strides, those of the cache that the plan was made with: "
+            f"{plan.strides}, not {key_cache.stride()} and {value_cache.stride()}"
         )
-    for seqs in decodes.values():
-        index = torch.tensor(seqs)
-        rows_of = cu_seqlens_q[index].long()
-        group_lens = seq_lens[index]
-        num_blocks = -(-int(group_lens.max()) // block_size)
-        tables = block_tables[index, :num_blocks]
-        out[rows_of] = _attend_decodes(query[rows_of], key_cache, value_cache, tables, group_lens, scale)
+    if len(plan.groups) == 1 and plan.groups[0].queries is None:
+        return _attend(query, key_cache, value_cache, plan, plan.groups[0], scale)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in plan.groups:
+        out[group.queries] = _attend(query[group.queries], key_cache, value_cache, plan, group, scale)
     return out
 
 
-def _gather(cache: Tensor, table: Tensor) -> Tensor:
-    """[num_blocks, num_kv_heads, block_size, head_dim] -> [num_kv_heads, tokens, head_dim] of one sequence's blocks."""
-    return cache[table.long()].transpose(0, 1).flatten(1, 2)
-
-
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[q, num_heads, head_dim] against [num_kv_heads, t, head_dim]; the queries are the last q of the t tokens."""
-    num_queries, num_tokens = query.shape[0], key.shape[1]
-    whole = num_queries == num_tokens
-    mask = None
-    if not whole:
-        mask = torch.ones(num_queries, num_tokens, dtype=torch.bool).tril_(num_tokens - num_queries)
+def _attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, group: _Group, scale: float
+) -> Tensor:
+    """Of the group's queries [n, num_heads, head_dim]."""
+    head_dim = query.shape[2]
+    gathered = (group.num_seqs, plan.num_kv_heads, -1, head_dim)
+    key, value = (
+        torch.index_select(cache.as_strided(plan.matrix, (plan.matrix[1], 1)), 0, group.rows, out=room).view(gathered)
+        for cache, room in zip((key_cache, value_cache), plan.room(group), strict=True)
+    )
+    if group.invisible is not None:
+        # A slot that was never written may hold NaN, which no mask silences.
+        for tensor in (key, value):
+            tensor.view(-1, head_dim).index_fill_(0, group.invisible, 0)
+    key, value = key[:, :, group.slots], value[:, :, group.slots]
+    if group.is_decode:  # the query heads of one KV head take the place of its queries
+        by_kv_head = query.reshape(group.num_seqs, plan.num_kv_heads, -1, head_dim)
+        attended = scaled_dot_product_attention(by_kv_head, key, value, attn_mask=group.mask, scale=scale)
+        return attended.reshape(query.shape)
     attended = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        key[None],
-        value[None],
-        attn_mask=mask,
-        is_causal=whole,
+        key,
+        value,
+        attn_mask=group.mask,
+        is_causal=group.mask is None,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[0],
+        enable_gqa=query.shape[1] != plan.num_kv_heads,
     )
     return attended[0].transpose(0, 1)
 
 
-def _attend_decodes(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, seq_lens: Tensor, scale: float
-) -> Tensor:
-    """One query per sequence: [s, num_heads, head_dim] with tables [s, blocks] and seq_lens [s]."""
-    num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    num_tokens = tables.shape[1] * block_size
-    valid_blocks = torch.arange(tables.shape[1]) * block_size < seq_lens[:, None]
-    tables = tables.long().masked_fill(~valid_blocks, 0)  # padding may hold anything
-    gathered = (num_seqs, num_kv_heads, num_tokens, head_dim)
-    key = key_cache[tables].transpose(1, 2).reshape(gathered)
-    value = value_cache[tables].transpose(1, 2).reshape(gathered)
-    stale = (torch.arange(num_tokens) >= seq_lens[:, None])[:, None, :, None]
-    # A weight of 0 does not silence NaN: 0 * NaN is NaN, so stale values must go, not only their scores.
-    value = value.masked_fill(stale, 0)
-    grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = (grouped @ key.transpose(2, 3)).float() * scale
-    scores = scores.masked_fill(stale.transpose(2, 3), float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    return (weights @ value).reshape(num_seqs, num_heads, head_dim)
+@dataclass(slots=True)
+class _Group:
+    """What one call computes: a chunk's queries, or those of decodes that have equally many blocks."""
+
+    queries: slice | Tensor | None
+    """Which of the batch's queries; None: all of them."""
+    num_seqs: int
+    is_decode: bool
+    rows: Tensor
+    """int64 [num_seqs * num_kv_heads * blocks per sequence]: of the caches' matrices."""
+    slots: slice
+    """What is visible of the slots gathered for each sequence."""
+    invisible: Tensor | None = None
+    """int64: slots that not all sequences see, as rows [num_seqs * num_kv_heads * slots] of what was gathered."""
+    mask: Tensor | None = None
+    """Added to the scores. None: a decode sees all slots, and a chunk is causal from its first slot on."""
+
+
+class _Decode(NamedTuple):
+    """A sequence with one query."""
+
+    seq: int
+    query: int
+    """Row of its query."""
+    first: int
+    """Position of the first token it sees."""
+    end: int
+
+
+class AttentionPlan:
+    """What is the same for all layers of a step. Arguments as `baton_kernels.attention.plan_attention`.
+
+    Raises:
+        ValueError: the tokens of one block and head do not lie one after the other, as this implementation needs.
+    """
+
+    def __init__(
+        self, key_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None
+    ) -> None:
+        num_blocks, self.num_kv_heads, self.block_size, head_dim = key_cache.shape
+        self.strides = key_cache.stride()
+        row = self.block_size * head_dim
+        per_block, per_head, *within = self.strides
+        if tuple(within) != (head_dim, 1) or per_block % row or per_head % row:
+            raise ValueError(
+                f"on a CPU the cache needs strides {head_dim} and 1 within a block, equal ones for keys and values, "
+                f"and otherwise multiples of {row}; it has {self.strides}"
+            )
+        self._rows_per_block, self._rows_per_head = per_block // row, per_head // row
+        num_rows = 1 + (num_blocks - 1) * self._rows_per_block + (self.num_kv_heads - 1) * self._rows_per_head
+        self.matrix = (num_rows, row)
+        """Shape of a cache as a matrix, a row for each block and KV head."""
+        self._dtype = key_cache.dtype
+        self.groups = self._make_groups(block_tables, cu_seqlens_q.tolist(), seq_lens.tolist(), window)
+        most = max((len(group.rows) for group in self.groups), default=0)
+        self._room = torch.empty((2, most, row), dtype=key_cache.dtype)
+
+    def room(self, group: _Group) -> tuple[Tensor, Tensor]:
+        """Where the group's keys and values go; one place for all groups, for new memory costs more than the copies."""
+        keys, values = self._room[:, : len(group.rows)].unbind()
+        return keys, values
+
+    def _make_groups(
+        self, block_tables: Tensor, starts: list[int], ends: list[int], window: int | None
+    ) -> list[_Group]:
+        groups: list[_Group] = []
+        decodes: dict[int, list[_Decode]] = {}
+        for seq, end in enumerate(ends):
+            queries = slice(starts[seq], starts[seq + 1])
+            num_queries = queries.stop - queries.start
+            first = 0 if window is None else max(0, end - num_queries - window + 1)
+            if num_queries == 1:
+                num_blocks = self._blocks(first, end).stop - self._blocks(first, end).start
+                decodes.setdefault(num_blocks, []).append(_Decode(seq, queries.start, first, end))
+            elif num_queries > 1:
+                groups.append(self._chunk(queries, block_tables[seq], first, end, window))
+        bytes_per_block = self.num_kv_heads * self.matrix[1] * self._dtype.itemsize
+        for num_blocks, alike in decodes.items():
+            most = max(1, GROUP_BYTES // (num_blocks * bytes_per_block))
+            groups += [
+                self._decodes(alike[start : start + most], block_tables, num_blocks)
+                for start in range(0, len(alike), most)
+            ]
+        if len(groups) == 1 and groups[0].num_seqs == len(ends):
+            groups[0].queries = None
+        return groups
+
+    def _blocks(self, first: int, end: int) -> slice:
+        """Columns of the block table that hold positions [first, end)."""
+        return slice(first // self.block_size, -(-end // self.block_size))
+
+    def _rows(self, blocks: Tensor) -> Tensor:
+        """Block ids [n, num_blocks] -> rows of the matrices [n * num_kv_heads * num_blocks]."""
+        heads = torch.arange(self.num_kv_heads)[:, None] * self._rows_per_head
+        return (blocks.long()[:, None] * self._rows_per_block + heads).flatten()
+
+    def _decodes(self, decodes: list[_Decode], block_tables: Tensor, num_blocks: int) -> _Group:
+        tables = torch.stack([block_tables[seq, self._blocks(first, end)] for seq, _, first, end in decodes])
+        # Positions within what is gathered, in which sequences may begin and end at different slots.
+        visible = [(first % self.block_size, first % self.block_size + end - first) for *_, first, end in decodes]
+        if len(decodes) == 1:
+            query = decodes[0].query
+            return _Group(slice(query, query + 1), 1, True, self._rows(tables), slice(*visible[0]))
+        queries = torch.tensor([decode.query for decode in decodes])
+        group = _Group(queries, len(decodes), True, self._rows(tables), slice(None))
+        first_slot, end_slot = torch.tensor(visible).T[:, :, None]
+        slot = torch.arange(num_blocks * self.block_size)
+        invisible = (slot < first_slot) | (slot >= end_slot)  # [num_seqs, slots]
+        if invisible.any():
+            group.mask = torch.zeros(invisible.shape, dtype=self._dtype).masked_fill_(invisible, -torch.inf)
+            group.mask = group.mask[:, None, None]
+            group.invisible = invisible[:, None].expand(-1, self.num_kv_heads, -1).flatten().nonzero()[:, 0]
+        return group
+
+    def _chunk(self, queries: slice, table: Tensor, first: int, end: int, window: int | None) -> _Group:
+        """The last tokens of one sequence; the first of them sees from position `first` on."""
+        num_queries = queries.stop - queries.start
+        start = first % self.block_size
+        rows = self._rows(table[None, self._blocks(first, end)])
+        group = _Group(queries, 1, False, rows, slice(start, start + end - first))
+        if num_queries < end or (window is not None and num_queries > window):
+            distance = torch.arange(end - num_queries, end)[:, None] - torch.arange(first, end)
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            group.mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return group

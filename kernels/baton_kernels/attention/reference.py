@@ -14,6 +14,7 @@ def paged_attention_reference(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Arguments and result as `baton_kernels.attention.paged_attention`."""
     num_heads = query.shape[1]
@@ -23,11 +24,12 @@ def paged_attention_reference(
         first, end = cu_seqlens_q[seq].item(), cu_seqlens_q[seq + 1].item()
         slots = [(int(block_tables[seq, t // block_size]), t % block_size) for t in range(seq_len)]
         for row in range(int(first), int(end)):
-            num_visible = seq_len - int(end) + row + 1
+            position = seq_len - int(end) + row
+            visible = slots[0 if window is None else max(0, position - window + 1) : position + 1]
             for head in range(num_heads):
                 group = head // (num_heads // num_kv_heads)
-                k = torch.stack([key_cache[block, group, slot] for block, slot in slots[:num_visible]]).double()
-                v = torch.stack([value_cache[block, group, slot] for block, slot in slots[:num_visible]]).double()
+                k = torch.stack([key_cache[block, group, slot] for block, slot in visible]).double()
+                v = torch.stack([value_cache[block, group, slot] for block, slot in visible]).double()
                 weights = torch.softmax(scale * (k @ query[row, head].double()), dim=0)
                 out[row, head] = (weights @ v).to(query.dtype)
     return out

@@ -42,6 +42,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # query tokens per program, BLOCK_M // GROUP
     KV_TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
 ):
     q_block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -82,8 +83,11 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
     kv_end = tl.minimum(seq_len, seq_len - q_len + q_offset + BLOCK_Q)
+    kv_start = 0
+    if WINDOW > 0:  # what even the first query does not see
+        kv_start = tl.maximum(0, seq_len - q_len + q_offset - WINDOW + 1)
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    for tile_start in range(0, kv_end, KV_TILE):
+    for tile_start in range(kv_start, kv_end, KV_TILE):
         token = tile_start + tl.arange(0, KV_TILE)
         token_mask = token < kv_end
         block_id = tl.load(table_ptr + token // BLOCK_SIZE, mask=token_mask, other=0).to(tl.int64)
@@ -92,12 +96,18 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         kv_mask = token_mask[:, None] & dim_mask[None, :]
         k = tl.load(k_ptr + kv_offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)  # [KV_TILE, HEAD_DIM_PADDED]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, KV_TILE]
-        scores = tl.where(token[None, :] <= last_visible[:, None], scores, float("-inf"))
+        visible = token[None, :] <= last_visible[:, None]
+        if WINDOW > 0:
+            visible = visible & (token[None, :] > last_visible[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        # The first tile holds token 0, which every query sees: new_max is finite from then on.
-        rescale = tl.math.exp2(running_max - new_max)
-        weights = tl.math.exp2(scores - new_max[:, None])
+        # Without a window the first tile holds token 0, which every query sees: new_max is finite from then on.
+        base = new_max
+        if WINDOW > 0:  # the window of a later query may begin behind the first tile
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.math.exp2(running_max - base)
+        weights = tl.math.exp2(scores - base[:, None])
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         v = tl.load(v_ptr + kv_offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)
         acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -119,6 +129,7 @@ def paged_attention_triton(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     scale: float,
+    window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as `baton_kernels.attention.paged_attention`; `out` is written if given.
@@ -164,6 +175,7 @@ def paged_attention_triton(
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
         KV_TILE=64 if head_dim_padded <= 128 else 32,
+        WINDOW=window or 0,
         num_warps=4,
         num_stages=2,
     )

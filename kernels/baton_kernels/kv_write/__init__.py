@@ -9,10 +9,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton_kernels.kv_write.reference import write_kv_reference
+from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
+    """Computes once what the layers of a step have in common; None on a GPU, where there is nothing to prepare.
+
+    Args:
+        slot_mapping: as of `write_kv`.
+    """
+    return None if slot_mapping.is_cuda else Slots(slot_mapping, block_size)
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    plan: Slots | None = None,
+) -> None:
     """Writes in place, by device of `key`.
 
     Args:
@@ -21,12 +37,11 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim]; any strides, the last one 1.
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
+        plan: what `plan_write` made of this slot mapping; None: it is made now.
     """
     if key.is_cuda:
         from baton_kernels.kv_write.triton_kernel import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slot_mapping)
     else:
-        write_kv_reference(
-            key, value, key_cache, value_cache, slot_mapping
-        )  # one scatter: already what a CPU does best
+        write_kv_cpu(key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2]))

@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_kernels.attention.triton_kernel import _paged_attention_kernel
+from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel
 from baton_kernels.kv_write.triton_kernel import _write_kv_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -18,6 +19,7 @@ INTEGER_POINTERS = {
     "cu_seqlens_q_ptr": "*i32",
     "seq_lens_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
+    "pairs_ptr": "*i64",
 }
 
 
@@ -38,7 +40,9 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, int]) -> None:
     print(f"{kernel.__name__} {dtype}: {compiled.metadata.shared} bytes of shared memory")
 
 
-for dtype in ("fp32", "bf16"):
+for dtype, window in (("fp32", 4096), ("bf16", 0)):
     heads = {"HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "BLOCK_SIZE": 16}
-    compile_kernel(_paged_attention_kernel, dtype, heads | {"GROUP": 8, "BLOCK_M": 64, "BLOCK_Q": 8, "KV_TILE": 64})
+    attention = heads | {"GROUP": 8, "BLOCK_M": 64, "BLOCK_Q": 8, "KV_TILE": 64, "WINDOW": window}
+    compile_kernel(_paged_attention_kernel, dtype, attention)
     compile_kernel(_write_kv_kernel, dtype, heads)
+    compile_kernel(_copy_blocks_kernel, dtype, {"TILE": 4096})

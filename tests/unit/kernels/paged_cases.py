@@ -17,6 +17,7 @@ class PagedCase:
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     scale: float
+    window: int | None = None
 
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
@@ -25,9 +26,9 @@ class PagedCase:
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
-        return PagedCase(self.query.to(device), key_cache, value_cache, *tensors, self.scale)
+        return PagedCase(self.query.to(device), key_cache, value_cache, *tensors, self.scale, self.window)
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None]:
         return (
             self.query,
             self.key_cache,
@@ -36,6 +37,7 @@ class PagedCase:
             self.cu_seqlens_q,
             self.seq_lens,
             self.scale,
+            self.window,
         )
 
 
@@ -52,6 +54,7 @@ def paged_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     share_first_block: bool = False,
+    window: int | None = None,
 ) -> PagedCase:
     """A case of sequences given as (query length, total length). Unwritten slots and table padding hold NaN or nonsense."""
     blocks_of = [-(-total // block_size) for _, total in lengths]
@@ -77,4 +80,5 @@ def paged_case(
         cu_seqlens_q=query_lengths.cumsum(0).int(),
         seq_lens=torch.tensor([total for _, total in lengths], dtype=torch.int32),
         scale=head_dim**-0.5,
+        window=window,
     )

@@ -26,6 +26,13 @@ def test_rotary_turns_pairs_and_keeps_their_length() -> None:
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4)
 
 
+def test_a_rotary_scale_multiplies_queries_and_keys() -> None:
+    x, positions, inv_freq = torch.randn(3, 2, 8), torch.tensor([0, 2, 77]), torch.rand(4)
+    plain = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32))
+    scaled = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32, scale=1.25))
+    torch.testing.assert_close(scaled, 1.25 * plain)
+
+
 def test_rotary_scores_depend_on_distance_only() -> None:
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     inv_freq = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)

@@ -1,0 +1,108 @@
+"""Copies of whole KV blocks: within one cache (copy-on-write) and between device and host memory (swapping).
+
+    target[t] = source[s]      for each pair (s, t)
+
+Pairs take effect in their order. The caches are of shape [num_blocks, ...] and contiguous: a block is one run of bytes that
+holds all heads and layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
+    """Copies blocks within one cache, by its device. On a GPU nothing waits for the device.
+
+    Args:
+        kv_cache: of shape [num_blocks, ...], contiguous.
+        pairs: int64 (source block, target block), of shape [n, 2], in host memory.
+
+    Raises:
+        ValueError: the cache or the pairs are not of that form.
+    """
+    _check_cache(kv_cache)
+    _check_pairs(pairs)
+    for run in _independent_runs(pairs):
+        if kv_cache.is_cuda:
+            from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
+
+            copy_blocks_triton(kv_cache, run)
+        else:
+            kv_cache.index_copy_(0, run[:, 1], kv_cache.index_select(0, run[:, 0]))
+
+
+def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copies blocks from one cache to another, between host and device in either direction or on the host.
+
+    Where one is on a GPU the copies are queued on its current stream; the host cache may be read after that stream was
+    synchronised, and must be in pinned memory, for otherwise the host would wait for each of them.
+
+    Args:
+        source: of shape [num_blocks, ...], contiguous.
+        target: like source, another number of blocks perhaps.
+        pairs: int64 (block of source, block of target), of shape [n, 2], in host memory; no two have the same target.
+
+    Raises:
+        ValueError: the caches or the pairs are not of that form.
+    """
+    _check_cache(source)
+    _check_cache(target)
+    _check_pairs(pairs)
+    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"blocks differ: {source.dtype} {list(source.shape[1:])} and {target.dtype} {list(target.shape[1:])}"
+        )
+    if not source.is_cuda and not target.is_cuda:
+        target.index_copy_(0, pairs[:, 1], source.index_select(0, pairs[:, 0]))
+        return
+    for cache in (source, target):
+        if not cache.is_cuda and not cache.is_pinned():
+            raise ValueError("the host's swap blocks are not in pinned memory; allocate them with pin_memory=True")
+    for first_source, first_target, length in _adjacent_runs(pairs):
+        target[first_target : first_target + length].copy_(
+            source[first_source : first_source + length], non_blocking=True
+        )
+
+
+def _check_cache(cache: Tensor) -> None:
+    if cache.dim() < 2 or not cache.is_contiguous():
+        raise ValueError(f"a cache must be contiguous, of shape [num_blocks, ...], not {list(cache.shape)} strided")
+
+
+def _check_pairs(pairs: Tensor) -> None:
+    if pairs.dtype != torch.int64 or pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.is_cuda:
+        raise ValueError(f"pairs must be int64 [n, 2] in host memory, not {pairs.dtype} {list(pairs.shape)}")
+
+
+def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
+    """Cuts the pairs so that within a run their order does not matter. Almost always it is one run."""
+    start = 0
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for index, (source, target) in enumerate(pairs.tolist()):
+        if source in targets or target in targets or target in sources:
+            yield pairs[start:index]
+            start = index
+            sources, targets = set(), set()
+        sources.add(source)
+        targets.add(target)
+    if start < len(pairs):
+        yield pairs[start:]
+
+
+def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(first source, first target, length) of stretches that are consecutive in both caches: one copy each."""
+    first_source = first_target = length = 0
+    for source, target in pairs.tolist():
+        if length and (source, target) == (first_source + length, first_target + length):
+            length += 1
+            continue
+        if length:
+            yield first_source, first_target, length
+        first_source, first_target, length = source, target, 1
+    if length:
+        yield first_source, first_target, length

@@ -1,0 +1,25 @@
+"""KV write on a CPU: one indexed assignment each for keys and values, with indices that are the same for all layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Slots:
+    """A step's slots, taken apart once. Arguments as `baton_kernels.kv_write.plan_write`."""
+
+    def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
+        written = slot_mapping >= 0
+        self.tokens: Tensor | None = None
+        """bool [num_tokens]: those that are written; None: all."""
+        if not bool(written.all()):
+            self.tokens, slot_mapping = written, slot_mapping[written]
+        self.block, self.slot = slot_mapping // block_size, slot_mapping % block_size
+
+
+def write_kv_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Slots) -> None:
+    """Arguments as `baton_kernels.kv_write.write_kv`."""
+    if slots.tokens is not None:
+        key, value = key[slots.tokens], value[slots.tokens]
+    key_cache[slots.block, :, slots.slot] = key.to(key_cache.dtype)
+    value_cache[slots.block, :, slots.slot] = value.to(value_cache.dtype)
