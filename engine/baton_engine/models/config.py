@@ -6,6 +6,7 @@ Reads what transformers 4 and 5 write: the rotary embedding as `rope_theta` + `r
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from baton_engine.models.errors import ModelInvalid, ModelNotFound
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""Entries of layer_types."""
 
 # A checkpoint's JSON may hold anything until a field was read from it.
 Json = dict[str, Any]
@@ -30,6 +33,29 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling:
+    """Position interpolation: all frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRopeScaling:
+    """YaRN: frequencies that turn often are kept, slow ones stretched, and the attention sharpened."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+    """Multiplies cosines and sines."""
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """What the models need to know. Names as in config.json, except num_layers, num_heads and num_kv_heads."""
 
@@ -42,12 +68,17 @@ class CheckpointConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """With YaRN, what it stretches the original length to."""
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    sliding_window: int | None
+    """A token sees at most so many tokens, itself included; None: no limit, or the limit is switched off."""
+    windowed_layers: frozenset[int]
+    """Layers with that limit, in architectures where not all have it."""
     eos_token_ids: tuple[int, ...]
     """Those of generation_config.json where it exists: that is what ends a generation."""
     dtype: str
@@ -69,7 +100,10 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
         ModelInvalid: if a file is missing or malformed, or asks for what Baton cannot compute.
     """
     if not path.is_dir():
-        raise ModelNotFound(f"{path} does not exist" if not path.exists() else f"{path} is not a folder")
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise ModelNotFound(
+            f"{path} {what}: a model is the folder of a checkpoint on this machine; nothing is downloaded"
+        )
     config = _read_json(path / CONFIG_FILE)
     generation = _read_json(path / GENERATION_CONFIG_FILE) if (path / GENERATION_CONFIG_FILE).exists() else {}
     try:
@@ -103,7 +137,13 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     head_dim = _positive(config, "head_dim") if config.get("head_dim") else hidden_size // num_heads
     if head_dim % 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
-    rope_theta, rope_scaling = _parse_rope(config)
+    max_position_embeddings = _positive(config, "max_position_embeddings")
+    rope_theta, rope_scaling = _parse_rope(config, max_position_embeddings)
+    if isinstance(rope_scaling, YarnRopeScaling):
+        stretched = int(rope_scaling.factor * rope_scaling.original_max_position_embeddings)
+        max_position_embeddings = max(max_position_embeddings, stretched)
+    sliding_window = _parse_window(config)
+    intermediate_size = _positive(config, "intermediate_size")
     num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     dense_layers = set(config.get("mlp_only_layers") or [])
     step = int(config.get("decoder_sparse_step", 1))
@@ -112,23 +152,25 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         architecture=config["architectures"][0],
         vocab_size=_positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        max_position_embeddings=max_position_embeddings,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
+        sliding_window=sliding_window,
+        windowed_layers=_parse_windowed_layers(config, num_layers) if sliding_window else frozenset(),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", config.get("eos_token_id"))),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         num_experts=num_experts,
         num_experts_per_tok=_positive(config, "num_experts_per_tok") if num_experts else 0,
-        moe_intermediate_size=_positive(config, "moe_intermediate_size") if num_experts else 0,
+        moe_intermediate_size=_parse_moe_intermediate_size(config, intermediate_size) if num_experts else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         sparse_layers=frozenset(sparse),
     )
@@ -142,11 +184,37 @@ def _refuse_what_we_cannot_compute(config: Json) -> None:
         raise ValueError("quantization_config is set, but only unquantised checkpoints can be loaded")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be silu, got {config['hidden_act']}")
-    if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is set, but sliding-window attention is not supported")
+    other = set(config.get("layer_types") or []) - {FULL_ATTENTION, SLIDING_ATTENTION}
+    if other:
+        raise ValueError(f"layer_types has {', '.join(sorted(other))}; known: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
 
 
-def _parse_rope(config: Json) -> tuple[float, Llama3RopeScaling | None]:
+def _parse_window(config: Json) -> int | None:
+    """Qwen's configs hold a window even where it is switched off. Where transformers assumes one, it must be written down."""
+    model_type = str(config.get("model_type"))
+    if model_type.startswith("qwen") and not config.get("use_sliding_window"):
+        return None
+    assumed = model_type.startswith(("qwen", "mistral"))
+    window = config["sliding_window"] if assumed else config.get("sliding_window")
+    return None if window is None else _positive(config, "sliding_window")
+
+
+def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
+    """Which layers `layer_types` (transformers 5) or `max_window_layers` (before) give the sliding window."""
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return frozenset(range(int(config.get("max_window_layers", 0)), num_layers))
+    if len(layer_types) != num_layers:
+        raise ValueError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")
+    return frozenset(layer for layer, kind in enumerate(layer_types) if kind == SLIDING_ATTENTION)
+
+
+def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
+    """Mixtral has no field of its own for it: it has no dense layers."""
+    return _positive(config, "moe_intermediate_size") if "moe_intermediate_size" in config else intermediate_size
+
+
+def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
     fields = ("rope_theta", "partial_rotary_factor")
     parameters: Json = {name: config[name] for name in fields if config.get(name) is not None}
@@ -158,14 +226,43 @@ def _parse_rope(config: Json) -> tuple[float, Llama3RopeScaling | None]:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"rope_type {kind!r} is not supported; known: default, linear, llama3, yarn")
+    factor = float(parameters["factor"])
+    if factor < 1:
+        raise ValueError(f"factor of the rope scaling must be at least 1, got {factor}")
+    if kind == "linear":
+        return theta, LinearRopeScaling(factor=factor)
+    original = int(parameters.get("original_max_position_embeddings") or max_position_embeddings)
     if kind == "llama3":
         return theta, Llama3RopeScaling(
-            factor=float(parameters["factor"]),
+            factor=factor,
             low_freq_factor=float(parameters["low_freq_factor"]),
             high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+            original_max_position_embeddings=original,
         )
-    raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
+    return theta, YarnRopeScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(parameters, factor),
+    )
+
+
+def _yarn_attention_factor(parameters: Json, factor: float) -> float:
+    """The given one, else that of Peng et al. 2023, section 3.4 (mscale and mscale_all_dim: DeepSeek's variant)."""
+
+    def sharpening(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return sharpening(float(mscale)) / sharpening(float(mscale_all_dim))
+    return sharpening(1.0)
 
 
 def _parse_eos(value: int | list[int] | None) -> tuple[int, ...]:

@@ -1,27 +1,41 @@
 """Layers that the architectures share. Tensors of a step are flat: [num_tokens, ...], all sequences one after the other.
 
-Every layer names, in `weight_targets(prefix)`, the checkpoint tensors it is filled from and where each one goes.
+With tensor parallelism a layer holds its rank's part: projections into heads or into an MLP's inside are split by output
+(column-parallel), those back are split by input (row-parallel) and end with the one all_reduce of an attention or an MLP.
+Every layer names, in `weight_targets(prefix)`, the checkpoint tensors it is filled from and which slice of each.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
+from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
+from baton_engine.models.sharding import (
+    ALONE,
+    Part,
+    WeightTarget,
+    WeightTargets,
+    shard,
+    split,
+    split_kv_heads,
+    split_vocabulary,
+)
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.attention import paged_attention
-from baton_kernels.kv_write import write_kv
+from baton_kernels.attention import paged_attention, plan_attention
+from baton_kernels.attention.cpu import AttentionPlan
+from baton_kernels.kv_write import plan_write, write_kv
+from baton_kernels.kv_write.cpu import Slots
+from baton_kernels.linear import linear
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.norm import rms_norm
-from baton_kernels.rope import apply_rotary, rotary_angles
-
-WeightTargets = dict[str, Tensor]
-"""Name in the checkpoint -> (view of) the parameter it fills."""
+from baton_kernels.rope import apply_rotary
 
 
 @dataclass(slots=True)
@@ -44,14 +58,25 @@ class ForwardBatch:
     """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]: this rank's heads and layers."""
     routed_experts: list[Tensor] | None = None
     """Not None: every sparse layer appends the experts of each token, int [num_tokens, experts per token]."""
+    _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
+
+    def plan(self, window: int | None) -> LayerPlan:
+        """What attention layers with this window have in common in this step; made when the first of them asks."""
+        plan = self._plans.get(window)
+        if plan is None:
+            cache = self.kv_cache[:, :, 0, 0]
+            plan = self._plans[window] = LayerPlan(
+                plan_write(self.slot_mapping, cache.shape[2]),
+                plan_attention(cache, self.block_tables, self.cu_seqlens_q, self.seq_lens, window),
+            )
+        return plan
 
 
-@dataclass(slots=True)
-class RotaryAngles:
-    """Of a step's positions, shared by all layers; each [num_tokens, 1, head_dim / 2]."""
+class LayerPlan(NamedTuple):
+    """See baton_kernels; None where the device has no use for it."""
 
-    cos: Tensor
-    sin: Tensor
+    write: Slots | None
+    attention: AttentionPlan | None
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -59,10 +84,30 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b."""
+    """y = x W^T, the same on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
+        self.weight = _parameter(out_features, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def weight_targets(self, prefix: str) -> WeightTargets:
+        return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b for several linear layers of the checkpoint at once, of each this rank's part of the outputs.
+
+    Args:
+        parts: which rows of W, by the name of the checkpoint's layer; they follow one another in y.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, Part], bias: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        out_features = sum(part.length for part in parts.values())
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
 
@@ -70,14 +115,38 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return self.slice_targets(prefix, 0, self.weight.shape[0])
+        targets: WeightTargets = {}
+        row = 0
+        for name, part in self.parts.items():
+            rows = slice(row, row + part.length)
+            row += part.length
+            shape = (part.total, self.weight.shape[1])
+            targets[f"{prefix}.{name}.weight"] = WeightTarget(self.weight[rows], shape, start=part.start)
+            if self.bias is not None:
+                targets[f"{prefix}.{name}.bias"] = WeightTarget(self.bias[rows], (part.total,), start=part.start)
+        return targets
 
-    def slice_targets(self, prefix: str, first_row: int, num_rows: int) -> WeightTargets:
-        """Targets of a checkpoint's linear layer that is fused into rows [first_row, first_row + num_rows) of this one."""
-        rows = slice(first_row, first_row + num_rows)
-        targets = {f"{prefix}.weight": self.weight[rows]}
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b, where x holds this rank's part of the inputs; the ranks' products are summed."""
+
+    def __init__(self, part: Part, out_features: int, bias: bool, group: Group) -> None:
+        super().__init__()
+        self.part, self.group = part, group
+        self.weight = _parameter(out_features, part.length)
+        self.bias = _parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return linear(x, self.weight, self.bias)
+        y = self.group.all_reduce(linear(x, self.weight))
+        return y if self.bias is None else y + self.bias  # after the sum: once, not once per rank
+
+    def weight_targets(self, prefix: str) -> WeightTargets:
+        shape = (self.weight.shape[0], self.part.total)
+        targets = {f"{prefix}.weight": WeightTarget(self.weight, shape, dim=1, start=self.part.start)}
         if self.bias is not None:
-            targets[f"{prefix}.bias"] = self.bias[rows]
+            targets[f"{prefix}.bias"] = WeightTarget(self.bias, tuple(self.bias.shape))
         return targets
 
 
@@ -91,80 +160,90 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return {f"{prefix}.weight": self.weight}
+        return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
 
 
-class Embedding(nn.Module):
-    """Token ids -> hidden states; its weight may also serve as the output projection."""
+class VocabParallelEmbedding(nn.Module):
+    """Token ids -> hidden states, and the way back: its weight may be the output projection. Ranks share the vocabulary.
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    Every rank has the same number of rows; those past the vocabulary are never read, nor do their logits leave this class.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group) -> None:
         super().__init__()
-        self.weight = _parameter(vocab_size, hidden_size)
+        self.part, num_rows = split_vocabulary(vocab_size, group)
+        self.group = group
+        self.weight = _parameter(num_rows, hidden_size)
+        self.packed_weight: nn.Parameter | None = None
+        """The same once more, for the way back: a packed weight cannot embed."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return embedding(input_ids, self.weight)
+        if self.group.size == 1:
+            return embedding(input_ids, self.weight)
+        rows = input_ids - self.part.start
+        elsewhere = (rows < 0) | (rows >= self.part.length)
+        found = embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every rank."""
+        weight = self.weight if self.packed_weight is None else self.packed_weight
+        return self.group.all_gather(linear(hidden, weight), dim=-1)[:, : self.part.total].float()
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return {f"{prefix}.weight": self.weight}
-
-
-class RotaryEmbedding(nn.Module):
-    """Inverse frequencies of the rotary embedding. float32 whatever the model's dtype: positions need the digits."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        super().__init__()
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        inv_freq = 1.0 / config.rope_theta**exponents
-        if config.rope_scaling is not None:
-            scaling = config.rope_scaling
-            # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-            turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
-            keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            keep = keep.clamp(0, 1)
-            inv_freq = keep * inv_freq + (1 - keep) * inv_freq / scaling.factor
-        self.inv_freq = inv_freq  # no buffer: `.to(dtype)` must not round it
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
-        if self.inv_freq.device != positions.device:
-            self.inv_freq = self.inv_freq.to(positions.device)
-        return RotaryAngles(*rotary_angles(positions, self.inv_freq, dtype))
+        shape = (self.part.total, self.weight.shape[1])
+        return {f"{prefix}.weight": WeightTarget(self.weight[: self.part.length], shape, start=self.part.start)}
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV cache; with `qk_norm` each head of q and k is normalised first (Qwen3)."""
+    """Grouped-query attention over the paged KV cache, this rank's heads.
 
-    def __init__(self, config: CheckpointConfig, layer: int, qk_norm: bool) -> None:
+    Args:
+        qkv_bias, o_bias: whether the projections into and out of the heads have one.
+        qk_norm: each head of q and k is normalised before the rotary embedding (Qwen3).
+        window: a token sees at most so many tokens, itself included; None: all before it.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        group: Group,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_size, self.kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * self.kv_size, config.attention_bias)
-        self.o_proj = Linear(self.q_size, config.hidden_size, config.attention_bias)
+        heads, kv_heads = split(config.num_heads, group), split_kv_heads(config.num_kv_heads, group)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.length, kv_heads.length, config.head_dim
+        q, kv = (Part(*(n * self.head_dim for n in part)) for part in (heads, kv_heads))
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, qkv_bias)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, group)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.scale = self.head_dim**-0.5
+        self.window = window
 
-    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
+        """`kv_cache`: of this layer, [num_blocks, num_kv_heads, 2, block_size, head_dim]."""
         num_tokens = x.shape[0]
         heads = self.qkv_proj(x).view(num_tokens, -1, self.head_dim)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_qk = self.num_heads + self.num_kv_heads
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, angles.cos, angles.sin), apply_rotary(k, angles.cos, angles.sin)
-        key_cache, value_cache = batch.kv_cache[:, :, self.layer, 0], batch.kv_cache[:, :, self.layer, 1]
-        write_kv(k, v, key_cache, value_cache, batch.slot_mapping)
-        attended = paged_attention(
-            q, key_cache, value_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, self.scale
-        )
-        return self.o_proj(attended.reshape(num_tokens, self.q_size))
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        qk = apply_rotary(qk, angles.cos, angles.sin)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        key_cache, value_cache = kv_cache.unbind(2)
+        plan = batch.plan(self.window)
+        write_kv(k, v, key_cache, value_cache, batch.slot_mapping, plan.write)
+        sequences = (batch.block_tables, batch.cu_seqlens_q, batch.seq_lens)
+        attended = paged_attention(q, key_cache, value_cache, *sequences, self.scale, self.window, plan.attention)
+        return self.o_proj(attended.reshape(num_tokens, -1))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        targets = (
-            self.qkv_proj.slice_targets(f"{prefix}.q_proj", 0, self.q_size)
-            | self.qkv_proj.slice_targets(f"{prefix}.k_proj", self.q_size, self.kv_size)
-            | self.qkv_proj.slice_targets(f"{prefix}.v_proj", self.q_size + self.kv_size, self.kv_size)
-            | self.o_proj.weight_targets(f"{prefix}.o_proj")
-        )
+        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(f"{prefix}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
             targets |= self.q_norm.weight_targets(f"{prefix}.q_norm")
             targets |= self.k_norm.weight_targets(f"{prefix}.k_norm")
@@ -174,108 +253,159 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, group: Group, *, bias: bool = False) -> None:
         super().__init__()
-        self.intermediate_size = intermediate_size
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        part = split(intermediate_size, group)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": part, "up_proj": part}, bias)
+        self.down_proj = RowParallelLinear(part, hidden_size, bias, group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return (
-            self.gate_up_proj.slice_targets(f"{prefix}.gate_proj", 0, self.intermediate_size)
-            | self.gate_up_proj.slice_targets(f"{prefix}.up_proj", self.intermediate_size, self.intermediate_size)
-            | self.down_proj.weight_targets(f"{prefix}.down_proj")
-        )
+        return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(f"{prefix}.down_proj")
+
+
+class ExpertNames(NamedTuple):
+    """What the checkpoint calls an expert's three projections."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+PROJECTIONS = ExpertNames()
 
 
 class SparseMoE(nn.Module):
-    """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token. Experts are stacked in one parameter."""
+    """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    Every rank has the whole router and a part of each expert's inside.
+
+    Args:
+        renormalize: the chosen experts' weights sum to 1.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, group: Group, *, renormalize: bool, names: ExpertNames = PROJECTIONS
+    ) -> None:
         super().__init__()
-        self.top_k, self.renormalize = config.num_experts_per_tok, config.norm_topk_prob
-        self.num_experts, self.intermediate_size = config.num_experts, config.moe_intermediate_size
+        self.top_k, self.renormalize, self.names = config.num_experts_per_tok, renormalize, names
+        self.part, self.group = split(config.moe_intermediate_size, group), group
         self.gate = Linear(config.hidden_size, config.num_experts)
-        self.gate_up = _parameter(config.num_experts, 2 * self.intermediate_size, config.hidden_size)
-        self.down = _parameter(config.num_experts, config.hidden_size, self.intermediate_size)
+        hidden_size, length, experts = config.hidden_size, self.part.length, range(config.num_experts)
+        # A parameter for each expert, so that each can be packed.
+        self.gate_up = nn.ParameterList(_parameter(2 * length, hidden_size) for _ in experts)
+        self.down = nn.ParameterList(_parameter(hidden_size, length) for _ in experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         weights, expert_ids = route_top_k(self.gate(x), self.top_k, self.renormalize)
-        return run_experts(x, self.gate_up, self.down, weights, expert_ids)
+        if batch.routed_experts is not None:
+            batch.routed_experts.append(expert_ids)
+        return self.group.all_reduce(run_experts(x, self.gate_up, self.down, weights, expert_ids))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         targets = self.gate.weight_targets(f"{prefix}.gate")
-        for expert in range(self.num_experts):
+        total, start, length = self.part
+        hidden_size = self.gate.weight.shape[1]
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             name = f"{prefix}.experts.{expert}"
-            targets[f"{name}.gate_proj.weight"] = self.gate_up[expert, : self.intermediate_size]
-            targets[f"{name}.up_proj.weight"] = self.gate_up[expert, self.intermediate_size :]
-            targets[f"{name}.down_proj.weight"] = self.down[expert]
+            gate, up = gate_up.split(length)
+            targets[f"{name}.{self.names.gate}.weight"] = WeightTarget(gate, (total, hidden_size), start=start)
+            targets[f"{name}.{self.names.up}.weight"] = WeightTarget(up, (total, hidden_size), start=start)
+            targets[f"{name}.{self.names.down}.weight"] = WeightTarget(down, (hidden_size, total), dim=1, start=start)
         return targets
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then an MLP of the architecture's choice, each added to the residual."""
 
-    def __init__(self, config: CheckpointConfig, attention: Attention, mlp: GatedMLP | SparseMoE) -> None:
+    def __init__(
+        self, config: CheckpointConfig, attention: Attention, mlp: GatedMLP | SparseMoE, mlp_name: str = "mlp"
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
+        self.mlp_name = mlp_name
 
-    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, batch, kv_cache)
+        return x + self.mlp(self.post_attention_layernorm(x), batch)
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         return (
             self.input_layernorm.weight_targets(f"{prefix}.input_layernorm")
             | self.self_attn.weight_targets(f"{prefix}.self_attn")
             | self.post_attention_layernorm.weight_targets(f"{prefix}.post_attention_layernorm")
-            | self.mlp.weight_targets(f"{prefix}.mlp")
+            | self.mlp.weight_targets(f"{prefix}.{self.mlp_name}")
         )
 
 
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, final norm, output projection. Architectures say what a decoder layer is."""
+    """Embedding, decoder layers, final norm, output projection. Architectures say what a decoder layer is.
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    A pipeline stage has a run of the layers; the first one embeds, the last one norms and projects.
+    """
+
+    def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.config, self.parallel = config, parallel
+        group = parallel.tensor
+        own = shard(config, parallel)
+        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.rotary_embedding = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.layers = nn.ModuleList(self.make_layer(config, layer, group) for layer in self.layer_ids)
+        tied, last = config.tie_word_embeddings, parallel.is_last_stage
+        vocabulary = (config.vocab_size, config.hidden_size, group)
+        self.embed_tokens = VocabParallelEmbedding(*vocabulary) if parallel.is_first_stage or (last and tied) else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
+        self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
 
-    def make_layer(self, config: CheckpointConfig, layer: int) -> DecoderLayer:
+    def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
+        """The decoder layer of number `layer` in the whole model, this rank's part of it."""
         raise NotImplementedError
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden_size]; writes the tokens' KV into the cache."""
-        x = self.embed_tokens(batch.input_ids)
-        angles = self.rotary_embedding(batch.positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, angles, batch)
-        return self.norm(x)
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """Runs this stage's layers and writes the tokens' KV into the cache.
+
+        Args:
+            hidden: the previous stage's result; None on the first stage.
+
+        Returns:
+            [num_tokens, hidden_size]; of the last stage after the final norm.
+        """
+        if self.parallel.is_first_stage:
+            assert self.embed_tokens is not None
+            hidden = self.embed_tokens(batch.input_ids)
+        elif hidden is None:
+            raise ValueError("a stage after the first needs the previous stage's hidden states")
+        angles = self.rotary_embedding(batch.positions, hidden.dtype)
+        for layer, kv_cache in zip(self.layers, batch.kv_cache.unbind(2), strict=True):
+            hidden = layer(hidden, angles, batch, kv_cache)
+        return hidden if self.norm is None else self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size], float32."""
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return linear(hidden, weight).float()
+        """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every tensor rank. On the last stage only."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "only the last stage has an output projection"
+        return head.logits(hidden)
 
     def weight_targets(self) -> WeightTargets:
-        """Where each tensor of the checkpoint goes."""
-        targets = self.embed_tokens.weight_targets("model.embed_tokens") | self.norm.weight_targets("model.norm")
-        for index, layer in enumerate(self.layers):
+        """Where each tensor of the checkpoint goes, of those this rank needs."""
+        targets: WeightTargets = {}
+        if self.embed_tokens is not None:
+            targets |= self.embed_tokens.weight_targets("model.embed_tokens")
+        if self.norm is not None:
+            targets |= self.norm.weight_targets("model.norm")
+        for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            targets |= layer.weight_targets(f"model.layers.{index}")
+            targets |= layer.weight_targets(f"model.layers.{layer_id}")
         if self.lm_head is not None:
             targets |= self.lm_head.weight_targets("lm_head")
         return targets
 
     def ignored_weights(self) -> list[str]:
         """Tensors a checkpoint may hold though the model does not want them."""
-        return ["lm_head.weight"] if self.lm_head is None else []
+        return ["lm_head.weight"] if self.config.tie_word_embeddings else []

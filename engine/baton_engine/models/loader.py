@@ -1,7 +1,7 @@
 """Reads safetensors checkpoints into a model's parameters, by name, with every name and shape checked first.
 
-A model says where each tensor of the checkpoint goes (`weight_targets`: name -> view of a parameter), so that fused parameters
-(QKV, gate and up, stacked experts) need no code here.
+A model says where each tensor of the checkpoint goes, and which slice of it (`weight_targets`), so that fused parameters (QKV,
+gate and up, stacked experts) and models split over ranks need no code here.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from baton_engine.models.config import CONFIG_FILE
 from baton_engine.models.errors import ModelInvalid
+from baton_engine.models.sharding import WeightTarget
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LENGTH_BYTES = 8
 IDENTITY_PAGES = 256
 """Per file; of IDENTITY_PAGE_BYTES each."""
@@ -36,6 +38,10 @@ class TensorEntry:
     dtype: str
     """safetensors' name, such as BF16."""
     shape: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return FLOAT_BYTES[self.dtype]
 
 
 def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
@@ -76,41 +82,75 @@ def identity_files(path: Path) -> dict[str, bytes]:
     return identity
 
 
-def load_weights(path: Path, targets: Mapping[str, Tensor], ignored: Iterable[str] = ()) -> None:
-    """Copies every tensor of the checkpoint in `path` into its target, converting the dtype.
+def load_weights(
+    path: Path,
+    targets: Mapping[str, WeightTarget],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Iterable[str] = (),
+    show_progress: bool = False,
+) -> int:
+    """Copies the slices that `targets` name out of the checkpoint in `path`, converting the dtype. Nothing else is read.
 
     Args:
-        targets: where each tensor goes; all of them must be in the checkpoint, with that shape.
+        targets: where each tensor goes, and which slice of it.
+        expected: the shape of every tensor the whole model needs; all of them must be in the checkpoint.
         ignored: tensors that may be in the checkpoint and are not wanted.
+        show_progress: a bar of the bytes read, on stderr.
+
+    Returns:
+        Bytes read.
 
     Raises:
         ModelInvalid: naming the file and tensor that is missing, unexpected, truncated, or of the wrong shape or type.
     """
     entries = read_tensor_index(path)
-    unwanted = set(ignored)
-    for name, target in targets.items():
+    _check_tensors(path, entries, expected, set(ignored))
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(entries[name].file, []).append(name)
+    total = sum(target.parameter.numel() * entries[name].item_bytes for name, target in targets.items())
+    with (
+        torch.no_grad(),
+        tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not show_progress) as progress,
+    ):
+        for file, names in by_file.items():
+            _load_file(file, names, targets, progress)
+    return total
+
+
+def _check_tensors(
+    path: Path, entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], unwanted: set[str]
+) -> None:
+    for name, shape in expected.items():
         entry = entries.get(name)
         if entry is None:
             source = path / (INDEX_FILE if (path / INDEX_FILE).exists() else SINGLE_FILE)
             raise ModelInvalid(f"{source}: tensor {name} is missing; the architecture needs it")
-        if entry.shape != tuple(target.shape):
-            raise ModelInvalid(f"{entry.file}: tensor {name} has shape {entry.shape}, expected {tuple(target.shape)}")
-        if entry.dtype not in FLOAT_TYPES:
+        if entry.shape != shape:
+            raise ModelInvalid(f"{entry.file}: tensor {name} has shape {entry.shape}, expected {shape}")
+        if entry.dtype not in FLOAT_BYTES:
             raise ModelInvalid(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {sorted(FLOAT_TYPES)}"
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {sorted(FLOAT_BYTES)}"
             )
     for name, entry in entries.items():
         # Old Llama checkpoints carry the rotary frequencies, which follow from config.json.
-        if name not in targets and name not in unwanted and not name.endswith("rotary_emb.inv_freq"):
+        if name not in expected and name not in unwanted and not name.endswith("rotary_emb.inv_freq"):
             raise ModelInvalid(f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it")
-    by_file: dict[Path, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(entries[name].file, []).append(name)
-    with torch.no_grad():
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt") as tensors:
-                for name in names:
-                    targets[name].copy_(tensors.get_tensor(name))
+
+
+def _load_file(file: Path, names: Iterable[str], targets: Mapping[str, WeightTarget], progress: tqdm[NoReturn]) -> None:
+    name = ""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                # The file is mapped: of the rest, only what shares a page with the slice is read.
+                values = tensors.get_slice(name)[targets[name].index]
+                targets[name].parameter.copy_(values)
+                progress.update(values.nbytes)
+    except (SafetensorError, OSError) as error:
+        where = f"tensor {name} " if name else ""
+        raise ModelInvalid(f"{file}: {where}cannot be read: {error}") from None
 
 
 def _read_samples(file: Path) -> bytes:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from baton_engine import checkpoint
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
+from baton_engine.checkpoint import ARCHITECTURES, SIZES, create_checkpoint
 
 TEXTS = ["Hello", "The quick runner carries the letter of a window slowly.", "déjà vu, 東京 🙂\n\tdef f(x):", " "]
 
@@ -105,6 +107,30 @@ def test_command_line_writes_what_was_asked(tmp_path: Path, capsys: pytest.Captu
     assert "not empty" in capsys.readouterr().err
 
 
+def test_command_line_takes_a_preset_and_what_differs_from_it(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    checkpoint.add_arguments(parser)
+    out = tmp_path / "cli"
+    sizes = ["--size", "150m", "--layers", "1", "--vocab-size", "300", "--sliding-window", "64"]
+    options = [*sizes, "--rope-scaling", "yarn", "--rope-factor", "2"]
+    assert checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options])) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (768, 1, 300)
+    assert config["sliding_window"] == 64
+    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
+
+
+def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -> None:
+    from baton_engine.models.config import load_checkpoint_config
+    from baton_engine.models.registry import make_model
+
+    path = create_checkpoint(tmp_path / "model", "llama", size="150m", vocab_size=300, num_layers=1)
+    config = replace(
+        load_checkpoint_config(path), vocab_size=SIZES["150m"].vocab_size, num_layers=SIZES["150m"].num_layers
+    )
+    assert 140e6 < sum(parameter.numel() for parameter in make_model(config).parameters()) < 160e6
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
@@ -115,9 +141,14 @@ def test_command_line_writes_what_was_asked(tmp_path: Path, capsys: pytest.Captu
         ({"max_shard_size": 0}, "max_shard_size"),
         ({"dtype": "int4"}, "dtype"),
         ({"num_experts_per_tok": 99}, "num_experts_per_tok"),
+        ({"hidden_sise": 64}, "hidden_sise"),
+        ({"size": "huge"}, "size must be one of tiny, 150m"),
+        ({"rope_scaling": "dynamic"}, "rope_scaling must be one of linear, llama3, yarn"),
+        ({"rope_factor": 0.5}, "rope_factor"),
+        ({"sliding_window": 8}, "sliding_window must be positive, and is not for llama"),
     ],
 )
-def test_bad_sizes_are_refused_by_name(tmp_path: Path, arguments: dict[str, int], field: str) -> None:
+def test_bad_sizes_are_refused_by_name(tmp_path: Path, arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         create_checkpoint(tmp_path / "bad", "llama", **arguments)
     assert not (tmp_path / "bad").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import edit_config
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
@@ -33,16 +33,6 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
 
 def load(path: Path) -> torch.nn.Module:
     return load_model(path, load_checkpoint_config(path), torch.float32, torch.device("cpu"))
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    for name, value in changes.items():
-        if value is None:
-            config.pop(name, None)
-        else:
-            config[name] = value
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -71,7 +61,7 @@ def test_fused_parameters_hold_the_checkpoint_values(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     targets = model.weight_targets()
     assert set(targets) == set(tensors)
-    assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(targets[name].parameter, tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -149,11 +139,14 @@ def test_tied_checkpoint_may_hold_an_output_projection(checkpoint: Path) -> None
         ({"architectures": None}, "architectures"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be a positive integer"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "sliding_window is missing"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ],
 )
@@ -189,3 +182,40 @@ def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: P
     assert sum(map(len, before.values())) < IDENTITY_PAGES * IDENTITY_PAGE_BYTES + 20_000  # however large the files
     edit_config(checkpoint, rms_norm_eps=1e-5)
     assert identity_files(checkpoint) != before
+
+
+def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
+    from baton_engine.models.architectures import qwen2
+
+    guide = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
+    assert Path(qwen2.__file__).read_text() in guide.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "layers"),
+    [
+        ({"sliding_window": 8, "use_sliding_window": False}, None, set()),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, 8, {1}),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 9}, 8, set()),
+        (
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            8,
+            {0},
+        ),
+        ({"sliding_window": 8, "model_type": "mistral"}, 8, {0, 1}),
+        ({"sliding_window": 8, "model_type": "mixtral"}, 8, {0, 1}),
+        ({"model_type": "mixtral"}, None, set()),
+    ],
+    ids=str,
+)
+def test_which_layers_have_a_sliding_window(
+    checkpoint: Path, changes: dict[str, Any], window: int | None, layers: set[int]
+) -> None:
+    edit_config(checkpoint, **changes)
+    config = load_checkpoint_config(checkpoint)
+    assert (config.sliding_window, config.windowed_layers) == (window, layers)
+
+
+def test_a_window_that_transformers_would_assume_must_be_written_down(checkpoint: Path) -> None:
+    edit_config(checkpoint, model_type="mistral")
+    assert_invalid(checkpoint, "sliding_window is missing")

@@ -1,0 +1,160 @@
+"""Writes a checkpoint's folder: configs here, weights and tokenizer by their own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from baton_engine.checkpoint.shape import SIZES, CheckpointShape
+from baton_engine.checkpoint.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
+from baton_engine.checkpoint.weights import random_weights, write_weights
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""config.json's model_type -> its architecture."""
+DTYPES = ("float32", "bfloat16", "float16")
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+
+
+def create_checkpoint(
+    out: Path,
+    arch: str,
+    *,
+    size: str = "tiny",
+    rope_scaling: str | None = None,
+    rope_factor: float = 4.0,
+    sliding_window: int | None = None,
+    tie_word_embeddings: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: int | None = None,
+    **sizes: int,
+) -> Path:
+    """Writes config, weights and tokenizer into folder `out`; equal arguments give equal files.
+
+    Args:
+        out: made if missing; must be empty.
+        arch: a key of ARCHITECTURES.
+        size: a key of SIZES.
+        rope_scaling: linear, llama3 or yarn: the rotary embedding is stretched by `rope_factor` to max_position_embeddings.
+        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and qwen3, in all layers of the others.
+            Not for llama.
+        dtype: of the stored weights: float32, bfloat16 or float16.
+        max_shard_size: bytes per weight file; None: one file without an index.
+        **sizes: fields of CheckpointShape that differ from the preset's.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: naming the argument that is out of bounds.
+        FileExistsError: if `out` holds something.
+    """
+    _one_of("arch", arch, ARCHITECTURES)
+    _one_of("size", size, SIZES)
+    _one_of("dtype", dtype, DTYPES)
+    for name in sizes:
+        _one_of("a size", name, [field.name for field in fields(CheckpointShape)])
+    shape = replace(SIZES[size], **sizes)
+    shape.validate()
+    if rope_scaling is not None:
+        _one_of("rope_scaling", rope_scaling, ROPE_SCALINGS)
+    if not 1 <= rope_factor <= shape.max_position_embeddings:
+        raise ValueError(f"rope_factor must be between 1 and max_position_embeddings, got {rope_factor}")
+    if sliding_window is not None and (sliding_window < 1 or arch == "llama"):
+        raise ValueError(f"sliding_window must be positive, and is not for llama; got {sliding_window} for {arch}")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ValueError(f"max_shard_size must be positive, got {max_shard_size}")
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; choose another folder or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    vocabulary = write_tokenizer(out, shape.vocab_size, shape.max_position_embeddings)
+    config = _config(arch, shape) | _window_config(arch, shape, sliding_window)
+    config |= {
+        "rope_scaling": _rope_config(rope_scaling, rope_factor, shape.max_position_embeddings),
+        "tie_word_embeddings": tie_word_embeddings,
+        "eos_token_id": vocabulary[TURN_END],
+        "pad_token_id": vocabulary[END_OF_TEXT],
+        "torch_dtype": dtype,
+    }
+    _write_json(out / "config.json", config)
+    generation = {
+        "eos_token_id": [vocabulary[TURN_END], vocabulary[END_OF_TEXT]],
+        "pad_token_id": vocabulary[END_OF_TEXT],
+    }
+    _write_json(out / "generation_config.json", generation)
+    write_weights(out, random_weights(out, len(vocabulary), seed, dtype), max_shard_size)
+    return out
+
+
+def _config(arch: str, shape: CheckpointShape) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.moe_intermediate_size if arch == "mixtral" else shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": None,
+    }
+    if arch in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = False
+    if arch == "mixtral":
+        config |= {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.num_experts_per_tok}
+    if arch == "qwen3_moe":
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
+
+
+def _window_config(arch: str, shape: CheckpointShape, sliding_window: int | None) -> dict[str, Any]:
+    if arch in ("mistral", "mixtral"):
+        return {"sliding_window": sliding_window}
+    if sliding_window is None:
+        return {}
+    config: dict[str, Any] = {"sliding_window": sliding_window, "use_sliding_window": True}
+    if arch in ("qwen2", "qwen3"):
+        config["max_window_layers"] = shape.num_layers // 2
+    return config
+
+
+def _rope_config(kind: str | None, factor: float, max_position_embeddings: int) -> dict[str, Any] | None:
+    if kind is None:
+        return None
+    config: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind != "linear":
+        config["original_max_position_embeddings"] = int(max_position_embeddings / factor)
+    if kind == "llama3":
+        config |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return config
+
+
+def _one_of(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

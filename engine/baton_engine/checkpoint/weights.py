@@ -1,0 +1,76 @@
+"""The weights of a made checkpoint: random, but scaled so that the model is decisive and its text depends on the prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton_engine.checkpoint.tokenizer import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    import torch
+
+LOGIT_STD = 3.0
+"""Of a random model's logits. The median gap of the two best of n normal values is about 0.7 * std / sqrt(2 ln n): here 0.5."""
+
+
+def random_weights(out: Path, tokenizer_size: int, seed: int, dtype: str) -> dict[str, torch.Tensor]:
+    """Every tensor the written config.json asks for."""
+    import torch
+
+    from baton_engine.models.config import load_checkpoint_config
+    from baton_engine.models.registry import make_model
+
+    config = load_checkpoint_config(out)
+    model = make_model(config)
+    generator = torch.Generator().manual_seed(seed)
+    output_name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    weights: dict[str, torch.Tensor] = {}
+    for name, target in model.weight_targets().items():
+        values = torch.randn(target.shape, generator=generator)
+        if name == output_name:
+            # The final norm makes hidden states of length sqrt(hidden_size): logits get this spread.
+            values *= LOGIT_STD / math.sqrt(config.hidden_size)
+            # A zero row gives logit 0, far below the best: special tokens and ids without text are hardly ever sampled.
+            values[: len(SPECIAL_TOKENS)] = 0
+            values[tokenizer_size:] = 0
+        elif name.endswith("norm.weight"):
+            sharp = name.endswith(("q_norm.weight", "k_norm.weight"))
+            values = (2.0 if sharp else 1.0) * (1 + 0.1 * values)
+        elif name.endswith(".bias"):
+            values *= 0.5
+        elif name != "model.embed_tokens.weight":
+            # Queries and keys (and routers) get twice the scale: attention then picks out few tokens instead of averaging
+            # all of them away, and the next token depends on the whole context instead of cycling.
+            sharp = name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight", "moe.gate.weight"))
+            values *= (2.0 if sharp else 1.5) / math.sqrt(target.shape[-1])
+        weights[name] = values.to(getattr(torch, dtype))
+    return weights
+
+
+def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: int | None) -> None:
+    """Into safetensors files of at most `max_shard_size` bytes (a larger tensor has one of its own); None: one file."""
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt"}  # transformers refuses files without it
+    if max_shard_size is None:
+        save_file(weights, out / "model.safetensors", metadata=metadata)
+        return
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    shard_nbytes = 0
+    for name, tensor in weights.items():
+        if shards[-1] and shard_nbytes + tensor.nbytes > max_shard_size:
+            shards.append({})
+            shard_nbytes = 0
+        shards[-1][name] = tensor
+        shard_nbytes += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, out / file, metadata=metadata)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,18 @@
+"""Mistral (Jiang et al. 2023): Llama's layer, with a sliding window over the last tokens in every layer."""
+
+from __future__ import annotations
+
+from baton_engine.distributed.group import Group
+from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP
+from baton_engine.models.registry import register
+
+
+@register
+class MistralForCausalLM(CausalLM):
+    def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
+        return DecoderLayer(
+            config,
+            attention=Attention(config, group, window=config.sliding_window),
+            mlp=GatedMLP(config.hidden_size, config.intermediate_size, group),
+        )
