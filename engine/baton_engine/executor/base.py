@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ class Executor(abc.ABC):
         self.config = config
         self.instance_id = instance_id
         self.wakeup = wakeup
+        self._pid = os.getpid()
+
+    @property
+    def is_forked_copy(self) -> bool:
+        """Whether this is the copy in a forked child. What it would shut down, also when that child exits, is its parent's."""
+        return os.getpid() != self._pid
 
     @abc.abstractmethod
     def initialize(self) -> ModelInfo:
@@ -97,7 +104,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends workers and connections. Idempotent; also after a failed `initialize`."""
+        """Ends workers and connections. Idempotent; also after a failed `initialize`. Nothing in a forked child."""
 
 
 class WorkerError(RuntimeError):

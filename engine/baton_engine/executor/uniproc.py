@@ -8,21 +8,30 @@ from typing import Any
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import Executor, ModelInfo
+from baton_engine.executor.commands import Failure
+from baton_engine.executor.startup import (
+    check_single_worker,
+    initialize_workers,
+    load_worker_class,
+    num_concurrent_batches,
+)
 from baton_engine.protocol.config import EngineConfig
-from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import ConnectorStats
 
 
 class UniProcExecutor(Executor):
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
-        self._worker = Worker(config, instance_id)
+        self.max_concurrent_batches = num_concurrent_batches(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._worker: Any = None  # of the class that the configuration names
         self._forward: Future[None] | None = None
-        self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
 
     def initialize(self) -> ModelInfo:
-        return self._thread.submit(self._worker.initialize, self.wakeup).result()
+        check_single_worker(self.config, "uniproc")
+        worker_class = load_worker_class(self.config)
+        self._worker = self._thread.submit(worker_class, self.config, self.instance_id).result()
+        return initialize_workers(self.config, self.collective_rpc, connect_args=(self.wakeup,))
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._forward = self._thread.submit(self._worker.execute_model, step)
@@ -33,19 +42,43 @@ class UniProcExecutor(Executor):
 
         def sample() -> ModelRunnerOutput:
             forward.result()  # its exception, if it has one
-            return self._worker.sample_tokens(grammar)
+            output: ModelRunnerOutput = self._worker.sample_tokens(grammar)
+            return output
 
         return self._thread.submit(sample)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
-        return [self._thread.submit(getattr(self._worker, method), *args).result(timeout_s)]
+        return [call_in_thread(self._thread, self._worker, method, args, timeout_s, rank=0)]
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Never called: the worker lives and dies with this process."""
 
     def connector_stats(self) -> ConnectorStats | None:
-        return self._worker.connector_stats()
+        stats: ConnectorStats | None = self._worker.connector_stats() if self._worker is not None else None
+        return stats
 
     def shutdown(self) -> None:
-        self._thread.submit(self._worker.shutdown).result()
+        if self.is_forked_copy:
+            return
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._thread.submit(worker.shutdown).result()
         self._thread.shutdown()
+
+
+def call_in_thread(
+    thread: ThreadPoolExecutor, worker: Any, method: str, args: tuple[Any, ...], timeout_s: float | None, *, rank: int
+) -> Any:
+    """What `worker.method(*args)` returns, called by the worker's thread. Errors as in `Executor.collective_rpc`."""
+
+    def call() -> Any:
+        try:
+            return getattr(worker, method)(*args)
+        except Exception as error:
+            raise Failure.of(error, rank).exception(method) from error
+
+    future = thread.submit(call)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"{method} was not answered within {timeout_s} s by worker [{rank}]") from None

@@ -1,143 +1,288 @@
 """The worker's memory of its requests: one row of plain arrays per request, changed in place from step to step.
 
-A step costs copying the scheduled tokens and gathering the rows' block tables; nothing is rebuilt from lists.
+A step costs copying the scheduled tokens and gathering the rows' block tables; nothing is rebuilt from lists. Python touches a
+request when it joins, gets a block or leaves; what all requests of a step need is one numpy operation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton_engine.core.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.core.step import CachedRequestData, NewRequestData
 from baton_engine.models.layers import ForwardBatch
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+INITIAL_WIDTH = 1024
+"""Columns of token ids at first; they double when a request is longer, up to the longest a model takes."""
+
+
+@dataclass(slots=True)
+class ScheduledRows:
+    """Who runs in a step, and which positions: sequence i runs [starts[i], ends[i])."""
+
+    request_ids: list[str]
+    rows: Int64Array
+    starts: Int64Array
+    ends: Int64Array
+    num_tokens: int
+    """Of all sequences together."""
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def one_token_each(self) -> bool:
+        return self.num_tokens == len(self.request_ids)
+
+    @property
+    def first_tokens(self) -> Int64Array:
+        """Index, among the step's tokens, of each sequence's first one; one more entry for the end: [n + 1]."""
+        indices = np.zeros(len(self) + 1, dtype=np.int64)
+        np.cumsum(self.ends - self.starts, out=indices[1:])
+        return indices
 
 
 class InputBatch:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens.
 
     Columns, by row: token ids (prompt, then generated), their number, the prompt's length, tokens whose KV is in the cache,
-    the block table and its length.
+    the block table and its length, and three flags of the sampling params that decide how a step goes on.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.token_ids: Int64Array = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
-        self.num_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
+        self.token_ids: Int64Array = np.zeros((max_num_seqs, min(INITIAL_WIDTH, max_model_len + 1)), dtype=np.int64)
+        self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables: Int32Array = np.zeros((max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32)
-        self.num_blocks: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
-        self._sampling: list[tuple[SamplingParams, int] | None] = [None] * max_num_seqs
+        self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        """The next token is the most likely one, and nothing is reported of the others."""
+        self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
+        self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
+        """The answer `rows` gave last: the same requests decode step after step."""
+        self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def apply(self, step: SchedulerOutput) -> None:
-        """Forgets finished requests, takes in new ones, and moves the others on.
+    def rows(self, request_ids: list[str]) -> Int64Array:
+        """Row of each request; not to be changed.
 
         Raises:
-            RuntimeError: if the step contradicts what this worker knows; that is a bug of the scheduler.
+            RuntimeError: naming a request this worker has never seen.
         """
-        for request_id in step.finished_request_ids:
-            self.remove(request_id)
-        for new in step.new_requests:
-            self._add(new)
-        for cached in step.cached_requests:
-            self._update(cached)
+        known_ids, rows = self._last_rows
+        if request_ids == known_ids:
+            return rows
+        try:
+            rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
+        except KeyError as error:
+            raise RuntimeError(
+                f"request {error.args[0]} is scheduled as known, but this worker has never seen it"
+            ) from None
+        self._last_rows = (request_ids, rows)
+        return rows
 
-    def remove(self, request_id: str) -> None:
-        """Forgets a request; unknown ones (never scheduled) are fine."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._sampling[row] = None
-            self._free_rows.append(row)
+    def remove(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests; unknown ones (never scheduled) are fine."""
+        for request_id in request_ids:
+            row = self._row_of.pop(request_id, None)
+            if row is not None:
+                self._inputs[row] = None
+                self._free_rows.append(row)
+                self._last_rows = ([], self._last_rows[1][:0])
+
+    def add(self, new: NewRequestData) -> None:
+        """Takes in a request; one of the same id is forgotten.
+
+        Raises:
+            RuntimeError: if there is no room for it; that is a bug of the scheduler.
+        """
+        self.remove((new.request_id,))
+        if not self._free_rows:
+            raise RuntimeError(f"request {new.request_id}: all {len(self._inputs)} rows of the input batch are taken")
+        num_prompt, num_generated = len(new.prompt_token_ids), len(new.generated_token_ids)
+        num_tokens = num_prompt + num_generated
+        if num_tokens > self.max_model_len:
+            raise RuntimeError(
+                f"request {new.request_id} has {num_tokens} tokens, over max_model_len={self.max_model_len}"
+            )
+        self._make_room(num_tokens)
+        row = self._free_rows.pop()
+        self._row_of[new.request_id] = row
+        self.token_ids[row, :num_prompt] = new.prompt_token_ids
+        self.token_ids[row, num_prompt:num_tokens] = new.generated_token_ids
+        self.num_prompt_tokens[row] = num_prompt
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        params = new.sampling_params
+        self.is_plain[row] = _is_plain(params)
+        self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
+        self.wants_routed_experts[row] = params.return_routed_experts
+        ids = self.token_ids[row]
+        self._inputs[row] = SamplingInput(params, ids[:num_prompt], ids[num_prompt:num_tokens], new.sample_index)
+
+    def update(self, cached: Sequence[CachedRequestData]) -> None:
+        """Moves known requests on: most of them only by a number of computed tokens.
+
+        Raises:
+            RuntimeError: naming a request this worker has never seen; that is a bug of the scheduler.
+        """
+        if not cached:
+            return
+        rows = self.rows([request.request_id for request in cached])
+        self.num_computed_tokens[rows] = [request.num_computed_tokens for request in cached]
+        for index, request in enumerate(cached):
+            if request.new_block_ids or request.new_token_ids or request.replaced_blocks:
+                self._change(int(rows[index]), request)
+
+    def schedule(self, num_scheduled_tokens: dict[str, int]) -> ScheduledRows:
+        """Who runs, in the order of `num_scheduled_tokens`.
+
+        Raises:
+            RuntimeError: naming a request of which tokens are scheduled that nobody knows yet; that is a bug of the scheduler.
+        """
+        request_ids = list(num_scheduled_tokens)
+        rows = self.rows(request_ids)
+        counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        starts = self.num_computed_tokens[rows]
+        ends = starts + counts
+        beyond = ends > self.num_tokens[rows]
+        if beyond.any():
+            index = int(beyond.argmax())
+            raise RuntimeError(
+                f"request {request_ids[index]} is to run up to position {ends[index]}, but only "
+                f"{self.num_tokens[rows[index]]} of its tokens are known"
+            )
+        return ScheduledRows(request_ids, rows, starts, ends, int(counts.sum()))
 
     def make_forward_batch(
-        self, num_scheduled_tokens: dict[str, int], kv_cache: torch.Tensor, device: torch.device
+        self, scheduled: ScheduledRows, kv_cache: torch.Tensor, device: torch.device
     ) -> ForwardBatch:
-        """The step's tensors, sequences in the order of `num_scheduled_tokens`."""
-        rows = np.array([self._row_of[request_id] for request_id in num_scheduled_tokens], dtype=np.int64)
-        counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
-        starts = self.num_computed_tokens[rows].astype(np.int64)
-        ends = starts + counts
-        cu_seqlens = np.concatenate(([0], counts.cumsum()))
-        # Token i of the step belongs to row_of[i], at positions[i]: a ragged arange.
-        row_of = rows.repeat(counts)
-        positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1]).repeat(counts)
-        blocks = self.block_tables[row_of, positions // self.block_size].astype(np.int64)
+        """The step's tensors. On a CPU they share the arrays' memory; to a GPU they are copied without waiting for it."""
+        starts, ends = scheduled.starts, scheduled.ends
+        if scheduled.one_token_each:
+            row_of, positions = scheduled.rows, starts
+            cu_seqlens = self._one_query_each[: len(scheduled) + 1]
+        else:
+            # Token i of the step belongs to row_of[i], at positions[i]: a ragged arange.
+            counts = ends - starts
+            first = scheduled.first_tokens
+            row_of = scheduled.rows.repeat(counts)
+            positions = np.arange(scheduled.num_tokens) + (starts - first[:-1]).repeat(counts)
+            cu_seqlens = first.astype(np.int32)
+        block_index, offset = np.divmod(positions, self.block_size)
+        slots = self.block_tables[row_of, block_index].astype(np.int64) * self.block_size + offset
         max_blocks = -(-int(ends.max()) // self.block_size)
 
         def move(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            return to_device(array, device)
 
         return ForwardBatch(
             input_ids=move(self.token_ids[row_of, positions]),
             positions=move(positions),
-            slot_mapping=move(blocks * self.block_size + positions % self.block_size),
-            block_tables=move(self.block_tables[rows, :max_blocks]),
-            cu_seqlens_q=move(cu_seqlens.astype(np.int32)),
+            slot_mapping=move(slots),
+            block_tables=move(self.block_tables[:, :max_blocks].take(scheduled.rows, axis=0)),
+            cu_seqlens_q=move(cu_seqlens),
             seq_lens=move(ends.astype(np.int32)),
             kv_cache=kv_cache,
         )
 
-    def samples(self, request_id: str, num_scheduled: int) -> bool:
-        """Whether running `num_scheduled` tokens reaches the request's last known token."""
-        row = self._row_of[request_id]
-        return bool(self.num_computed_tokens[row] + num_scheduled == self.num_tokens[row])
+    def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
+        """Which sequences run their last known token, so that the next one can be sampled."""
+        reaches: BoolArray = scheduled.ends == self.num_tokens[scheduled.rows]
+        return reaches
 
-    def sampling_input(self, request_id: str) -> SamplingInput:
-        """Views of the request's ids, valid until the next change."""
-        row = self._row_of[request_id]
-        sampling = self._sampling[row]
-        assert sampling is not None
-        params, sample_index = sampling
-        prompt_end = self.num_prompt_tokens[row]
-        ids = self.token_ids[row]
-        return SamplingInput(params, ids[:prompt_end], ids[prompt_end : self.num_tokens[row]], sample_index)
+    def sampling_inputs(self, rows: Int64Array) -> list[SamplingInput]:
+        """What the sampler needs, with views of the requests' ids that are valid until the next change."""
+        inputs = []
+        ends, prompt_ends = self.num_tokens[rows].tolist(), self.num_prompt_tokens[rows].tolist()
+        for row, prompt_end, end in zip(rows.tolist(), prompt_ends, ends, strict=True):
+            item = self.sampling_input(row)
+            item.generated_token_ids = self.token_ids[row, prompt_end:end]
+            inputs.append(item)
+        return inputs
 
-    def append_token(self, request_id: str, token_id: int) -> None:
-        """A token this worker sampled: known from now on, computed in a later step."""
-        row = self._row_of[request_id]
-        self.token_ids[row, self.num_tokens[row]] = token_id
-        self.num_tokens[row] += 1
+    def sampling_input(self, row: int) -> SamplingInput:
+        item = self._inputs[row]
+        assert item is not None, f"row {row} is free"
+        return item
 
-    def _add(self, new: NewRequestData) -> None:
-        self.remove(new.request_id)
-        if not self._free_rows:
-            raise RuntimeError(f"request {new.request_id}: all {len(self._sampling)} rows of the input batch are taken")
-        num_prompt, num_generated = len(new.prompt_token_ids), len(new.generated_token_ids)
-        if num_prompt + num_generated > self.max_model_len:
-            raise RuntimeError(
-                f"request {new.request_id} has {num_prompt + num_generated} tokens, over max_model_len={self.max_model_len}"
-            )
-        row = self._free_rows.pop()
-        self._row_of[new.request_id] = row
-        self.token_ids[row, :num_prompt] = new.prompt_token_ids
-        self.token_ids[row, num_prompt : num_prompt + num_generated] = new.generated_token_ids
-        self.num_prompt_tokens[row] = num_prompt
-        self.num_tokens[row] = num_prompt + num_generated
-        self.num_computed_tokens[row] = new.num_computed_tokens
-        self.num_blocks[row] = 0
-        self._append_blocks(row, new.block_ids)
-        self._sampling[row] = (new.sampling_params, new.sample_index)
+    def append_tokens(self, rows: Int64Array, token_ids: Sequence[int]) -> None:
+        """Tokens this worker sampled, one per row: known from now on, computed in a later step."""
+        ends = self.num_tokens[rows]
+        self._make_room(int(ends.max()) + 1)
+        self.token_ids[rows, ends] = token_ids
+        self.num_tokens[rows] = ends + 1
 
-    def _update(self, cached: CachedRequestData) -> None:
-        row = self._row_of.get(cached.request_id)
-        if row is None:
-            raise RuntimeError(f"request {cached.request_id} is scheduled as known, but this worker has never seen it")
-        self.num_computed_tokens[row] = cached.num_computed_tokens
-        self._append_blocks(row, cached.new_block_ids)
+    def _change(self, row: int, request: CachedRequestData) -> None:
+        table = self.block_tables[row, : self.num_blocks[row]]
+        for source, target in request.replaced_blocks:
+            table[table == source] = target
+        self._append_blocks(row, request.new_block_ids)
+        if request.new_token_ids:
+            start = request.num_computed_tokens
+            end = start + len(request.new_token_ids)
+            self._make_room(end)
+            self.token_ids[row, start:end] = request.new_token_ids
+            self.num_tokens[row] = max(int(self.num_tokens[row]), end)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]
         self.block_tables[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] += len(block_ids)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Widens the token ids for a request of so many tokens."""
+        rows, width = self.token_ids.shape
+        if num_tokens <= width:
+            return
+        # One more column than a request may have: asynchronous scheduling samples a token past the end and drops it.
+        wider = np.zeros((rows, min(max(num_tokens, 2 * width), self.max_model_len + 1)), dtype=np.int64)
+        wider[:, :width] = self.token_ids
+        self.token_ids = wider
+        for row in self._row_of.values():
+            self.sampling_input(row).prompt_token_ids = wider[row, : self.num_prompt_tokens[row]]
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A tensor of `array` on `device`; a GPU copies it when it gets there, without stopping this thread."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether a sample is nothing but the argmax of the logits."""
+    return params.temperature == 0 and not (
+        params.logit_bias
+        or params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logprobs is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+        or params.structured_output is not None
+        or params.beam_width
+    )

@@ -1,47 +1,89 @@
 """ModelRunner: runs one step of the scheduler on one device, from request ids to sampled tokens.
 
-It owns the model, the KV cache and the input batch. It decides nothing: what runs, and in which blocks, comes with the step.
+It owns the model, the KV memory and the input batch. It decides nothing: what runs, and in which blocks, comes with the step.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.models.config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.models.layers import CausalLM, ForwardBatch
+from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import identity_files
 from baton_engine.models.registry import load_model
+from baton_engine.models.sharding import ModelShard, shard
 from baton_engine.protocol.config import EngineConfig, compatibility_hash, container_path
-from baton_engine.worker.input_batch import InputBatch
+from baton_engine.worker import dummy_steps
+from baton_engine.worker.devices import dtype_name, resolve_device, resolve_dtype
+from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
+from baton_engine.worker.kv_memory import KVMemory
+from baton_engine.worker.logprobs import count_nans
+from baton_engine.worker.memory import BlockSize, blocks_on_cpu, blocks_on_gpu
+from baton_engine.worker.packed_weights import pack_weights
+from baton_engine.worker.profiler import Profiler
+from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.sampler import sample
+from baton_kernels.block_copy import copy_blocks
 from baton_kv_transfer.connector import KVCacheLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
+
 LAYOUT_NAME = "NHL2BD"
-WARM_UP_TOKENS = 32
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What `wake_up` may bring back."""
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    """What execute_model leaves for sample_tokens, on the last stage."""
+
+    scheduled: ScheduledRows
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+    sampling_ids: list[str]
+    """Requests whose last known token ran."""
+    sampling_rows: Int64Array
+    logits: Tensor | None
+    """[len(sampling_ids), vocab_size]; None if nobody samples."""
+    routed_experts: list[Tensor] | None
 
 
 class ModelRunner:
-    """Use: load_model(), allocate_kv_cache(n), warm_up(), then execute_model(step) and sample_tokens(grammar) per step.
+    """Use: load_model(), profile_num_blocks(), allocate_kv_cache(n), warm_up(), then execute_model(step) and
+    sample_tokens(grammar) per step, all by one thread.
 
     What follows from the checkpoint (model_config, dtype, compatibility_hash) is read when first asked for and raises what
     load_model raises.
+
+    Args:
+        parallel: where this rank stands. Every rank applies the same steps; pipeline stages hand hidden states on, and only the
+            last one samples.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
         self.config = config
+        self.parallel = parallel or ParallelContext()
         self.path: Path = container_path(config.model.path)
-        self.device = _resolve_device(config.device)
+        self.device = resolve_device(config.device)
+        self._rank = self.parallel.pipeline.rank * self.parallel.tensor.size + self.parallel.tensor.rank
+        self._profiler = Profiler(config.observability.profiler_dir, self._rank, self.device)
         self._input_batch: InputBatch
         self._model: CausalLM | None = None
-        self._to_sample: tuple[list[str], torch.Tensor] | None = None
-        """Request ids and logits, [len(ids), vocab_size], between execute_model and sample_tokens."""
-        self._kv_cache: torch.Tensor | None = None
+        self._model_on_host: CausalLM | None = None
+        """While this runner sleeps at level 1."""
+        self._kv: KVMemory | None = None
+        self._in_flight: _StepInFlight | None = None
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
 
@@ -50,15 +92,20 @@ class ModelRunner:
         return load_checkpoint_config(self.path)
 
     @cached_property
+    def shard(self) -> ModelShard:
+        """This rank's part of the model."""
+        return shard(self.model_config, self.parallel)
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of weights and KV cache."""
-        return _resolve_dtype(self.config.model.dtype, self.model_config.dtype, self.device)
+        return resolve_dtype(self.config.model.dtype, self.model_config.dtype, self.device)
 
     @cached_property
     def compatibility_hash(self) -> str:
         """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, block size, layout."""
         files = identity_files(self.path)
-        return compatibility_hash(files, _name(self.dtype), self.config.cache.block_size, LAYOUT_NAME)
+        return compatibility_hash(files, dtype_name(self.dtype), self.config.cache.block_size, LAYOUT_NAME)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -81,135 +128,262 @@ class ModelRunner:
         Raises:
             ModelNotFound: if the folder does not exist.
             ModelInvalid: naming the file and tensor at fault.
+            ConfigurationError: if the model cannot be split over the configured ranks.
         """
-        self._model = load_model(self.path, self.model_config, self.dtype, self.device)
         self._input_batch = InputBatch(
             self.config.scheduler.max_num_seqs, self.max_model_len, self.config.cache.block_size
         )
+        self._load_weights()
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
+        """Of this rank's blocks."""
         return KVCacheLayout(
             num_blocks=num_blocks,
-            num_kv_heads=self.model_config.num_kv_heads,
-            num_layers=self.model_config.num_layers,
+            num_kv_heads=self.shard.num_kv_heads,
+            num_layers=self.shard.num_layers,
             block_size=self.config.cache.block_size,
             head_dim=self.model_config.head_dim,
-            dtype=_name(self.dtype),
+            dtype=dtype_name(self.dtype),
             name=LAYOUT_NAME,
         )
 
-    def allocate_kv_cache(self, num_blocks: int) -> torch.Tensor:
-        """The KV memory, zeroed: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], one allocation."""
-        layout = self.kv_cache_layout(num_blocks)
-        shape = (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
-        self._kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self._kv_cache
+    def profile_num_blocks(self) -> tuple[int, int]:
+        """(cache blocks, host swap blocks) that this rank has room for. A GPU runs the largest step to find out.
 
-    @torch.inference_mode()
+        Raises:
+            ConfigurationError: if there is no room for one, or for what is configured.
+        """
+        size = self._block_size
+        if self.device.type == "cpu":
+            return blocks_on_cpu(self.config.cache, size)
+        model, kv = self._loaded(), KVMemory(self.kv_cache_layout(1), 0, self.device)
+        scheduler = self.config.scheduler
+        largest = dummy_steps.largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        return blocks_on_gpu(self.config.cache, size, self.device, lambda: self._run_dummy(model, kv, largest))
+
+    def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
+        """The KV memory, zeroed: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], one allocation.
+
+        Args:
+            num_swap_blocks: host blocks for swapped requests; allocated at their first use.
+
+        Returns:
+            The cache, the same tensor for as long as this runner lives. Its storage is empty while the runner sleeps, and may lie
+            elsewhere afterwards.
+        """
+        self._kv = KVMemory(self.kv_cache_layout(num_blocks), num_swap_blocks, self.device)
+        return self._kv.cache
+
     def warm_up(self) -> None:
-        """Runs one prefill and one decode batch that write no KV, so that the first request pays for no compilation."""
-        model, kv_cache = self._ready()
-        num_tokens = min(WARM_UP_TOKENS, kv_cache.shape[0] * self.config.cache.block_size, self.max_model_len)
-        for query_lens in ([num_tokens], [1] * num_tokens):
-            seq_lens = [num_tokens] * len(query_lens)
-            batch = self._dummy_batch(query_lens, seq_lens, kv_cache)
-            model.compute_logits(model(batch)[:1])
+        """Runs batches of typical shapes that write no KV, and samples, so that the first request pays for no compilation."""
+        model, kv = self._ready()
+        longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.max_model_len)
+        for query_lens, seq_len in dummy_steps.typical(longest, self.config.scheduler.max_num_seqs, self.device):
+            self._run_dummy(model, kv, query_lens, seq_len)
+        copy_blocks(kv.cache, torch.zeros((1, 2), dtype=torch.int64))  # block 0 onto itself
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
         """Applies the step's changes, runs its tokens and writes their KV. What it samples from is kept for `sample_tokens`."""
-        model, kv_cache = self._ready()
-        batch = self._input_batch
-        batch.apply(step)
-        self._to_sample = None
-        scheduled = step.num_scheduled_tokens
-        if not scheduled:
+        model, kv = self._ready()
+        batch, pipeline = self._input_batch, self.parallel.pipeline
+        self._in_flight = None
+        batch.remove(step.finished_request_ids)
+        kv.move_blocks(step)
+        for new in step.new_requests:
+            batch.add(new)
+        batch.update(step.cached_requests)
+        if not step.num_scheduled_tokens:
             return
-        hidden = model(batch.make_forward_batch(scheduled, kv_cache, self.device))
-        sampling_ids: list[str] = []
-        last_rows: list[int] = []
-        end = 0
-        for request_id, num_tokens in scheduled.items():
-            end += num_tokens
-            if batch.samples(request_id, num_tokens):
-                sampling_ids.append(request_id)
-                last_rows.append(end - 1)
-        if sampling_ids:
-            logits = model.compute_logits(hidden[torch.tensor(last_rows, device=self.device)])
-            self._to_sample = (sampling_ids, logits)
+        scheduled = batch.schedule(step.num_scheduled_tokens)
+        forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
+        wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
+        received = None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
+        if wants_experts:
+            forward.routed_experts = self._receive_routed_experts(scheduled.num_tokens)
+        hidden = model(forward, received)
+        if not self.parallel.is_last_stage:
+            pipeline.send(hidden, pipeline.rank + 1)
+            if forward.routed_experts:
+                pipeline.send(torch.stack(forward.routed_experts).int(), pipeline.rank + 1)
+            return
+        self._in_flight = self._prepare_sampling(model, scheduled, hidden, forward.routed_experts)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples for every request whose last known token ran.
+        """Samples for every request whose last known token ran, and reports what the step's requests asked for.
 
-        Sampled tokens are appended to the worker's own state: the scheduler does not send them back.
+        Sampled tokens are appended to the worker's own state: the scheduler does not send them back, except to other stages.
+        On a stage that is not the last, the output is empty.
         """
         output = ModelRunnerOutput()
-        if self._to_sample is None:
+        if self._in_flight is None:
             return output
-        (sampling_ids, logits), self._to_sample = self._to_sample, None
+        step, self._in_flight = self._in_flight, None
         batch = self._input_batch
-        inputs = [batch.sampling_input(request_id) for request_id in sampling_ids]
-        sampled = sample(logits, inputs, self.model_config.eos_token_ids)
-        for request_id, token_id, logprobs in zip(sampling_ids, sampled.token_ids, sampled.logprobs, strict=True):
-            batch.append_token(request_id, token_id)
-            output.sampled_token_ids[request_id] = token_id
-            if logprobs is not None:
-                output.logprobs[request_id] = logprobs
+        if step.routed_experts is not None:
+            output.routed_experts = routed_experts_of(step.routed_experts, step.scheduled, batch)
+        if batch.wants_prompt_logprobs[step.scheduled.rows].any():
+            compute_logits = self._loaded().compute_logits
+            output.prompt_logprobs = prompt_logprobs_of(
+                step.hidden, step.scheduled, batch, compute_logits, self.model_config.vocab_size
+            )
+        if step.logits is None:
+            return output
+        if self.config.observability.count_nans_in_logits:
+            output.num_nans_in_logits = dict(zip(step.sampling_ids, count_nans(step.logits), strict=True))
+        token_ids = None
+        if grammar is None and batch.is_plain[step.sampling_rows].all():
+            token_ids = _most_likely(step.logits)
+        if token_ids is None:
+            bitmask = None if grammar is None else self._expand_bitmask(grammar, step.sampling_ids)
+            inputs = batch.sampling_inputs(step.sampling_rows)
+            sampled = sample(step.logits, inputs, self.model_config.eos_token_ids, bitmask)
+            token_ids = sampled.token_ids
+            for row in sampled.impossible_rows:
+                logger.warning(
+                    "request %s is ended: no token is possible, for its logits are NaN or all masked",
+                    step.sampling_ids[row],
+                )
+            output.logprobs = {
+                request_id: logprobs
+                for request_id, logprobs in zip(step.sampling_ids, sampled.logprobs, strict=True)
+                if logprobs is not None
+            }
+        batch.append_tokens(step.sampling_rows, token_ids)
+        output.sampled_token_ids = dict(zip(step.sampling_ids, token_ids, strict=True))
         return output
 
-    def _ready(self) -> tuple[CausalLM, torch.Tensor]:
-        if self._model is None or self._kv_cache is None:
-            raise RuntimeError("call load_model() and allocate_kv_cache() first")
-        return self._model, self._kv_cache
+    def sleep(self, level: int) -> None:
+        """Gives memory back until `wake_up`: the KV cache, and on level 1 the GPU's copy of the weights, on level 2 all copies.
 
-    def _dummy_batch(self, query_lens: list[int], seq_lens: list[int], kv_cache: torch.Tensor) -> ForwardBatch:
-        num_tokens = sum(query_lens)
-        num_blocks = -(-max(seq_lens) // self.config.cache.block_size)
+        What is cached is lost, so no request may count on it: the scheduler computes them again.
 
-        def make(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        return ForwardBatch(
-            input_ids=make([0] * num_tokens, torch.int64),
-            positions=make([0] * num_tokens, torch.int64),
-            slot_mapping=make([-1] * num_tokens, torch.int64),
-            block_tables=make([0] * num_blocks, torch.int32).expand(len(seq_lens), -1).contiguous(),
-            cu_seqlens_q=make([0, *query_lens], torch.int32).cumsum(0, dtype=torch.int32),
-            seq_lens=make(seq_lens, torch.int32),
-            kv_cache=kv_cache,
-        )
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ConfigurationError("InvalidConfig", f"device must be auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "InvalidConfig", "device is cuda, but torch sees no CUDA device; set device to cpu or auto"
-        )
-    return torch.device(name)
-
-
-def _resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    if configured != "auto":
-        if configured not in DTYPES:
-            raise ConfigurationError(
-                "InvalidConfig", f"dtype must be auto or one of {', '.join(DTYPES)}, got {configured!r}"
+        Raises:
+            ValueError: for another level.
+        """
+        if level not in (1, 2):
+            raise ValueError(
+                f"sleep level must be 1 (weights go to host memory) or 2 (weights are dropped), got {level}"
             )
-        return DTYPES[configured]
-    wanted = DTYPES.get(checkpoint, torch.float32)
-    if device.type == "cpu" and not (wanted is torch.bfloat16 and _cpu_has_native_bf16()):
-        return torch.float32  # emulated half precision is slower than float32
-    return wanted
+        self._in_flight = None
+        if self._kv is not None:
+            self._kv.drop()
+        if level == 2:
+            self._model = self._model_on_host = None
+        elif self.device.type != "cpu" and self._model is not None:
+            self._model_on_host, self._model = self._model.to("cpu"), None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes back what `sleep` gave away: weights from the host or the checkpoint, the KV cache zeroed.
+
+        Args:
+            tags: of "weights" and "kv_cache", what to take back now; None: both.
+
+        Raises:
+            ValueError: for another tag.
+            ModelInvalid: if the checkpoint cannot be read any more.
+        """
+        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
+        if unknown := wanted - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}")
+        if WEIGHTS in wanted and self._model is None:
+            if self._model_on_host is not None:
+                self._model, self._model_on_host = self._model_on_host.to(self.device), None
+            else:
+                self._load_weights()
+        if KV_CACHE in wanted and self._kv is not None:
+            self._kv.restore()
+
+    def start_profile(self) -> None:
+        """Records the steps from now on. Raises ValueError if observability.profiler_dir is not configured."""
+        self._profiler.start()
+
+    def stop_profile(self) -> Path:
+        """Writes the trace since start_profile and returns its file."""
+        return self._profiler.stop()
+
+    def _load_weights(self) -> None:
+        show_progress = self._rank == 0 and sys.stderr.isatty()
+        self._model = load_model(
+            self.path, self.model_config, self.dtype, self.device, self.parallel, show_progress=show_progress
+        )
+        pack_weights(self._model)
+
+    def _loaded(self) -> CausalLM:
+        if self._model is None:
+            raise RuntimeError("this runner has no weights: call load_model() first, or wake_up() after sleep()")
+        return self._model
+
+    def _ready(self) -> tuple[CausalLM, KVMemory]:
+        if self._kv is None or self._kv.is_dropped:
+            raise RuntimeError(
+                "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after sleep()"
+            )
+        return self._loaded(), self._kv
+
+    @property
+    def _block_size(self) -> BlockSize:
+        own = self.kv_cache_layout(1)
+        heads = own.num_kv_heads * self.parallel.tensor.size  # more than the model's, where ranks hold copies of one
+        per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
+        return BlockSize(own.block_nbytes, heads * self.model_config.num_layers * per_head_and_layer)
+
+    def _receive_hidden(self, num_tokens: int) -> Tensor:
+        buffer = torch.empty((num_tokens, self.model_config.hidden_size), dtype=self.dtype, device=self.device)
+        return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
+
+    def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
+        """Those of the earlier stages' sparse layers; this stage's layers append theirs."""
+        earlier = sum(layer < self.shard.first_layer for layer in self.model_config.sparse_layers)
+        if not earlier:
+            return []
+        shape = (earlier, num_tokens, self.model_config.num_experts_per_tok)
+        buffer = torch.empty(shape, dtype=torch.int32, device=self.device)
+        return list(self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1))
+
+    def _prepare_sampling(
+        self, model: CausalLM, scheduled: ScheduledRows, hidden: Tensor, routed_experts: list[Tensor] | None
+    ) -> _StepInFlight:
+        """Starts the logits of those that sample."""
+        sampling = self._input_batch.reaches_last_token(scheduled)
+        logits: Tensor | None = None
+        if scheduled.one_token_each and sampling.all():
+            ids, rows = scheduled.request_ids, scheduled.rows
+            logits = model.compute_logits(hidden)
+        else:
+            indices = np.flatnonzero(sampling)
+            ids, rows = [scheduled.request_ids[index] for index in indices.tolist()], scheduled.rows[indices]
+            last_tokens = scheduled.first_tokens[indices + 1] - 1
+            if ids:
+                logits = model.compute_logits(hidden[to_device(last_tokens, self.device)])
+        return _StepInFlight(scheduled, hidden, ids, rows, logits, routed_experts)
+
+    def _expand_bitmask(self, grammar: GrammarOutput, sampling_ids: list[str]) -> Tensor:
+        """The grammars' rows among all that sample: int32 [len(sampling_ids), words]; all bits set where there is no grammar."""
+        row_of = {request_id: row for row, request_id in enumerate(sampling_ids)}
+        bitmask = np.full((len(sampling_ids), grammar.bitmask.shape[1]), -1, dtype=np.int32)
+        bitmask[[row_of[request_id] for request_id in grammar.request_ids]] = grammar.bitmask
+        return to_device(bitmask, self.device)
+
+    @torch.inference_mode()
+    def _run_dummy(self, model: CausalLM, kv: KVMemory, query_lens: list[int], seq_len: int | None = None) -> None:
+        """Runs and samples a step of sequences that exist nowhere; it writes no KV and waits for no other stage."""
+        forward = dummy_steps.make_batch(query_lens, seq_len, kv.cache, self.device)
+        received = None
+        if not self.parallel.is_first_stage:
+            shape = (sum(query_lens), self.model_config.hidden_size)
+            received = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        hidden = model(forward, received)
+        if self.parallel.is_last_stage:
+            logits = model.compute_logits(hidden[: len(query_lens)])
+            sample(logits, dummy_steps.sampling_inputs(len(query_lens)), self.model_config.eos_token_ids)
 
 
-def _cpu_has_native_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _most_likely(logits: Tensor) -> list[int] | None:
+    """What `sample` gives rows without any wish, in two operations; None if a row has a NaN or nothing finite."""
+    best, token_ids = logits.max(dim=-1)
+    finite, ids = torch.stack((best.isfinite(), token_ids)).tolist()  # one read of the device
+    return ids if all(finite) else None

@@ -1,0 +1,130 @@
+"""What an executor and its worker processes tell each other. Pickled: both ends are processes of one pod."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.base import WorkerError
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig
+
+
+@dataclass(slots=True)
+class StartWorker:
+    """The first message to a worker process, through its connection."""
+
+    config: EngineConfig
+    instance_id: str
+    rank: int
+    is_output_rank: bool
+    """It answers steps; the others only say what went wrong."""
+    ring_fd: int
+    ring_geometry: tuple[int, int, int]
+    """Readers, slots, bytes per slot."""
+    log_level: int
+
+
+# Commands, broadcast through the ring
+
+
+@dataclass(slots=True)
+class ExecuteModel:
+    step: SchedulerOutput
+
+
+@dataclass(slots=True)
+class SampleTokens:
+    number: int
+    """Counts steps from 0."""
+    grammar: GrammarOutput | None
+
+
+@dataclass(slots=True)
+class Call:
+    call_id: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Shutdown:
+    pass
+
+
+# Answers, through the worker's connection
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker's exception. Exceptions themselves need not survive pickling."""
+
+    rank: int
+    summary: str
+    """Type and message, one line."""
+    traceback: str
+    configuration: tuple[type[ConfigurationError], str, str] | None = None
+    """Type, reason and message, if it was one."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        configuration = (type(error), error.reason, error.message) if isinstance(error, ConfigurationError) else None
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, f"{type(error).__name__}: {error}", text, configuration)
+
+    def exception(self, doing: str) -> Exception:
+        """What the executor raises: the same ConfigurationError, or a WorkerError with the traceback.
+
+        Args:
+            doing: what the worker was asked for.
+        """
+        if self.configuration is None:
+            return WorkerError(f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}")
+        kind, reason, message = self.configuration
+        error = kind.__new__(kind)  # constructors of its subclasses differ
+        ConfigurationError.__init__(error, reason, message)
+        return error
+
+
+@dataclass(slots=True)
+class Started:
+    """The worker's object exists; it waits for commands."""
+
+
+@dataclass(slots=True)
+class StartFailed:
+    failure: Failure
+
+
+@dataclass(slots=True)
+class StepDone:
+    number: int
+    output: ModelRunnerOutput
+
+
+@dataclass(slots=True)
+class StepFailed:
+    failure: Failure
+
+
+@dataclass(slots=True)
+class CallDone:
+    call_id: int
+    result: Any
+
+
+@dataclass(slots=True)
+class CallFailed:
+    call_id: int
+    failure: Failure
+
+
+@dataclass(slots=True)
+class Wakeup:
+    """The next step would find something new in the worker's connector."""
+
+
+Command = ExecuteModel | SampleTokens | Call | Shutdown
+Answer = Started | StartFailed | StepDone | StepFailed | CallDone | CallFailed | Wakeup

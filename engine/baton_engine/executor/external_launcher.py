@@ -1,0 +1,195 @@
+"""Under torchrun: every rank is a whole engine with its own worker, and all of them decide the same.
+
+For offline use. Given identical requests in identical order, schedulers agree without a word, so no command is broadcast. What a
+rank cannot know by itself travels between the ranks: the tokens that the last pipeline stage sampled, the least number of KV
+blocks, and the results of `collective_rpc`. It travels as msgpack: ranks may live in different pods.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.group import Group, LoneGroup
+from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group, open_store
+from baton_engine.executor.base import Executor, ModelInfo, WorkerError
+from baton_engine.executor.commands import Failure
+from baton_engine.executor.startup import (
+    JOIN_TIMEOUT_S,
+    initialize_workers,
+    load_worker_class,
+    output_rank,
+    share_threads,
+)
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig
+from baton_kv_transfer.connector import ConnectorStats
+
+
+MAX_EXECUTORS = 2**20
+"""In the life of a process."""
+_executor_numbers = itertools.count()
+
+
+class _Result(msgspec.Struct):
+    """How a call ended on one rank."""
+
+    value: Any = None
+    error: str = ""
+    """Empty: it did not fail."""
+    reason: str = ""
+    """Of a ConfigurationError."""
+
+
+class ExternalLauncherExecutor(Executor):
+    max_concurrent_batches = 1
+    """What is scheduled while steps are in flight depends on when they end, and ranks would decide differently."""
+
+    def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
+        super().__init__(config, instance_id, wakeup)
+        self._rank = _environment("RANK")
+        self._world_size = config.parallel.world_size
+        self._output_rank = output_rank(config)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._worker: Any = None  # of the class that the configuration names
+        self._control: Group = LoneGroup()
+        """All ranks, for what is not tensors of the model. Used by the worker's thread, so in the order of the steps."""
+        self._store: object = None  # the one that this rank holds for all
+        self._forward: Future[None] | None = None
+
+    def initialize(self) -> ModelInfo:
+        if (launched := _environment("WORLD_SIZE")) != self._world_size:
+            raise ConfigurationError(
+                "InvalidConfig",
+                f"torchrun started {launched} ranks, but tensor_parallel_size x pipeline_parallel_size is {self._world_size}; "
+                f"make them equal",
+            )
+        config = share_threads(self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)))
+        address = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
+        # Unique in the store, which outlives executors: every rank's program makes its executors in the same order.
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._store, address = open_store(address.host, port=address.port)
+        self._control = create_group(
+            "control",
+            self._rank,
+            self._world_size,
+            connect_store(address, JOIN_TIMEOUT_S),
+            generation,
+            torch.device("cpu"),
+            config.parallel.step_timeout_s,
+        )
+        worker_class = load_worker_class(config)
+        self._worker = self._thread.submit(worker_class, config, self.instance_id, self._rank).result()
+        if self._world_size > 1:
+            self.collective_rpc("join_groups", (address, generation))
+        initialize_workers(config, self.collective_rpc, connect_args=(self.wakeup,))
+        info: ModelInfo = self._worker.model_info()
+        return info
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._forward = self._thread.submit(self._worker.execute_model, step)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        forward, self._forward = self._forward, None
+        assert forward is not None, "execute_model() first"
+
+        def sample() -> ModelRunnerOutput:
+            forward.result()  # its exception, if it has one
+            return self._share_output(self._worker.sample_tokens(grammar))
+
+        return self._thread.submit(sample)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+        """As everywhere, and every rank must make the same call. Other ranks' results arrive as msgpack has them: no tuples,
+        a dataclass as a dict."""
+        future = self._thread.submit(self._call_everywhere, method, args)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                raise  # between the ranks
+            raise TimeoutError(f"{method} was not answered by all ranks within {timeout_s} s") from None
+
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
+        """Never called: this rank's worker lives and dies with this process, and a dead rank fails the others' steps."""
+
+    def connector_stats(self) -> ConnectorStats | None:
+        return None  # workers refuse to move KV blocks between engines of several ranks
+
+    def shutdown(self) -> None:
+        if self.is_forked_copy:
+            return
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._thread.submit(worker.shutdown).result()
+        self._thread.shutdown()
+        self._control.close()
+        self._store = None
+
+    # In the worker's thread
+
+    def _share_output(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The output rank's. Tensor ranks of a single stage have sampled the same bits."""
+        if self.config.parallel.pipeline_parallel_size == 1:
+            return output
+        if self._rank != self._output_rank:
+            length = self._control.recv(torch.empty(1, dtype=torch.int64), self._output_rank)
+            payload = self._control.recv(torch.empty(int(length), dtype=torch.uint8), self._output_rank)
+            return msgspec.msgpack.decode(payload.numpy().data, type=ModelRunnerOutput)
+        payload = _as_tensor(msgspec.msgpack.encode(output))
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._control.send(torch.tensor([len(payload)]), rank)
+                self._control.send(payload, rank)
+        return output
+
+    def _call_everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        own = None
+        try:
+            own = getattr(self._worker, method)(*args)
+            encoded = msgspec.msgpack.encode(_Result(own))
+        except ConfigurationError as error:
+            encoded = msgspec.msgpack.encode(_Result(error=error.message, reason=error.reason))
+        except Exception as error:
+            text = str(Failure.of(error, self._rank).exception(method))
+            encoded = msgspec.msgpack.encode(_Result(error=text))
+        results = [msgspec.msgpack.decode(part, type=_Result) for part in self._gather(encoded)]
+        for result in results:
+            if result.reason:
+                raise ConfigurationError(result.reason, result.error)
+            if result.error:
+                raise WorkerError(result.error)
+        return [own if rank == self._rank else result.value for rank, result in enumerate(results)]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """All ranks' data, in rank order."""
+        lengths = self._control.all_gather(torch.tensor([len(data)])).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = _as_tensor(data)
+        rows = self._control.all_gather(padded).view(len(lengths), -1)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _environment(name: str) -> int:
+    """An integer that torchrun sets. Raises ConfigurationError if it did not."""
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        raise ConfigurationError(
+            "InvalidConfig",
+            f"executor external_launcher needs {name} in the environment, a number; start the program with "
+            f"torchrun --nproc-per-node=N",
+        ) from None

@@ -1,0 +1,17 @@
+"""Futures that several threads may end: the first one does, the others are too late."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+
+def resolve(future: Future[Any], result: Any) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(result)
+
+
+def reject(future: Future[Any], error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

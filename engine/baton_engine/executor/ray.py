@@ -1,0 +1,285 @@
+"""One Ray actor per rank, on any node of the cluster that Ray knows. Behind the extra `ray`.
+
+A program that has called `ray.init` itself, or set RAY_ADDRESS, has its cluster used. Otherwise a local one is started, without
+dashboard and usage statistics, and ended at `shutdown`. What Ray leaves behind then: logs in /tmp/ray, and, if it authenticates
+by token and was given none, ~/.ray/auth_token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.process_group import open_store
+from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
+from baton_engine.executor.commands import Failure
+from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.startup import (
+    JOIN_TIMEOUT_S,
+    initialize_workers,
+    load_worker_class,
+    num_concurrent_batches,
+    output_rank,
+    share_threads,
+)
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig, KVRole
+from baton_kv_transfer.connector import ConnectorStats
+
+logger = logging.getLogger(__name__)
+
+WATCH = "watch"
+"""The actors' concurrency group of the call that ends with the actor; all others run one after the other."""
+
+
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+class RayExecutor(Executor):
+    shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
+    """For workers to leave in order; then they are ended."""
+
+    def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
+        super().__init__(config, instance_id, wakeup)
+        self.max_concurrent_batches = num_concurrent_batches(config)
+        self._world_size = config.parallel.world_size
+        self._output_rank = output_rank(config)
+        self._ray = _import_ray()
+        self._actors: list[Any] = []
+        self._all_up = False
+        self._owns_ray = False
+        self._store: object = None
+        self._lock = threading.Lock()
+        """Guards what follows: Ray's threads report answers and deaths."""
+        self._pending: dict[int, Future[Any]] = {}
+        self._tickets = itertools.count()
+        self._failure: Exception | None = None
+        self._died = False
+        self._on_failure: Callable[[str], None] | None = None
+        self._stopping = False
+
+    def initialize(self) -> ModelInfo:
+        if self.config.kv_transfer.role is not KVRole.NONE:
+            raise ConfigurationError(
+                "KVTransferInvalid", "executor ray cannot move KV blocks between engines; set kv_transfer.role to none"
+            )
+        if not self._ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            self._ray.init(include_dashboard=False)
+            self._owns_ray = True
+        config = share_threads(self.config, self._world_size)
+        actor_class = self._ray.remote(
+            num_cpus=1, num_gpus=0 if config.device == "cpu" else 1, max_restarts=0, concurrency_groups={WATCH: 1}
+        )(_RankActor)
+        self._actors = [actor_class.remote(config, self.instance_id, rank) for rank in range(self._world_size)]
+        for rank, actor in enumerate(self._actors):
+            self._observe(actor.hold.options(concurrency_group=WATCH).remote(), rank, Future(), lambda _: None)
+        try:
+            hosts = self._ask("host", (), JOIN_TIMEOUT_S)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{error}; the cluster must have one CPU per worker free, and a GPU unless device is cpu: see `ray status`"
+            ) from None
+        self._all_up = True
+        if self._world_size > 1:
+            self._store, address = open_store(self._ray.util.get_node_ip_address())
+            self._ask("join_groups", (address, hosts), JOIN_TIMEOUT_S)
+        return initialize_workers(config, self.collective_rpc)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        shared = self._ray.put(step)
+        for actor in self._actors:
+            actor.execute_model.remote(shared)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        if not self._admit(future):
+            return future
+
+        def take(output: ModelRunnerOutput | None) -> None:
+            if output is not None:
+                resolve(future, output)
+
+        for rank, actor in enumerate(self._actors):
+            ref = actor.sample_tokens.remote(grammar, rank == self._output_rank)
+            self._observe(ref, rank, future, take, step=True)
+        return future
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+        return self._ask("call", (method, args), timeout_s)
+
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            self._on_failure = callback
+            already = self._failure if self._died else None
+        if already is not None:
+            callback(str(already))
+
+    def connector_stats(self) -> ConnectorStats | None:
+        return None
+
+    def shutdown(self) -> None:
+        if self.is_forked_copy:
+            return
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            orderly = self._failure is None and self._all_up
+        if orderly:
+            with contextlib.suppress(TimeoutError, WorkerError, WorkerDiedError):
+                self._ask("call", ("shutdown", ()), self.shutdown_timeout_s)
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._fail(WorkerDiedError("the executor was shut down"), died=True)
+        self._store = None
+        if self._owns_ray:
+            self._ray.shutdown()
+
+    def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
+        """Calls a method of every actor. Results and errors as those of `collective_rpc`."""
+        results: dict[int, Any] = {}
+        future: Future[list[Any]] = Future()
+        if not self._admit(future):
+            return future.result()
+        what = str(args[0]) if actor_method == "call" else actor_method
+
+        def take(result: Any, rank: int) -> None:
+            with self._lock:
+                results[rank] = result
+                complete = len(results) == self._world_size
+            if complete:
+                resolve(future, [results[rank] for rank in range(self._world_size)])
+
+        for rank, actor in enumerate(self._actors):
+            ref = getattr(actor, actor_method).remote(*args)
+            self._observe(ref, rank, future, functools.partial(take, rank=rank), doing=what)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            missing = [rank for rank in range(self._world_size) if rank not in results]
+            raise TimeoutError(f"{what} was not answered within {timeout_s} s by worker {missing}") from None
+
+    def _admit(self, future: Future[Any]) -> bool:
+        """Notes a future that must fail if a worker dies. False: it has failed already."""
+        ticket = next(self._tickets)
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._pending[ticket] = future
+        if failure is not None:
+            reject(future, failure)
+            return False
+        future.add_done_callback(lambda _: self._pending.pop(ticket, None))
+        return True
+
+    def _observe(
+        self,
+        ref: Any,
+        rank: int,
+        future: Future[Any],
+        take: Callable[[Any], None],
+        *,
+        doing: str = "a step",
+        step: bool = False,
+    ) -> None:
+        """Hands an actor's answer to `take`, or its failure to `future`; the failure of a step ends all steps."""
+
+        def done(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if error is not None:  # Ray's own: what workers raise comes as a Failure
+                self._fail(WorkerDiedError(f"worker {rank} is gone: {_one_line(error)}"), died=True)
+                return
+            result = answer.result()
+            if not isinstance(result, Failure):
+                take(result)
+            elif step:
+                self._fail(result.exception(doing), died=False)
+            else:
+                reject(future, result.exception(doing))
+
+        ref.future().add_done_callback(done)
+
+    def _fail(self, error: Exception, *, died: bool) -> None:
+        """No step can be run any more."""
+        with self._lock:
+            self._failure = self._failure or error
+            tell = self._on_failure if died and not self._died and not self._stopping else None
+            self._died = self._died or died
+            pending: Sequence[Future[Any]] = list(self._pending.values())
+        for future in pending:
+            reject(future, error)
+        if tell is not None:
+            tell(str(error))
+
+
+class _RankActor:
+    """What runs in the actor's process. Exceptions are returned, as Failures: Ray would wrap them in its own types."""
+
+    def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:
+        self._rank = rank
+        self._failure: Failure | None = None
+        self._worker: Any = None
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows it one GPU
+        try:
+            self._worker = load_worker_class(config)(config, instance_id, rank)
+        except Exception as error:
+            self._failure = Failure.of(error, rank)
+
+    def hold(self) -> None:
+        """Never returns: fails at the caller when this actor dies."""
+        threading.Event().wait()
+
+    def host(self) -> Any:
+        """The address at which other ranks reach this one."""
+        return self._failure or _import_ray().util.get_node_ip_address()
+
+    def join_groups(self, store_address: tuple[str, int], hosts: list[str]) -> Any:
+        return self.call("join_groups", (store_address, 0, hosts[self._rank]))
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        try:
+            if method == "connect":
+                args = (lambda: None,)  # there is no connector that could wake the engine
+            return getattr(self._worker, method)(*args)
+        except Exception as error:
+            return Failure.of(error, self._rank)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        try:
+            if self._failure is None:
+                self._worker.execute_model(step)
+        except Exception as error:
+            self._failure = Failure.of(error, self._rank)
+
+    def sample_tokens(self, grammar: GrammarOutput | None, is_output: bool) -> Any:
+        try:
+            if self._failure is None:
+                output = self._worker.sample_tokens(grammar)
+                return output if is_output else None
+        except Exception as error:
+            self._failure = Failure.of(error, self._rank)
+        return self._failure
+
+
+def _one_line(error: BaseException) -> str:
+    """Ray tells what it knows of a dead actor in many lines."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigurationError(
+            "InvalidConfig", "executor ray needs the package ray; install it with: pip install 'baton[ray]'"
+        ) from None
+    return ray

@@ -1,0 +1,86 @@
+"""One rank's KV memory: the blocks of its cache, the host blocks that swapped requests go to, and copies between them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_engine.core.step import BlockCopy, SchedulerOutput
+from baton_engine.worker.devices import DTYPES
+from baton_kernels.block_copy import copy_blocks, swap_blocks
+from baton_kv_transfer.connector import KVCacheLayout
+
+
+class KVMemory:
+    """Args:
+    layout: of the cache, of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+    num_swap_blocks: host blocks; their memory is taken when the first block is swapped out.
+    """
+
+    def __init__(self, layout: KVCacheLayout, num_swap_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_swap_blocks = num_swap_blocks
+        self.cache = torch.empty(self._shape(layout.num_blocks), dtype=DTYPES[layout.dtype], device=device)
+        _ask_for_huge_pages(self.cache)
+        self.cache.zero_()
+        self._swapped: Tensor | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.cache.untyped_storage().nbytes() == 0
+
+    def move_blocks(self, step: SchedulerOutput) -> None:
+        """The step's copies, in their order: out to the host, in from the host, within the cache."""
+        if step.swap_out:
+            swap_blocks(self.cache, self._host_blocks(), _pairs(step.swap_out))
+        if step.swap_in:
+            swap_blocks(self._host_blocks(), self.cache, _pairs(step.swap_in))
+        if step.block_copies:
+            copy_blocks(self.cache, _pairs(step.block_copies))
+
+    def drop(self) -> None:
+        """Gives the memory back to the system, and with it all that is cached. `cache` stays the same tensor, without storage."""
+        self.cache.untyped_storage().resize_(0)
+        self._swapped = None
+
+    def restore(self) -> None:
+        """Takes the memory again, zeroed; its address may be another."""
+        if self.is_dropped:
+            self.cache.untyped_storage().resize_(self.cache.numel() * self.cache.itemsize)
+            _ask_for_huge_pages(self.cache)
+            self.cache.zero_()
+
+    def _host_blocks(self) -> Tensor:
+        if self._swapped is None:
+            shape, pinned = self._shape(self.num_swap_blocks), self.cache.device.type == "cuda"
+            self._swapped = torch.empty(shape, dtype=self.cache.dtype, pin_memory=pinned)
+        return self._swapped
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        layout = self.layout
+        return (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
+
+
+def _ask_for_huge_pages(cache: Tensor) -> None:
+    """Attention jumps from block to block: with pages of 4 KiB on a CPU, each jump looks up an address translation anew.
+
+    Advice to Linux, before the memory is touched: without effect where it cannot be followed.
+    """
+    if cache.device.type != "cpu" or sys.platform != "linux":
+        return
+    start, end = cache.data_ptr(), cache.data_ptr() + cache.nbytes
+    first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    if first_page < end:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(end - first_page), mmap.MADV_HUGEPAGE)
+
+
+def _pairs(copies: Sequence[BlockCopy]) -> Tensor:
+    """int64 [n, 2]: source and target of each."""
+    return torch.from_numpy(np.array(copies, dtype=np.int64))

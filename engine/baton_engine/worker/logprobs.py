@@ -1,0 +1,84 @@
+"""Log-probabilities to report: of sampled tokens, of prompt tokens, and of the continuations of beams.
+
+What is reported to clients is of the raw logits. None is lower than MIN_LOGPROB: JSON has no infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton_engine.protocol.messages import PromptLogprobs, TokenLogprobs
+from baton_engine.worker.vocabulary_blocks import row_chunks
+
+MIN_LOGPROB = -9999.0
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Per row the chosen token's log-probability and rank, and the `num_top` most likely tokens, best first.
+
+    Args:
+        logits: raw, float32, of shape [rows, vocab_size]. NaN counts as -inf.
+        token_ids: the chosen token per row.
+        num_top: per row.
+    """
+    result: list[TokenLogprobs] = []
+    for rows in row_chunks(logits):
+        result += _chunk_logprobs(logits[rows], token_ids[rows], num_top[rows])
+    return result
+
+
+def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+    """The same for prompt tokens.
+
+    Args:
+        logits: raw, float32, of shape [n, vocab_size]: of n consecutive prompt positions.
+        next_token_ids: the prompt's tokens at the n positions that follow.
+        num_top: SamplingParams.prompt_logprobs.
+    """
+    return token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
+
+
+def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[TokenLogprobs]:
+    """Per row the most likely continuations of a beam, by the processed logits; `top` leaves out those that are impossible.
+
+    Args:
+        processed: float32 of shape [rows, vocab_size], without NaN; masked tokens are -inf.
+        num_candidates: per row.
+    """
+    values, ids = processed.log_softmax(dim=-1).topk(min(max(num_candidates), processed.shape[-1]))
+    result = []
+    for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), num_candidates, strict=True):
+        top = [(token_id, value) for token_id, value in zip(row_ids, row_values, strict=True) if value > MIN_LOGPROB]
+        best_id, best = top[0] if top else (row_ids[0], MIN_LOGPROB)
+        result.append(TokenLogprobs(best_id, best, 1, top[:count]))
+    return result
+
+
+def count_nans(logits: Tensor) -> list[int]:
+    """Of each row; logits of shape [rows, vocab_size]."""
+    counts: list[int] = logits.isnan().sum(dim=-1).tolist()
+    return counts
+
+
+def without_nans(logits: Tensor) -> Tensor:
+    """NaN counts as -inf, +inf as the largest number. A copy."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
+
+
+def _chunk_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    logprobs = logits.log_softmax(dim=-1)
+    if bool(logprobs[:, 0].isnan().any()):  # one NaN, or infinity, makes its whole row NaN
+        logprobs = without_nans(logits).log_softmax(dim=-1).nan_to_num(nan=MIN_LOGPROB)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
+    ranks: list[int] = ((logprobs > chosen).sum(dim=-1) + 1).tolist()
+    values, ids = logprobs.topk(min(max(num_top), logprobs.shape[-1]))
+    tops = zip(ids.tolist(), values.clamp_min(MIN_LOGPROB).tolist(), strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count], strict=True)))
+        for token_id, logprob, rank, (top_ids, top_values), count in zip(
+            token_ids, chosen[:, 0].clamp_min(MIN_LOGPROB).tolist(), ranks, tops, num_top, strict=True
+        )
+    ]

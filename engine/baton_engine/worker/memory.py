@@ -1,0 +1,124 @@
+"""How many KV blocks a rank has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import CacheConfig
+
+GIB = 2**30
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """Bytes of one KV block."""
+
+    rank: int
+    """What this rank holds of it: its layers and heads."""
+    engine: int
+    """All ranks together. Budgets of host memory are meant for a whole engine."""
+
+
+def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
+    """(cache blocks, host swap blocks) of the configured budgets.
+
+    Raises:
+        ConfigurationError: if the budget holds no block, or is more than the machine has left.
+    """
+    num_blocks = cache.memory_bytes // size.engine if cache.num_blocks is None else cache.num_blocks
+    if num_blocks < 1:
+        raise ConfigurationError(
+            "InsufficientMemory",
+            f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} bytes; raise it",
+        )
+    num_swap_blocks = cache.swap_memory_bytes // size.engine
+    available = available_host_memory()
+    needed = (num_blocks + num_swap_blocks) * size.rank
+    if available is not None and needed > available:
+        setting = "cache.memory_bytes" if cache.num_blocks is None else "cache.num_blocks"
+        raise ConfigurationError(
+            "InsufficientMemory",
+            f"{num_blocks} KV blocks and {num_swap_blocks} swap blocks need {needed / GIB:.2f} GiB, but "
+            f"{available / GIB:.2f} GiB are available; lower {setting} or cache.swap_memory_bytes",
+        )
+    return num_blocks, num_swap_blocks
+
+
+def blocks_on_gpu(
+    cache: CacheConfig, size: BlockSize, device: torch.device, run_largest_step: Callable[[], None]
+) -> tuple[int, int]:
+    """(cache blocks, host swap blocks): of the GPU what the largest step and other processes leave.
+
+    Args:
+        run_largest_step: its peak of memory, weights included, is measured.
+
+    Raises:
+        ConfigurationError: if not one block is left, or less than configured.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    left = int(cache.gpu_memory_utilization * total) - peak - others
+    room = max(0, left // size.rank)
+    num_blocks = room if cache.num_blocks is None else cache.num_blocks
+    if num_blocks < 1 or num_blocks > room:
+        wanted = "one KV block" if cache.num_blocks is None else f"cache.num_blocks={cache.num_blocks}"
+        raise ConfigurationError(
+            "InsufficientMemory",
+            f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} GiB, "
+            f"cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, weights and activations take "
+            f"{peak / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower scheduler.max_num_batched_tokens "
+            "or cache.num_blocks",
+        )
+    return num_blocks, cache.swap_memory_bytes // size.engine
+
+
+def available_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) -> int | None:
+    """Bytes this process can still take without swapping or being killed; None where the system does not say.
+
+    The least of what the machine has and what the limits of the process's control groups (version 2) leave. Page cache counts
+    as available: it is given up for anonymous memory.
+    """
+    found = []
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    found += [left for group in _control_groups(cgroups) if (left := _left_in(group)) is not None]
+    return min(found, default=None)
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """This process's group and those above it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = root / own
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+
+
+def _left_in(group: Path) -> int | None:
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    page_cache = int(stat.get("file", 0)) - int(stat.get("shmem", 0))
+    return max(0, int(limit) - used + page_cache)

@@ -1,0 +1,182 @@
+"""Draws tokens: Gumbel-max over what min_p, top_k and top_p keep, without touching most of the vocabulary in float64.
+
+    token = argmax over the kept t of (logits[t] / temperature + noise[t])
+
+The filters apply in this order, each to what the one before left: min_p, top_k (ties: lower ids stay), top_p (the smallest set
+of best tokens that reaches it). The most likely token always stays.
+
+Only candidates are looked at exactly. A row's candidates are the tokens not below a bound that no kept token can be below: the
+k-th largest of the maxima of blocks of the vocabulary, among which the best k tokens are. Rows without a filter take two rounds:
+the best of some 64 likely candidates sets how much noise any other token would need to win, few have it, and those are compared.
+Probabilities are summed in fixed point, which is exact in any order: a row's result does not depend on its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.worker.noise import gumbel, keys_tensor, least_mantissa, noise_mantissa
+from baton_engine.worker.vocabulary_blocks import block_maxima, rank_bound, row_chunks, tokens_at_least
+
+MIN_TEMPERATURE = 1e-5
+"""Lower ones count as this: the most likely token wins anyway, and nothing overflows."""
+
+FEW = 64
+MANY = 1024
+"""Candidates at first, and where top_p needs more. Those it needs beyond are all tokens."""
+_UNIT = 2.0**32
+"""Fixed point of probabilities relative to the most likely token's: 2**20 tokens sum up to what float64 holds exactly."""
+_LOWEST = torch.finfo(torch.float32).min
+
+
+def sample_random(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
+    """Draws one token per row.
+
+    Args:
+        logits: processed, float32, of shape [rows, vocab_size]; -inf for masked tokens, at least one per row is not; not changed.
+        params: per row; temperatures over 0.
+        keys: per row, from `noise_key`.
+
+    Returns:
+        Token ids, int64 of shape [rows].
+    """
+    drawn = [
+        _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device)) for rows in row_chunks(logits)
+    ]
+    return torch.cat(drawn)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is known per row, in columns of shape [rows, 1]; float64 unless said."""
+
+    keys: Tensor
+    """int64."""
+    temperature: Tensor
+    log_min_p: Tensor
+    """-inf: no min_p."""
+    top_k: Tensor
+    """int64; vocab_size: no top_k."""
+    top_p: Tensor
+    """inf: no top_p."""
+    best: Tensor
+    """The largest of logits / temperature."""
+    total: Tensor
+    """Sum of the probabilities that top_p is relative to, in units of the fixed point; 0: those of the candidates."""
+
+    def take(self, index: Tensor) -> _Rows:
+        return _Rows(*(getattr(self, name)[index] for name in self.__slots__))
+
+
+def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
+    vocab_size, device = logits.shape[-1], logits.device
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    maxima = block_maxima(logits)
+    sorted_maxima = maxima.sort(dim=-1, descending=True).values
+    temperature = column([max(p.temperature, MIN_TEMPERATURE) for p in params])
+    rows = _Rows(
+        keys=keys[:, None],
+        temperature=temperature,
+        log_min_p=column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]),
+        top_k=column(top_k, torch.int64),
+        top_p=column([p.top_p if p.top_p < 1 else math.inf for p in params]),
+        best=sorted_maxima[:, :1].double() / temperature,
+        total=torch.zeros_like(temperature),
+    )
+    floor = _min_p_bound(rows)
+    few = column([k if k < vocab_size else FEW for k in top_k], torch.int64)
+    bound = torch.maximum(floor, rank_bound(sorted_maxima, few))
+    whole = [row for row, p in enumerate(params) if p.top_p < 1 and top_k[row] == vocab_size]
+    if whole:
+        index = torch.tensor(whole, device=device)
+        bound[index], rows.total[index] = _top_p_bound(
+            logits[index], rows.take(index), sorted_maxima[index], floor[index]
+        )
+    token_ids, scores = _draw(logits, tokens_at_least(logits, maxima, bound), rows)
+
+    free = column([p.top_p >= 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)], torch.bool)
+    index = (free & (bound > floor)).nonzero()[:, 0]
+    if len(index):
+        mine, others, to_beat = rows.take(index), logits, scores[index]
+        if len(index) < len(params):
+            others = logits[index]
+        # A token below the bound wins only with so much noise.
+        needed = least_mantissa(to_beat - bound[index].double() / mine.temperature)
+        possible = noise_mantissa(mine.keys, torch.arange(vocab_size, device=device)) >= needed
+        possible &= (others < bound[index]) & (others >= floor[index])
+        drawn, score = _draw(others, possible.nonzero(as_tuple=True), mine)
+        token_ids[index] = torch.where(score > to_beat, drawn, token_ids[index])
+    return token_ids[:, 0]
+
+
+def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Of each row's candidates the winner after the filters, and its score, -inf if there is none; [rows, 1] each.
+
+    Candidates are row indices and token ids, ordered by row, then id.
+    """
+    token_ids, present = _compact(candidates, len(logits))
+    scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(~present, -math.inf)
+    scaled.masked_fill_(scaled < rows.best + rows.log_min_p, -math.inf)
+    if bool((rows.top_k < logits.shape[-1]).any() | (rows.top_p < 1).any()):
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+        token_ids = token_ids.gather(-1, order)
+        scaled.masked_fill_(torch.arange(scaled.shape[-1], device=scaled.device) >= rows.top_k, -math.inf)
+        weights = _fixed_point(scaled, rows.best)
+        total = torch.where(rows.total > 0, rows.total, weights.sum(dim=-1, keepdim=True))
+        # A token stays if those ahead of it do not reach top_p yet.
+        drop = weights.cumsum(dim=-1) - weights >= rows.top_p * total
+        drop[:, 0] = False
+        scaled.masked_fill_(drop, -math.inf)
+    scores, winner = (scaled + gumbel(noise_mantissa(rows.keys, token_ids))).max(dim=-1, keepdim=True)
+    return token_ids.gather(-1, winner), scores
+
+
+def _min_p_bound(rows: _Rows) -> Tensor:
+    """A logit that all tokens that min_p keeps reach; [rows, 1] float32."""
+    least = (rows.best + rows.log_min_p) * rows.temperature
+    slack = 1e-6 * (least.abs() + (rows.best * rows.temperature).abs())  # more than float32 rounds away
+    return torch.nan_to_num(least - slack, nan=_LOWEST).clamp_min_(_LOWEST).float()
+
+
+def _top_p_bound(logits: Tensor, rows: _Rows, sorted_maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """A logit that all tokens that top_p keeps reach, and the sum of all probabilities that min_p leaves; [rows, 1] each."""
+    scaled = logits.double().div_(rows.temperature)
+    if bool((rows.log_min_p > -math.inf).any()):
+        scaled.masked_fill_(scaled < rows.best + rows.log_min_p, -math.inf)
+    weights = _fixed_point(scaled, rows.best)
+    total = weights.sum(dim=-1, keepdim=True)
+    bound, done = floor, torch.zeros_like(rows.top_k, dtype=torch.bool)
+    for count in (FEW, MANY):
+        tighter = torch.maximum(floor, rank_bound(sorted_maxima, torch.full_like(rows.keys, count)))
+        enough = (weights * (logits >= tighter)).sum(dim=-1, keepdim=True) >= rows.top_p * total
+        bound = torch.where(enough & ~done, tighter, bound)
+        done |= enough
+        if bool(done.all()):
+            break
+    return bound, total
+
+
+def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
+    """Probabilities relative to the best token's, in units of 2**-32: whole numbers, in float64."""
+    return (scaled - best).exp_().mul_(_UNIT).round_()
+
+
+def _compact(places: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Columns by row, [num_rows, most in a row], from row and column indices ordered by row; and which of them are filled."""
+    rows, columns = places
+    counts = torch.bincount(rows, minlength=num_rows)
+    width = max(int(counts.max()), 1)
+    slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    compact = torch.zeros(num_rows, width, dtype=torch.int64, device=rows.device)
+    compact[rows, slots] = columns
+    return compact, torch.arange(width, device=rows.device) < counts[:, None]

@@ -1,0 +1,97 @@
+"""All ranks of a process group, each a process, forked from one that has imported torch.
+
+Each does what the scenario says and writes what it saw to FOLDER/<rank>, one JSON value per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from baton_engine.distributed import shared_memory_group
+from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group
+
+CPU = torch.device("cpu")
+
+
+output: TextIO = sys.stdout
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), file=output, flush=True)
+
+
+def attempt(action: Callable[[], object]) -> None:
+    """Says type and text of the error, and after how long it came."""
+    started = time.monotonic()
+    try:
+        action()
+        say(["nothing was raised", "", 0.0])
+    except Exception as error:
+        say([type(error).__name__, str(error), time.monotonic() - started])
+
+
+def operations(rank: int, size: int, address: StoreAddress) -> None:
+    group = create_group("test", rank, size, connect_store(address, 30), 1, CPU, 30)
+    say(type(group).__name__)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        values = torch.arange(6, dtype=dtype).view(2, 3) + rank
+        returned = group.all_reduce(values)
+        say([returned is values, values.tolist()])
+    transposed = torch.full((3, 2), float(rank)).t()
+    group.all_reduce(transposed)
+    say(transposed.tolist())
+    say(group.all_gather(torch.full((2, 1), rank)).tolist())
+    say(group.all_gather(torch.full((2, 3), rank).t(), dim=0).tolist())
+    large = torch.arange(600_011) % 1000  # more than the buffers of shared memory hold
+    gathered = group.all_gather((large + rank).float())
+    say(gathered.tolist() == torch.cat([large + r for r in range(size)]).tolist())
+    reduced = group.all_reduce(large.float() * (rank + 1))
+    say(torch.equal(reduced, large.float() * (size * (size + 1) // 2)))
+    if rank == 0:
+        group.send(torch.tensor([1.5, 2.5]), size - 1)
+        say(group.recv(torch.zeros(2, 2).t(), size - 1).tolist())
+    elif rank == size - 1:
+        say(group.recv(torch.zeros(2), 0).tolist())
+        group.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
+    else:
+        say("bystander")
+    group.close()
+    group.close()
+    attempt(lambda: group.all_reduce(torch.zeros(1)))
+
+
+def death(rank: int, size: int, address: StoreAddress) -> None:
+    """The last rank dies; the others meet again as the next generation."""
+    store = connect_store(address, 30)
+    group = create_group("test", rank, size, store, 1, CPU, 60)
+    if rank == size - 1:
+        os._exit(0)
+    attempt(lambda: group.all_reduce(torch.zeros(4)))
+    attempt(lambda: group.recv(torch.zeros(4), size - 1))
+    group.close()
+    survivors = create_group("test", rank, size - 1, store, 2, CPU, 60)
+    say(survivors.all_reduce(torch.ones(1)).tolist())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scenario, transport, folder, size, port = *sys.argv[1:4], *map(int, sys.argv[4:])
+    members = []
+    for rank in range(size):
+        if member := os.fork():
+            members.append(member)
+            continue
+        output = Path(folder, str(rank)).open("w")
+        if transport == "gloo" and rank == 1:  # one that cannot is enough: the members agree
+            shared_memory_group._on_this_host = lambda path, token_hex: False
+        {f.__name__: f for f in (operations, death)}[scenario](rank, size, StoreAddress("127.0.0.1", port))
+        sys.exit()
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(member, 0)[1]) for member in members))

@@ -1,0 +1,36 @@
+"""ExternalLauncherExecutor under torchrun, with workers without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_workers import engine_config
+from torchrun import run_under_torchrun
+
+from baton_engine.executor.external_launcher import ExternalLauncherExecutor
+from baton_engine.models.errors import ConfigurationError
+
+
+def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(tmp_path: Path) -> None:
+    results = run_under_torchrun(2, tmp_path, "fake", 1, 2)
+    for result in results:
+        assert result["num_blocks"] == 99, "the least of all ranks"
+        assert result["outputs"] == [0, 1, 2, 3]
+        assert result["ranks"] == [0, 1]
+        kind, text = result["error"]
+        assert kind == "WorkerError"
+        assert "worker 1 failed in raise_on: KeyError" in text
+
+
+def test_it_must_be_started_by_torchrun_with_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match="needs RANK in the environment"):
+        ExternalLauncherExecutor(engine_config(), "instance", lambda: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    executor = ExternalLauncherExecutor(engine_config(tensor=2), "instance", lambda: None)
+    with pytest.raises(ConfigurationError, match="torchrun started 3 ranks"):
+        executor.initialize()
+    executor.shutdown()

@@ -1,0 +1,68 @@
+"""The real worker, split over tensor ranks and pipeline stages by every executor: the same tokens as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from greedy_steps import generate, model_config
+from torchrun import run_under_torchrun
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.executor.base import executor_name, load_executor_class
+from baton_engine.models.errors import ConfigurationError, ModelNotFound
+from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig
+
+ARCHITECTURES = ("llama", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for arch in ARCHITECTURES:
+        create_checkpoint(root / arch, arch, seed=5)
+    return {arch: root / arch for arch in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> dict[str, dict[str, list[int]]]:
+    return {arch: run(model_config(path)) for arch, path in checkpoints.items()}
+
+
+def run(config: EngineConfig) -> dict[str, list[int]]:
+    executor = load_executor_class(executor_name(config))(config, "instance", lambda: None)
+    try:
+        info = executor.initialize()
+        assert (info.num_blocks, info.num_swap_blocks) == (16, 0)
+        return generate(executor)
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arch", "tensor", "pipeline"),
+    [("llama", 2, 1), ("llama", 1, 2), ("llama", 2, 2), ("qwen3_moe", 2, 1)],
+)
+def test_multiproc(checkpoints, expected, arch: str, tensor: int, pipeline: int) -> None:
+    assert run(model_config(checkpoints[arch], tensor, pipeline)) == expected[arch]
+
+
+def test_external_launcher_one_executor_after_the_other(checkpoints, expected, tmp_path: Path) -> None:
+    for result in run_under_torchrun(2, tmp_path, "real", checkpoints["llama"]):
+        assert result["tokens of 2 x 1"] == expected["llama"]
+        assert result["tokens of 1 x 2"] == expected["llama"]
+
+
+def test_kv_transfer_between_split_engines_is_refused(checkpoints) -> None:
+    config = msgspec.structs.replace(
+        model_config(checkpoints["llama"], tensor=2), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
+    )
+    with pytest.raises(ConfigurationError, match=r"set both to 1, or kv_transfer\.role to none") as error:
+        run(config)
+    assert error.value.reason == "KVTransferInvalid"
+
+
+def test_a_missing_model_is_told_by_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        run(model_config(tmp_path / "nothing", tensor=2))

@@ -1,0 +1,68 @@
+"""UniProcExecutor: the worker's thread, its errors, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fake_workers import engine_config, step
+
+from baton_engine.executor.base import WorkerError
+from baton_engine.executor.uniproc import UniProcExecutor
+from baton_engine.models.errors import ConfigurationError
+from support.waiting import eventually
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def executor() -> UniProcExecutor:
+    executor = UniProcExecutor(engine_config(), "instance", lambda: None)
+    executor.initialize()
+    return executor
+
+
+def test_steps_end_in_order_and_calls_wait_for_them(executor: UniProcExecutor) -> None:
+    futures = []
+    for number in range(3):
+        executor.execute_model(step(number, "slow"))
+        futures.append(executor.sample_tokens(None))
+    assert executor.collective_rpc("echo", ("after",)) == ["after"]
+    assert all(future.done() for future in futures)
+    assert [future.result().sampled_token_ids["r"] for future in futures] == [0, 1, 2]
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_a_failing_step_fails_its_future(executor: UniProcExecutor) -> None:
+    executor.execute_model(step(0, "raise:0"))
+    with pytest.raises(ValueError, match="the model broke"):
+        executor.sample_tokens(None).result(WAIT_S)
+
+
+def test_a_failing_call_has_the_workers_traceback(executor: UniProcExecutor) -> None:
+    with pytest.raises(WorkerError, match=r"worker 0 failed in raise_on: KeyError(.|\n)*in raise_on"):
+        executor.collective_rpc("raise_on", (0,))
+
+
+def test_a_call_has_a_deadline(executor: UniProcExecutor) -> None:
+    executor.execute_model(step(0, "slow"))
+    with pytest.raises(TimeoutError, match=r"echo was not answered within 0\.001 s"):
+        executor.collective_rpc("echo", (1,), timeout_s=0.001)
+
+
+def test_more_than_one_worker_and_unknown_workers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="executor uniproc has one worker"):
+        UniProcExecutor(engine_config(tensor=2), "instance", lambda: None).initialize()
+    with pytest.raises(ConfigurationError, match=r"cannot load worker fake_workers\.NoSuchWorker"):
+        UniProcExecutor(engine_config("NoSuchWorker"), "instance", lambda: None).initialize()
+
+
+def test_a_forked_childs_copy_does_not_wait_for_a_thread_it_lacks(executor: UniProcExecutor) -> None:
+    child = os.fork()
+    if child == 0:
+        executor.shutdown()
+        os._exit(0)
+    ended = eventually(lambda: os.waitpid(child, os.WNOHANG)[0], timeout_s=WAIT_S, what="the child ends")
+    assert ended == child
+    assert executor.collective_rpc("echo", (1,)) == [1]
