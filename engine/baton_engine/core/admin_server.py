@@ -1,12 +1,15 @@
-"""The engine's HTTP side: health, readiness, metrics and drain. A thread of its own; it never touches the engine's state."""
+"""The engine's HTTP side: health, readiness, metrics, drain, pause, sleep, profiles. Threads of its own; they never touch the
+engine's state."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +19,12 @@ logger = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 64 * 2**10
+
+CALLS = {
+    "GET": frozenset({"is_paused", "is_sleeping"}),
+    "POST": frozenset({"pause", "reset_prefix_cache", "resume", "sleep", "start_profile", "stop_profile", "wake_up"}),
+}
+"""Utility methods of the engine core by HTTP method; each is the path /<name>, its arguments are the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,11 @@ class DrainStatus(msgspec.Struct):
     """Requests running and waiting, and transfers that a peer still needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A call was taken and will be done, but takes longer than a caller should wait."""
+
+
 class EngineAdmin(Protocol):
     """What the server asks of the process; called from its threads."""
 
@@ -42,6 +56,15 @@ class EngineAdmin(Protocol):
 
     def drain_status(self, *, start: bool) -> DrainStatus:
         """Starts draining if asked to. Raises TimeoutError if the engine's loop does not answer."""
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """What the method returned, or `Pending`.
+
+        Raises:
+            ValueError: wrong arguments.
+            TimeoutError: the engine's loop does not answer.
+            Exception: whatever the method raised.
+        """
 
 
 class AdminServer:
@@ -81,34 +104,57 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/drain":
             self._drain(start=False)
         else:
-            self._not_found()
+            self._call()
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             self.close_connection = True  # what follows is not read
             message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; nothing here takes a body"
-            self._answer(400, msgspec.json.encode({"reason": "BadRequest", "message": message}))
+            self._tell(400, "BadRequest", message)
             return
         self.rfile.read(int(length))
         if self.path == "/drain":
             self._drain(start=True)
         else:
-            self._not_found()
+            self._call()
 
     def _condition(self, condition: Condition) -> None:
-        body = msgspec.json.encode({"reason": condition.reason, "message": condition.message})
-        self._answer(200 if condition.ok else 503, body)
+        self._tell(200 if condition.ok else 503, condition.reason, condition.message)
 
     def _drain(self, *, start: bool) -> None:
         try:
             self._answer(200, msgspec.json.encode(self.server.admin.drain_status(start=start)))
         except TimeoutError as error:
-            self._answer(503, msgspec.json.encode({"reason": "Unresponsive", "message": str(error)}))
+            self._tell(503, "Unresponsive", str(error))
+
+    def _call(self) -> None:
+        url = urlsplit(self.path)
+        method = url.path.removeprefix("/")
+        if method not in CALLS[self.command]:
+            self._not_found()
+            return
+        try:
+            result = self.server.admin.call_utility(method, parse_qs(url.query, keep_blank_values=True))
+        except ValueError as error:
+            self._tell(400, "BadRequest", str(error))
+        except TimeoutError as error:
+            self._tell(503, "Unresponsive", str(error))
+        except Exception as error:
+            self._tell(409, "Failed", f"{method}: {error}")
+        else:
+            if isinstance(result, Pending):
+                self._tell(202, "Pending", f"{method} is under way; see GET /is_paused and GET /is_sleeping")
+            else:
+                self._answer(200, msgspec.json.encode({"result": result}))
 
     def _not_found(self) -> None:
-        paths = "GET /health, /ready, /metrics, /drain and POST /drain"
-        self._answer(404, msgspec.json.encode({"reason": "NotFound", "message": f"there is only {paths}"}))
+        names = {method: ", ".join(f"/{name}" for name in sorted(names)) for method, names in CALLS.items()}
+        paths = f"GET /health, /ready, /metrics, /drain, {names['GET']} and POST /drain, {names['POST']}"
+        self._tell(404, "NotFound", f"there is only {paths}")
+
+    def _tell(self, status: int, reason: str, message: str) -> None:
+        self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
 
     def _answer(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         self.send_response(status)

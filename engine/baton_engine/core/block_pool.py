@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton_engine.protocol.block_hash import BlockHash
+from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
 
 class Block:
@@ -77,8 +78,13 @@ class FreeList:
 class BlockPool:
     """Hands out blocks, counts their holders, and finds cached ones by hash."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: list[KVEvent] | None = None) -> None:
+        """
+        Args:
+            events: evictions and resets are appended here, if given.
+        """
         self.num_blocks = num_blocks
+        self.events = events
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = FreeList(self.blocks)
         self._cached: dict[BlockHash, Block] = {}
@@ -90,8 +96,13 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks somebody holds, 0 to 1."""
-        return 1.0 - len(self._free) / self.num_blocks
+        """Fraction of blocks somebody holds, 0 to 1; 0 if there are none at all."""
+        return 1.0 - len(self._free) / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def cached_hashes(self) -> set[BlockHash]:
+        """Hashes of all findable blocks."""
+        return set(self._cached)
 
     def allocate(self, num_blocks: int) -> list[Block]:
         """Takes free blocks, evicting their cached content.
@@ -102,13 +113,13 @@ class BlockPool:
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} KV blocks wanted, {len(self._free)} are free")
         blocks = [self._free.pop_left() for _ in range(num_blocks)]
+        self.evict(blocks)
         for block in blocks:
-            self._forget(block)
             block.ref_count = 1
         return blocks
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One more holder for each of these cached blocks."""
+        """One more holder for each of these blocks, which are held already or cached."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
@@ -133,18 +144,33 @@ class BlockPool:
         """The block that holds the tokens of `block_hash`, free or not."""
         return self._cached.get(block_hash)
 
-    def cache(self, block: Block, block_hash: BlockHash) -> None:
-        """Makes a full, computed block findable. The first block of equal content wins; later ones stay private."""
-        if block.block_hash is None and block_hash not in self._cached:
-            block.block_hash = block_hash
-            self._cached[block_hash] = block
+    def cache(self, block: Block, block_hash: BlockHash) -> bool:
+        """Makes a full, computed block findable. The first block of equal content wins; later ones stay private.
+
+        Returns:
+            Whether `block_hash` is new to the cache.
+        """
+        if block.block_hash is not None or block_hash in self._cached:
+            return False
+        block.block_hash = block_hash
+        self._cached[block_hash] = block
+        return True
+
+    def evict(self, blocks: Iterable[Block]) -> None:
+        """Makes blocks unfindable, because their content is about to change. Holders keep them."""
+        evicted: list[BlockHash] = []
+        for block in blocks:
+            if block.block_hash is not None:
+                del self._cached[block.block_hash]
+                evicted.append(block.block_hash)
+                block.block_hash = None
+        if evicted and self.events is not None:
+            self.events.append(BlocksRemoved(evicted))
 
     def reset(self) -> None:
         """Forgets all cached content; holders keep their blocks."""
-        for block in list(self._cached.values()):
-            self._forget(block)
-
-    def _forget(self, block: Block) -> None:
-        if block.block_hash is not None:
-            del self._cached[block.block_hash]
+        for block in self._cached.values():
             block.block_hash = None
+        self._cached.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())

@@ -1,83 +1,186 @@
-"""EngineCore: token ids in, token ids out. One step is schedule -> execute -> update. Knows nothing of sockets or processes."""
+"""EngineCore: token ids in, token ids out. One step is schedule -> execute -> sample -> update.
+
+With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step is scheduled while the last
+one runs: `step_with_batch_queue` is `step` with its two ends apart. Knows nothing of sockets or processes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import NamedTuple
 
+from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.scheduler import RequestRefusedError, Scheduler
+from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
+from baton_engine.core.request_metrics import RequestMetrics
+from baton_engine.core.scheduler import PauseState, RequestRefusedError, Scheduler
 from baton_engine.core.stats import EngineStats
+from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.core.structured_output import StructuredOutputManager
 from baton_engine.core.validation import validate_request
-from baton_engine.executor.base import Executor
-from baton_engine.protocol.config import EngineConfig
+from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, load_class
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig, container_path
 from baton_engine.protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    KVEvent,
     PrefillResult,
     Ready,
 )
+from baton_kv_transfer.connector import ConnectorStats
 
 logger = logging.getLogger(__name__)
 
+_FAILURE_CHECK_S = 0.5
+"""How often the wait for a step looks whether its worker is still there."""
+
+
+class StepFailedError(RuntimeError):
+    """A step failed and the engine cannot go on; the message says why, and where the step's input was written."""
+
+
+class _InFlight(NamedTuple):
+    """A step between its start and its end."""
+
+    step: SchedulerOutput
+    output: Future[ModelRunnerOutput]
+    started: float
+    schedule_s: float
+
 
 class EngineCore:
+    """One engine. Used by one thread: add requests, call `step_fn` while `has_requests`, hand its outputs on.
+
+    Futures of utility methods end inside later calls of that thread.
+    """
+
     def __init__(
-        self, config: EngineConfig, executor: Executor, *, take_aborts: Callable[[], Iterable[str]] = lambda: ()
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        take_aborts: Callable[[], Iterable[str]] = lambda: (),
+        request_metrics: RequestMetrics | None = None,
+        on_executor_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Initializes the executor: loads the model and allocates the KV cache. May take minutes.
 
         Args:
             take_aborts: ids of requests aborted since the last call; asked once more after the model has run, so that a step's
                 tokens do not go to a client that has just gone.
+            request_metrics: where latencies and lengths are counted; None: nobody reads them elsewhere.
+            on_executor_failure: called once with the reason, from any thread, when a worker process dies.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
         """
         self.config = config
         self.executor = executor
+        self.request_metrics = request_metrics or RequestMetrics()
         self._take_aborts = take_aborts
+        self._on_failure = on_executor_failure
+        self._executor_failure = ""
+        executor.set_failure_callback(self._on_executor_failure)
         self.info = executor.initialize()
-        block_size = config.cache.block_size
+        self.scheduler = self._make_scheduler(config)
+        self.made_progress = False
+        """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
+        self.step_fn = self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
+        """Runs one step, or starts one and ends the oldest. Returns what clients are to be told."""
+        self._in_flight: deque[_InFlight] = deque()
+        """Oldest first."""
+        self._outputs: list[EngineCoreOutput] = []
+        """Of steps that were ended outside step_fn."""
+        self._connector_stats: ConnectorStats | None = None
+        self._connector_stats_time = -math.inf
+        self._pause = PauseControl(_PausedEngine(self))
+
+    def _make_scheduler(self, config: EngineConfig) -> Scheduler:
+        info, cache = self.info, config.cache
+        max_model_len = _fit_max_model_len(config, info)
         kv = KVCacheManager(
-            self.info.num_blocks,
-            block_size,
-            self.info.compatibility_hash,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            info.num_blocks,
+            cache.block_size,
+            info.compatibility_hash,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            num_swap_blocks=info.num_swap_blocks,
+            watermark_blocks=int(cache.watermark * info.num_blocks),
+            enable_events=cache.enable_kv_events,
         )
-        limits = [self.info.max_position_embeddings, self.info.num_blocks * block_size]
-        if config.model.max_model_len is not None:
-            limits.append(config.model.max_model_len)
-        self.scheduler = Scheduler(
-            config.scheduler,
-            kv,
-            max_model_len=min(limits),
-            eos_token_ids=self.info.eos_token_ids,
-            fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
+        try:
+            scheduler_class = load_class(config.scheduler.scheduler_class, Scheduler, "scheduler")
+        except ValueError as error:
+            raise ConfigurationError("ConfigInvalid", f"scheduler.scheduler_class: {error}") from error
+        self._structured_output = StructuredOutputManager(
+            container_path(config.model.path), info.vocab_size, info.eos_token_ids, self.executor.wakeup
         )
-        logger.info("KV cache: %d blocks of %d tokens; max_model_len %d", self.info.num_blocks, block_size, min(limits))
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %d more in host memory; max_model_len %d",
+            *(info.num_blocks, cache.block_size, info.num_swap_blocks, max_model_len),
+        )
+        try:
+            scheduler: Scheduler = scheduler_class(
+                config.scheduler,
+                kv,
+                max_model_len=max_model_len,
+                eos_token_ids=info.eos_token_ids,
+                num_swap_blocks=info.num_swap_blocks,
+                fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
+                send_token_ids=config.parallel.pipeline_parallel_size > 1,
+                structured_output=self._structured_output,
+            )
+        except ValueError as error:
+            raise ConfigurationError("ConfigInvalid", str(error)) from error
+        return scheduler
 
     @property
     def ready(self) -> Ready:
         return Ready(self.scheduler.max_model_len, self.info.num_blocks, self.config.cache.block_size)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a step could do or tell anything, now or later: requests, transfers, steps in flight, outputs not taken."""
+        return self.scheduler.has_work or bool(self._in_flight or self._outputs)
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self.scheduler.pause_state
+
+    # Requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Queues a request. Returns the output that refuses it, or None if it was accepted."""
         try:
             validate_request(request, vocab_size=self.info.vocab_size, kv_role=self.config.kv_transfer.role)
             self.scheduler.add_request(request)
-            return None
         except ValueError as error:
             refusal = _refusal(request, ErrorCode.INVALID, str(error))
         except RequestRefusedError as error:
             refusal = _refusal(request, error.code, str(error))
+        else:
+            self.request_metrics.on_add(request)
+            return None
         self.scheduler.forget_refused(request.request_id)
         return refusal
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self.scheduler.abort_requests(request_ids)
+        self._collect_outputs()
+        self._pause.advance()
+
+    def fail_all(self, code: ErrorCode, message: str) -> None:
+        """Ends all requests with an error."""
+        self.scheduler.fail_all(code, message)
+        self._collect_outputs()
 
     def add_prefill_result(self, result: PrefillResult) -> None:
         if result.token_ids and not all(0 <= token_id < self.info.vocab_size for token_id in result.token_ids):
@@ -85,27 +188,169 @@ class EngineCore:
                 result.request_id, [], f"the prefill side sampled {result.token_ids}: no such tokens"
             )
         self.scheduler.add_prefill_result(result)
+        self._collect_outputs()
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """What clients are to be told that no step has returned: of requests that ended between steps."""
+        self._collect_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _collect_outputs(self) -> None:
+        """Takes what the scheduler has to say outside steps."""
+        outputs = self.scheduler.take_outputs()
+        if outputs:
+            self.request_metrics.on_outputs(outputs)
+            self._outputs += outputs
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What the prefix cache gained and lost since the last call."""
+        return self.scheduler.take_kv_events() if self.config.cache.enable_kv_events else []
+
+    # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedules, runs and takes in one step. Returns what clients are to be told."""
-        step = self.scheduler.schedule()
-        self.executor.execute_model(step)
-        output = self.executor.sample_tokens(None).result()
-        self.scheduler.abort_requests(self._take_aborts())
-        return self.scheduler.update_from_output(step, output)
+        """Schedules, runs and takes in one step."""
+        self.made_progress = False
+        if self._can_step():
+            self._start_step()
+            self._finish_oldest()
+            self._pause.advance()
+        return self.take_outputs()
 
-    # Utility methods: also called over the wire
+    def step_with_batch_queue(self) -> list[EngineCoreOutput]:
+        """Starts a step if there is room for one, and ends the oldest once nothing more can be started.
+
+        As long as the queue is not full and the oldest step still runs, it returns without waiting: the next call starts another.
+        """
+        self.made_progress = False
+        limit = self.executor.max_concurrent_batches
+        if self._can_step() and len(self._in_flight) < limit:
+            started = self._start_step()
+            if started and len(self._in_flight) < limit and not self._in_flight[0].output.done():
+                self.made_progress = True
+                return self.take_outputs()
+        if self._in_flight:
+            self._finish_oldest()
+            self._pause.advance()
+            self.made_progress |= bool(self._in_flight)
+        return self.take_outputs()
+
+    def finish_steps(self) -> None:
+        """Waits for all steps in flight; what they say is in `take_outputs()`."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _can_step(self) -> bool:
+        return self.scheduler.has_work and not self._pause.memory_dropped
+
+    def _start_step(self) -> bool:
+        """Returns whether there is something to run, after which it may be worth starting another step."""
+        before = time.monotonic()
+        with self._dumping(None):
+            step = self.scheduler.schedule()
+        started = time.monotonic()
+        self.made_progress |= self.scheduler.made_progress
+        has_content = bool(step.reaches_model_runner or step.connector or step.finished_request_ids)
+        if not has_content and self._in_flight:
+            # All requests are in flight. A step without content asks the workers for ended transfers; so do those.
+            return False
+        with self._dumping(step):
+            self.executor.execute_model(step)
+            grammar = self.scheduler.grammar_output(step)  # while the model runs
+            output = self.executor.sample_tokens(grammar)
+        self._in_flight.append(_InFlight(step, output, started, started - before))
+        return has_content
+
+    def _finish_oldest(self) -> None:
+        step, future, started, schedule_s = self._in_flight.popleft()
+        with self._dumping(step):
+            output = self._wait(future)
+            model_s = time.monotonic() - started
+            self.scheduler.abort_requests(self._take_aborts())
+            outputs = self.scheduler.update_from_output(step, output)
+        self.made_progress |= self.scheduler.made_progress or step.reaches_model_runner
+        self.request_metrics.on_step(step.total_num_scheduled_tokens)
+        self.request_metrics.on_outputs(outputs)
+        self._outputs += outputs
+        if self.config.observability.log_iterations and step.num_scheduled_tokens:
+            self._log_iteration(step, schedule_s, model_s, time.monotonic() - started - model_s)
+
+    def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+        """The step's output. A dead worker's step may never end by itself."""
+        while True:
+            try:
+                return future.result(timeout=_FAILURE_CHECK_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if self._executor_failure:
+                    raise WorkerDiedError(self._executor_failure) from None
+
+    def _on_executor_failure(self, reason: str) -> None:
+        self._executor_failure = reason
+        self._on_failure(reason)
+
+    @contextmanager
+    def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
+        """Writes down what the failing step was given; None: there is no step, for it is scheduling that fails."""
+        try:
+            yield
+        except Exception as error:
+            path = write_crash_dump(self.config, step, self._stats_or_none(), error)
+            what = f"step {step.step_id}" if step is not None else "scheduling"
+            where = f"; its input is in {path}" if path is not None else ""
+            raise StepFailedError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
+
+    def _stats_or_none(self) -> EngineStats | None:
+        try:
+            return self.scheduler.stats()
+        except Exception:  # the scheduler may be what failed
+            return None
+
+    def _log_iteration(self, step: SchedulerOutput, schedule_s: float, model_s: float, update_s: float) -> None:
+        stats = self.scheduler.stats()
+        decodes = sum(1 for num_tokens in step.num_scheduled_tokens.values() if num_tokens == 1)
+        logger.info(
+            "step %d: %d prefill tokens of %d requests, %d decode tokens; %d running, %d waiting, %.1f %% of KV blocks in use; "
+            "schedule %.2f ms, model %.2f ms, update %.2f ms",
+            *(
+                step.step_id,
+                step.total_num_scheduled_tokens - decodes,
+                len(step.num_scheduled_tokens) - decodes,
+                decodes,
+            ),
+            *(stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage * 100),
+            *(schedule_s * 1e3, model_s * 1e3, update_s * 1e3),
+        )
+
+    # Utility methods: also called over the wire, see core/utility.py
 
     def get_stats(self) -> EngineStats:
         """Gauges and counters."""
+        return self.recent_stats(max_connector_age_s=0.0)
+
+    def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
+        """As get_stats; but those of the connector, which lives with the workers, may be so old."""
+        now = time.monotonic()
+        if now - self._connector_stats_time >= max_connector_age_s:
+            self._connector_stats = self.executor.connector_stats()
+            self._connector_stats_time = now
         stats = self.scheduler.stats()
-        stats.kv_transfer = self.executor.connector_stats()
+        stats.kv_transfer = self._connector_stats
+        stats.paused = self._pause.is_paused
+        stats.sleep_level = self._pause.sleep_level
         return stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets cached blocks; running requests keep theirs."""
-        self.scheduler.kv.reset_prefix_cache()
-        return True
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forgets cached blocks. Running requests keep theirs, or lose them and compute them again.
+
+        Returns:
+            Whether nothing cached is left.
+        """
+        if reset_running:
+            self.finish_steps()
+        return self.scheduler.reset_prefix_cache(reset_running)
 
     def drain(self) -> EngineStats:
         """Refuses new requests from now on; those accepted go on. Idempotent."""
@@ -114,8 +359,123 @@ class EngineCore:
             logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)
         return self.get_stats()
 
+    def abort_all(self) -> int:
+        """Ends all requests as aborted. Returns how many there were."""
+        request_ids = list(self.scheduler.requests)
+        self.abort_requests(request_ids)
+        return len(request_ids)
+
+    def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
+        """Stops scheduling; requests that arrive wait. What happens to those there are: see core/pause.py.
+
+        Returns:
+            None if the engine is paused now; else a Future that ends when it is.
+        """
+        return self._pause.pause(mode)
+
+    def resume(self) -> None:
+        """Ends a pause. Raises RuntimeError while weights or KV cache sleep."""
+        self._pause.resume()
+
+    def is_paused(self) -> bool:
+        return self._pause.is_paused
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
+        """Pauses, then gives memory up: level 0 none, 1 moves weights to host memory and drops KV, 2 drops both.
+
+        Returns:
+            None if the engine sleeps now; else a Future that ends when it does.
+        """
+        return self._pause.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Brings memory back: tags "weights", "kv_cache", "scheduling"; None: all."""
+        self._pause.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self._pause.sleep_level is not None
+
+    def start_profile(self) -> None:
+        """Starts a torch profile on every worker. Raises RuntimeError if there is no folder for it."""
+        self._check_profiling()
+        self.executor.collective_rpc("start_profile")
+
+    def stop_profile(self) -> None:
+        """Ends the profile and writes it."""
+        self._check_profiling()
+        self.executor.collective_rpc("stop_profile")
+
+    def _check_profiling(self) -> None:
+        if not self.config.observability.profiler_dir:
+            raise RuntimeError("profiling is off: set observability.profiler_dir (--profiler-dir) to where traces go")
+
     def shutdown(self) -> None:
+        """Ends workers and threads. Idempotent."""
+        self._structured_output.shutdown()
         self.executor.shutdown()
+
+
+class _PausedEngine:
+    """What PauseControl may do to an EngineCore."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self._core.scheduler.set_pause_state(state)
+
+    def abort_all(self) -> int:
+        request_ids = list(self._core.scheduler.requests)
+        self._core.scheduler.abort_requests(request_ids)
+        self._core._collect_outputs()
+        return len(request_ids)
+
+    def finish_steps(self) -> None:
+        self._core.finish_steps()
+
+    def num_running(self) -> int:
+        stats = self._core.scheduler.stats()
+        return stats.num_requests_running + stats.num_requests_swapped
+
+    def free_kv_cache(self) -> bool:
+        scheduler = self._core.scheduler
+        scheduler.end_running_handoffs()
+        scheduler.preempt_all()
+        self._core._collect_outputs()
+        return scheduler.kv.usage == 0 and scheduler.reset_prefix_cache()
+
+    def sleep_workers(self, level: int) -> None:
+        self._core.executor.collective_rpc("sleep", (level,))
+
+    def wake_workers(self, tags: list[str]) -> None:
+        self._core.executor.collective_rpc("wake_up", (tags,))
+
+
+def _fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """Prompt plus generated tokens that this engine takes.
+
+    Raises:
+        ConfigurationError: the KV memory is too small for what the user asked for.
+    """
+    asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
+    if asked is None:
+        if capacity < info.max_position_embeddings:
+            logger.warning(
+                "max_model_len is %d, what the KV memory holds; the model's own maximum is %d",
+                *(capacity, info.max_position_embeddings),
+            )
+        return min(info.max_position_embeddings, capacity)
+    if asked > info.max_position_embeddings:
+        logger.warning("max_model_len is the model's own maximum, %d, not %d", info.max_position_embeddings, asked)
+    wanted = min(asked, info.max_position_embeddings)
+    if wanted > capacity:
+        raise ConfigurationError(
+            "KVMemoryTooSmall",
+            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} ({info.num_blocks} blocks of "
+            f"{config.cache.block_size} tokens): lower model.max_model_len, or raise cache.memory_bytes (CPU), "
+            "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
+        )
+    return wanted
 
 
 def _refusal(request: EngineCoreRequest, code: ErrorCode, message: str) -> EngineCoreOutput:
@@ -123,7 +483,7 @@ def _refusal(request: EngineCoreRequest, code: ErrorCode, message: str) -> Engin
         request_id=request.request_id,
         new_token_ids=[],
         token_offset=len(request.generated_token_ids),
-        finish_reason=FinishReason.ERROR,
+        finish_reason=FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR,
         error=message,
         error_code=code,
     )

@@ -3,32 +3,35 @@
     I/O thread (engine_io)  --input_queue-->  main thread: load, then loop {inputs, step}  --outbox-->  I/O thread
     HTTP thread (admin_server)  --calls on the same input queue-->
 
-Life: LOADING -> SERVING -> (SIGTERM: drain) -> STOPPED, exit 0; or FAILED, with DEAD to all clients and exit 1.
+Life: LOADING -> SERVING -> (SIGTERM: drain; again: abort at once) -> STOPPED, exit 0; or FAILED, with DEAD to all clients and
+exit 1, when a step fails or a worker dies.
 """
 
 from __future__ import annotations
 
 import enum
-import inspect
+import gc
 import logging
 import queue
 import signal
 import time
-import typing
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import msgspec
-
-from baton_engine.core.admin_server import Condition, DrainStatus
-from baton_engine.core.engine_core import EngineCore
+from baton_engine.core import utility
+from baton_engine.core.admin_server import Condition, DrainStatus, Pending
+from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
+from baton_engine.core.request_metrics import RequestMetrics
+from baton_engine.core.scheduler import PauseState
 from baton_engine.core.stats import EngineStats
-from baton_engine.executor.base import Executor, executor_name, load_executor_class
+from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
@@ -46,12 +49,13 @@ from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 
 logger = logging.getLogger(__name__)
 
-UTILITIES = frozenset({"drain", "get_stats", "reset_prefix_cache"})
-"""Methods of EngineCore that clients may call."""
 IDLE_INTERVAL_S = 1.0
 STUCK_AFTER_S = 120.0
 """The loop counts as stuck when a step takes longer."""
+CALL_STUCK_AFTER_S = 1800.0
+"""A utility call may take longer: wake_up reads weights."""
 ADMIN_TIMEOUT_S = 10.0
+CONNECTOR_STATS_INTERVAL_S = 1.0
 
 
 class State(enum.Enum):
@@ -59,6 +63,15 @@ class State(enum.Enum):
     SERVING = "Serving"
     STOPPED = "Stopped"
     FAILED = "Failed"
+
+
+class Shutdown(enum.IntEnum):
+    """What was asked for; it only grows."""
+
+    NONE = 0
+    DRAIN = 1
+    """Running requests end first, within `drain_timeout_s`."""
+    AT_ONCE = 2
 
 
 @dataclass(slots=True)
@@ -87,13 +100,16 @@ class EngineCoreProc:
         self.instance_id = uuid.uuid4().hex
         self.state = State.LOADING
         self.io = EngineIO(host, config.engine_port, self.instance_id, self._load, client_timeout_s=client_timeout_s)
+        self.request_metrics = RequestMetrics()
         self._stats = EngineStats()
         self._owners: dict[str, bytes] = {}
         """Client of each unfinished request."""
         self._heartbeat = time.monotonic()
+        self._in_call = False
+        """The loop runs a utility call."""
         self._failure = ""
         self._drain_requested = False
-        self._shutdown_requested = False
+        self._shutdown = Shutdown.NONE
         self._shutdown_deadline: float | None = None
 
     def run(self) -> int:
@@ -104,11 +120,21 @@ class EngineCoreProc:
         """
         self.io.start()
         executor: Executor | None = None
+        core: EngineCore | None = None
         try:
             executor = load_executor_class(executor_name(self.config))(
                 self.config, self.instance_id, self.io.wake_engine
             )
-            core = EngineCore(self.config, executor, take_aborts=self._take_aborts)
+            core = EngineCore(
+                self.config,
+                executor,
+                take_aborts=self._take_aborts,
+                request_metrics=self.request_metrics,
+                on_executor_failure=self._on_executor_failure,
+            )
+            # What lives until the end need not be looked at in every collection.
+            gc.collect()
+            gc.freeze()
             self._start_serving(core)
             self._run_busy_loop(core)
             self.state = State.STOPPED
@@ -116,30 +142,36 @@ class EngineCoreProc:
             return 0
         except Exception as error:
             loading = self.state is State.LOADING
-            self._failure = f"{type(error).__name__}: {error}"
-            self.state = State.FAILED
-            self.io.send_dead(self._failure)
+            self._fail(str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}")
             if loading:
                 raise
             logger.exception("the engine loop failed")
             return 1
         finally:
-            if executor is not None:
+            if core is not None:
+                core.shutdown()
+            elif executor is not None:
                 executor.shutdown()
             self.io.close()
+            gc.unfreeze()
 
-    def request_shutdown(self) -> None:
-        """Drain for `drain_timeout_s` at most, then end. From any thread, and from signal handlers; idempotent."""
-        self._shutdown_requested = True
+    def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
+        """Ends `run`. From any thread, and from signal handlers; idempotent."""
+        self._shutdown = max(self._shutdown, how)
         self.io.wake_engine()
 
     def install_signal_handlers(self) -> None:
-        """SIGTERM and SIGINT: drain, then exit 0. While the model loads: exit 0 at once."""
+        """SIGTERM and SIGINT: drain, then exit 0. The second one, or one while the model loads: exit 0 at once. The third kills."""
 
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.state is State.LOADING:
                 raise SystemExit(0)
-            self.request_shutdown()
+            if self._shutdown is Shutdown.NONE:
+                self.request_shutdown(Shutdown.DRAIN)
+                return
+            self.request_shutdown(Shutdown.AT_ONCE)
+            for number in (signal.SIGTERM, signal.SIGINT):  # a step that hangs must not keep the process
+                signal.signal(number, signal.SIG_DFL)
 
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGINT, handle)
@@ -154,7 +186,7 @@ class EngineCoreProc:
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
             return Condition(False, "KVTransferFailed", transfer.failure)
-        if self.state is State.SERVING and silence > STUCK_AFTER_S:
+        if self.state is State.SERVING and silence > (CALL_STUCK_AFTER_S if self._in_call else STUCK_AFTER_S):
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
         return Condition(True, self.state.value, f"instance {self.instance_id}")
 
@@ -165,7 +197,7 @@ class EngineCoreProc:
             return health
         if self.state is State.LOADING:
             return Condition(False, "Loading", f"loading {self.config.model.path}")
-        if self.state is State.STOPPED or self._shutdown_requested or self._stats.draining:
+        if self.state is State.STOPPED or self._shutdown or self._stats.draining:
             return Condition(False, "Draining", f"{self._stats.num_unfinished} requests and transfers are unfinished")
         return Condition(True, "Ready", f"instance {self.instance_id}")
 
@@ -180,13 +212,37 @@ class EngineCoreProc:
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
         # Asked of the loop itself: ADDs that wait in the input queue must be counted, or refused.
-        call = _LocalCall(EngineCore.drain if start else EngineCore.get_stats)
-        self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
-        try:
-            stats: EngineStats = call.future.result(timeout=ADMIN_TIMEOUT_S)
-        except TimeoutError:
-            raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s") from None
+        stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Calls a utility method with arguments from a URL's query.
+
+        Returns:
+            What the method returned; `Pending` if that takes longer than a caller should wait.
+
+        Raises:
+            UtilityCallError: no such method or arguments.
+            RuntimeError: the engine does not serve, or what the method raised.
+            TimeoutError: the loop does not answer.
+        """
+        arguments = utility.bind_query(method, query)
+        if self.state is not State.SERVING:
+            raise RuntimeError(f"the engine is not serving: {self.state.value}")
+        result = self._ask_loop(lambda core: getattr(core, method)(**arguments))
+        if not isinstance(result, Future):
+            return result
+        wait_for_futures([result], timeout=ADMIN_TIMEOUT_S)
+        return result.result() if result.done() else Pending()
+
+    def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
+        """Runs something in the loop's thread; raises what it raises, or TimeoutError."""
+        call = _LocalCall(run)
+        self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
+        wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
+        if not call.future.done():
+            raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
+        return call.future.result()
 
     # The loop
 
@@ -204,31 +260,51 @@ class EngineCoreProc:
         busy = False
         while True:
             self._take_inputs(core, wait=not busy)
-            if self._shutdown_requested and self._may_stop(core):
+            if self._shutdown and self._may_stop(core):
                 return
             busy = False
-            if core.scheduler.has_work:
-                self._deliver(core.step())
-                busy = core.scheduler.made_progress
-            self._stats = core.get_stats()
+            if core.has_requests:
+                self._deliver(core.step_fn())
+                busy = core.made_progress
+            if events := core.take_kv_events():
+                self.io.send_kv_events(events)
+            # Asking the workers holds up steps in flight; who is idle has the time.
+            self._stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0)
             self._heartbeat = time.monotonic()
 
     def _may_stop(self, core: EngineCore) -> bool:
-        """Drains; at the deadline ends what is left in a way that sends it to another pod."""
+        """Drains; at the deadline, or when asked to end at once, ends what is left in a way that sends it to another pod."""
+        now = time.monotonic()
         if self._shutdown_deadline is None:
             logger.info("shutting down: draining for %g s at most", self.config.drain_timeout_s)
-            self._shutdown_deadline = time.monotonic() + self.config.drain_timeout_s
+            self._shutdown_deadline = now + self.config.drain_timeout_s
             core.drain()
-        if core.get_stats().num_unfinished == 0:
+        stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
+        if stats.num_unfinished == 0:
             return True
-        if time.monotonic() < self._shutdown_deadline:
+        # What is paused does not end.
+        frozen = stats.paused and (stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL)
+        if self._shutdown is Shutdown.DRAIN and now < self._shutdown_deadline and not frozen:
             return False
-        logger.warning("drain timeout: ending %d requests", len(core.scheduler.requests))
-        core.scheduler.fail_all(
-            ErrorCode.DRAINING, "the engine shut down before the request ended; continue it elsewhere"
-        )
-        self._deliver(core.scheduler.take_outputs())
+        why = "paused" if frozen else "told to end at once" if now < self._shutdown_deadline else "drain timeout"
+        logger.warning("%s: ending %d requests", why, stats.num_requests_running + stats.num_requests_waiting)
+        core.fail_all(ErrorCode.DRAINING, "the engine shut down before the request ended; continue it elsewhere")
+        self._deliver(core.take_outputs())
         return True
+
+    def _fail(self, reason: str) -> None:
+        """Tells all clients that nothing more will come; the first reason counts. From any thread."""
+        if self.state is not State.FAILED:
+            self._failure = reason
+            self.state = State.FAILED
+            logger.error("the engine failed: %s", reason)
+            self.io.send_dead(reason)
+
+    def _on_executor_failure(self, reason: str) -> None:
+        """From the executor's thread. The loop may wait for a step that will never end: clients are told from here."""
+        if self.state is State.SERVING:
+            self._fail(reason)
+        self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
         """Takes in all messages there are; waits for one, at most IDLE_INTERVAL_S, if the loop has nothing else to do."""
@@ -239,7 +315,7 @@ class EngineCoreProc:
                 message = self.io.input_queue.get_nowait()
         except queue.Empty:
             pass
-        self._deliver(core.scheduler.take_outputs())
+        self._deliver(core.take_outputs())
 
     def _take_input(self, core: EngineCore, message: Input) -> None:
         kind, client, payload = message
@@ -252,11 +328,32 @@ class EngineCoreProc:
             if self._owners.get(payload.request_id, client) == client:
                 core.add_prefill_result(payload)
         elif isinstance(payload, UtilityRequest):
-            self.io.send_outputs(client, EngineCoreOutputs(utility_output=_call_utility(core, payload)))
+            with self._calling():
+                self._call_utility(core, client, payload)
         elif isinstance(payload, _LocalCall):
-            payload.future.set_result(payload.run(core))
+            with self._calling():
+                try:
+                    payload.future.set_result(payload.run(core))
+                except Exception as error:
+                    payload.future.set_exception(error)
         elif kind is RequestType.EXECUTOR_FAILED:
-            raise RuntimeError(payload)
+            raise WorkerDiedError(payload)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._in_call = True
+        try:
+            yield
+        finally:
+            self._in_call = False
+            self._heartbeat = time.monotonic()
+
+    def _call_utility(self, core: EngineCore, client: bytes, request: UtilityRequest) -> None:
+        def answer(result: Any, failure_message: str | None) -> None:
+            output = UtilityOutput(request.call_id, failure_message, result)
+            self.io.send_outputs(client, EngineCoreOutputs(utility_output=output))
+
+        utility.call(core, request.method, request.args, answer)
 
     def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
         logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
@@ -301,26 +398,8 @@ class EngineCoreProc:
         stats = self._stats
         return Pong(
             sequence=0,
-            draining=stats.draining or self._drain_requested or self._shutdown_requested,
+            draining=stats.draining or self._drain_requested or bool(self._shutdown),
             num_running=stats.num_requests_running,
             num_waiting=stats.num_requests_waiting,
             kv_cache_usage=stats.kv_cache_usage,
         )
-
-
-def _call_utility(core: EngineCore, request: UtilityRequest) -> UtilityOutput:
-    """Calls an allowed method with its arguments converted to their annotated types."""
-    if request.method not in UTILITIES:
-        message = f"there is no utility method {request.method!r}; there are {', '.join(sorted(UTILITIES))}"
-        return UtilityOutput(request.call_id, failure_message=message)
-    method = getattr(core, request.method)
-    hints = typing.get_type_hints(method)
-    names = list(inspect.signature(method).parameters)
-    if len(request.args) != len(names):
-        message = f"{request.method} takes {len(names)} arguments, got {len(request.args)}"
-        return UtilityOutput(request.call_id, failure_message=message)
-    try:
-        args = [msgspec.convert(value, hints[name]) for name, value in zip(names, request.args, strict=True)]
-    except msgspec.ValidationError as error:
-        return UtilityOutput(request.call_id, failure_message=f"{request.method}: {error}")
-    return UtilityOutput(request.call_id, result=method(*args))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from baton_engine.core.output_buffers import OutputBuffers
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -28,6 +29,8 @@ from baton_engine.protocol.messages import (
     EngineCoreResponseType,
     Hello,
     Init,
+    KVEvent,
+    KVEventBatch,
     Ping,
     Pong,
     PrefillResult,
@@ -77,6 +80,7 @@ class Abort:
 @dataclass(slots=True)
 class _Client:
     client_id: str
+    wants_kv_events: bool = False
     last_heard: float = field(default_factory=time.monotonic)
     gone: bool = False
 
@@ -129,7 +133,8 @@ class EngineIO:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._buffers = OutputBuffers()
+        self._num_kv_batches = 0
         self._decoders = {kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()}
 
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -166,7 +171,13 @@ class EngineIO:
     def send_outputs(self, client: bytes, outputs: EngineCoreOutputs) -> None:
         self._send(ResponseType.OUTPUTS, client, outputs)
 
+    def send_kv_events(self, events: list[KVEvent]) -> None:
+        """To the clients that subscribed. Batches are counted whether or not there are any: who comes later sees where it is."""
+        self._send(ResponseType.KV_EVENTS, None, KVEventBatch(self._num_kv_batches, events))
+        self._num_kv_batches += 1
+
     def send_dead(self, reason: str) -> None:
+        """From any thread."""
         self._send(ResponseType.DEAD, None, Dead(reason))
 
     def wake_engine(self) -> None:
@@ -228,23 +239,32 @@ class EngineIO:
                 self._init = message
             elif isinstance(message, Ready):
                 self._ready = message
-            payload = self._encoder.encode(message)
-            for receiver in [client] if client is not None else list(self._clients):
-                self._send_frames(receiver, kind, payload)
+            self._send_message([client] if client is not None else self._audience(kind), kind, message)
 
-    def _send_frames(self, client: bytes, kind: ResponseType, payload: bytes) -> None:
+    def _audience(self, kind: ResponseType) -> list[bytes]:
+        """Who hears what is meant for all."""
+        if kind is ResponseType.KV_EVENTS:
+            return [client for client, state in self._clients.items() if state.wants_kv_events]
+        return list(self._clients)
+
+    def _send_message(self, clients: list[bytes], kind: ResponseType, message: Any) -> None:
+        if not clients:
+            return
         instance_id = b"" if kind is ResponseType.REFUSED else self._instance_id
-        try:
-            self._router.send_multipart([client, kind.value, instance_id, payload], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            state = self._clients.get(client)
-            if state is not None and not state.gone:
-                self._client_gone(client, state, "its connection is closed")
+        with self._buffers.encode(message) as payload:
+            for client in clients:
+                try:
+                    self._router.send_multipart([client, kind.value, instance_id], zmq.DONTWAIT | zmq.SNDMORE)
+                    payload.send(self._router)
+                except zmq.ZMQError as error:
+                    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                        raise
+                    state = self._clients.get(client)
+                    if state is not None and not state.gone:
+                        self._client_gone(client, state, "its connection is closed")
 
     def _reply(self, client: bytes, kind: ResponseType, message: Any) -> None:
-        self._send_frames(client, kind, self._encoder.encode(message))
+        self._send_message([client], kind, message)
 
     def _refuse(self, client: bytes, reason: str, request_id: str = "") -> None:
         logger.warning("refused a message of client %s: %s", self._name(client), reason)
@@ -309,7 +329,7 @@ class EngineIO:
         if hello.protocol_version != PROTOCOL_VERSION:
             self._refuse(client, f"client speaks protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}")
             return
-        self._clients[client] = _Client(hello.client_id)
+        self._clients[client] = _Client(hello.client_id, hello.kv_events)
         logger.info("client %s said hello", hello.client_id)
         self._reply(client, ResponseType.INIT, self._init)
         if self._ready is not None:

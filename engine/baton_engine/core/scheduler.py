@@ -1,37 +1,62 @@
-"""Decides what runs in each step: continuous batching with a token budget, chunked prefill, preemption by recompute.
+"""Decides what runs in each step: continuous batching with a token budget, chunked prefill, preemption, groups, beams.
 
 `schedule()` says what to run, `update_from_output()` takes in what came of it and returns what clients are to be told. No torch.
+
+Several steps may be in flight: `schedule()` counts the tokens it schedules as computed, and `update_from_output()` is given the
+steps in their order. Workers apply them in order, too, so what a step frees a later one may use at once. A request is in one step
+at a time; only with asynchronous scheduling it is scheduled again before its token is known: the worker knows it by then.
+
+Rooms next door: `admission` (queues), `preemption`, `sample_group`, `beam_group`, `grammar_queue`, `kv_handoff`, `step_builder`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import enum
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from baton_engine.core.admission import Admission
+from baton_engine.core.beam_group import BeamGroup, root_id
+from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
-from baton_engine.core.request import Request, RequestQueue, RequestStatus
+from baton_engine.core.preemption import Preemptor
+from baton_engine.core.refusals import RequestRefusedError as RequestRefusedError
+from baton_engine.core.refusals import refuse_what_never_fits
+from baton_engine.core.remote_prefill import RemotePrefill
+from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.request_outputs import RequestOutputs
+from baton_engine.core.request_queue import RunningRequests, WaitingRequests
+from baton_engine.core.running_planner import RunningPlanner
+from baton_engine.core.sample_group import SampleGroups
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.core.step_builder import ScheduledRange, StepBuilder
+from baton_engine.core.step_results import StepResults
+from baton_engine.core.stop_rules import StopRules
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import (
+    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    KVEvent,
     PrefillResult,
-    TokenLogprobs,
 )
 
-EARLY_RESULTS_KEPT = 1024
+if TYPE_CHECKING:
+    from baton_engine.core.structured_output import StructuredOutputManager
+
+POLICIES = ("priority", "fcfs")
 
 
-class RequestRefusedError(Exception):
-    """The request is not accepted."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+class PauseState(enum.Enum):
+    UNPAUSED = enum.auto()
+    PAUSED_NEW = enum.auto()
+    """Requests that run, or were swapped out, go on; nobody is admitted."""
+    PAUSED_ALL = enum.auto()
+    """No tokens run. Transfers go on."""
 
 
 class Scheduler:
@@ -42,17 +67,29 @@ class Scheduler:
         *,
         max_model_len: int,
         eos_token_ids: Iterable[int],
+        num_swap_blocks: int = 0,
         fail_on_load_error: bool = False,
+        send_token_ids: bool = False,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         """
         Args:
             max_model_len: prompt plus generated tokens; must fit the KV memory.
+            num_swap_blocks: host blocks that the KV manager has; 0: nothing is swapped.
             fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest here.
+            send_token_ids: not all workers know what was sampled (pipeline stages): sampled tokens are sent with the next step.
+            structured_output: compiles grammars; None: requests that need one are refused.
+
+        Raises:
+            ValueError: the configuration contradicts itself; the message says how.
         """
         if max_model_len > kv.pool.num_blocks * kv.block_size:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds {kv.pool.num_blocks} blocks of {kv.block_size} tokens"
             )
+        if config.policy not in POLICIES:
+            raise ValueError(f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}")
+        self.config = config
         self.kv = kv
         self.handoff = KVHandoff(kv)
         self.max_model_len = max_model_len
@@ -61,26 +98,81 @@ class Scheduler:
         self.max_queue = config.max_queue
         self.requests: dict[str, Request] = {}
         """All unfinished ones."""
-        self.running: dict[str, Request] = {}
-        self.waiting = RequestQueue()
-        self.loaded = RequestQueue()
-        """CONSUME requests whose blocks came. They hold all the memory they need to start, so they go before `waiting`:
-        behind a request that waits for memory they would keep it from coming free."""
-        self.waiting_to_load = RequestQueue()
-        """CONSUME requests without blocks yet. Those with blocks wait in `loading`, in nobody's way."""
-        self.loading: dict[str, Request] = {}
+        self.running = RunningRequests()
+        self.queues = WaitingRequests()
         self.draining = False
+        self.pause_state = PauseState.UNPAUSED
         self.made_progress = False
         """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
 
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._fail_on_load_error = fail_on_load_error
-        self._forgotten_ids: list[str] = []
-        self._outputs: list[EngineCoreOutput] = []
-        self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
-        """Of requests not seen yet; None marks a request that has ended, whose late result must not reach a namesake."""
+        self._stop_rules = StopRules(eos_token_ids, max_model_len)
+        self._send_token_ids = send_token_ids
         self._counters = EngineStats()
-        self._finished: Counter[str] = Counter()
+        self._outputs = RequestOutputs()
+        self._groups = SampleGroups()
+        self._grammars = GrammarQueue(structured_output)
+        self._preemptor = Preemptor(
+            config.preemption_mode,
+            kv,
+            self.running,
+            self.queues.loaded,
+            self._outputs,
+            self._counters,
+            forget=self._forget,
+            requeue=self._requeue,
+            max_num_seqs=self.max_num_seqs,
+            can_swap=num_swap_blocks > 0,
+        )
+        self._planner = RunningPlanner(
+            kv,
+            self.running,
+            self.queues.waiting,
+            self._preemptor,
+            max_model_len=max_model_len,
+            # A placeholder stands for a token that only the worker knows: it cannot be sent.
+            runs_ahead=config.async_scheduling and not send_token_ids,
+            long_prefill_threshold=config.long_prefill_token_threshold,
+            out_of_memory=self._end_without_memory,
+        )
+        self._admission = Admission(
+            kv,
+            self.handoff,
+            self.queues,
+            self.running,
+            self._groups,
+            self._outputs,
+            self._counters,
+            run_chunk=self._planner.run_chunk,
+            requeue=self._preemptor.requeue_loaded,
+            max_num_seqs=self.max_num_seqs,
+            chunked=config.enable_chunked_prefill,
+        )
+        self._remote_prefill = RemotePrefill(
+            kv,
+            self.handoff,
+            self.queues,
+            self._counters,
+            fail_on_load_error=fail_on_load_error,
+            drop_kv=self._preemptor.drop_kv,
+            enqueue=self._enqueue,
+            stop_reason=self._stop_rules.reason,
+            finish=self._finish,
+        )
+        self._results = StepResults(
+            kv,
+            self._outputs,
+            self._counters,
+            self._stop_rules,
+            end=self._end,
+            finish=self._finish,
+            forget_ids=self._forget_ids,
+            resume_queueing=self._resume_queueing,
+        )
+        self._awaiting_steps: dict[str, Request] = {}
+        """Preempted; they queue again when their steps in flight have come back."""
+        self._in_flight: dict[int, list[ScheduledRange]] = {}
+        self._num_steps = 0
+        self._forgotten_ids: list[str] = []
 
     # Requests come and go
 
@@ -90,41 +182,37 @@ class Scheduler:
         Raises:
             RequestRefusedError: it is not accepted, and nothing has changed.
         """
-        num_tokens = len(core_request.prompt_token_ids) + len(core_request.generated_token_ids)
-        num_queued = len(self.waiting) + len(self.waiting_to_load)
-        transfer = core_request.kv_transfer
-        if core_request.request_id in self.requests:
-            raise RequestRefusedError(ErrorCode.INVALID, f"request id {core_request.request_id} is already in use")
-        if num_tokens >= self.max_model_len:
-            raise RequestRefusedError(
-                ErrorCode.INVALID,
-                f"{num_tokens} prompt and generated tokens leave no room for another: "
-                f"the maximum length is {self.max_model_len} tokens in all",
-            )
-        if transfer is not None and transfer.transfer_id in self.handoff:
-            raise RequestRefusedError(ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use")
-        if self.draining:
-            raise RequestRefusedError(ErrorCode.DRAINING, "this engine is draining; send the request to another one")
-        if num_queued >= self.max_queue:
-            raise RequestRefusedError(ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later")
-
+        self._check(core_request)
         request = Request(core_request)
+        if self.config.policy == "fcfs":
+            request.order = (0, *request.order[1:])
+        try:
+            if core_request.group_id:
+                self._groups.join(core_request.group_id, request)
+            self._grammars.compile(request)
+        except ValueError as error:
+            if request.group is not None:
+                self._groups.leave(request)
+            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
         self.requests[request.request_id] = request
-        early_result = self._early_results.pop(request.request_id, None)
+        self._outputs.event(request, EngineCoreEventType.QUEUED)
+        if request.sampling_params.beam_width:
+            request.beams = BeamGroup(request, self._stop_rules.eos_token_ids, self.max_model_len)
+        early_result = self._remote_prefill.take_early(request.request_id)
         if request.consumes:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-            self.waiting_to_load.push(request)
+            self.queues.waiting_to_load.push(request)
             if early_result is not None:
-                self.add_prefill_result(early_result)
+                self._remote_prefill.add_result(request, early_result)
         else:
-            self.waiting.push(request)
+            self._enqueue(request)
             if request.produces:
                 self.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
         """A request was refused: its prefill result, come or to come, must not reach a later request of the same id."""
         if request_id not in self.requests:
-            self._remember(request_id, None)
+            self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests; unknown ids are ignored. One that ended, but whose blocks a peer may still fetch, gives them up."""
@@ -138,7 +226,7 @@ class Scheduler:
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """Ends all requests with an error."""
         for request in list(self.requests.values()):
-            self._finish(request, FinishReason.ERROR, code=code, error=message)
+            self._finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
         """The prefill leg of a CONSUME request ended: its first token, or why there is none.
@@ -148,69 +236,61 @@ class Scheduler:
         """
         request = self.requests.get(result.request_id)
         if request is None:
-            if result.request_id not in self._early_results:
-                self._remember(result.request_id, result)
-            return
-        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV or request.prefill_result is not None:
-            return
-        request.prefill_result = result
-        if request in self.waiting_to_load:
-            if not result.token_ids and result.error and not self._fail_on_load_error:
-                self.waiting_to_load.discard(request)  # nobody computes its prompt: a request like any other
-                self.handoff.decline(request)
-                request.kv_transfer = None
-                request.status = RequestStatus.WAITING
-                self.waiting.push(request)
-            return
-        if result.error:
-            self.handoff.cancel_load(request)
-        self._end_load_if_ready(request)
+            self._remote_prefill.remember_early(result)
+        else:
+            self._remote_prefill.add_result(request, result)
 
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """What to run now. Running requests first, then queued ones in order while budget, slots and memory last."""
-        step = SchedulerOutput([], [], {}, [])
-        num_preempted = self._counters.num_preemptions
-        self._schedule_running(step)
-        # What a preemption freed is for those that run: admitting in the same step would take it away again.
-        if self._counters.num_preemptions == num_preempted:
-            self._schedule_queued(step)
-        for request_id, num_tokens in step.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            if request.produces:
-                self.handoff.save(request, request.num_computed_tokens + num_tokens)
-        if step.num_scheduled_tokens:  # steps without tokens do not reach the model runner
-            step.finished_request_ids, self._forgotten_ids = self._forgotten_ids, []
-        step.connector = self.handoff.take_metadata()
-        self.made_progress = bool(
-            step.num_scheduled_tokens or step.connector or self._counters.num_preemptions > num_preempted
+        """What to run now. Running requests first, then swapped ones, then queued ones while budget, places and memory last."""
+        step = StepBuilder(self.kv, self._num_steps, self.max_num_batched_tokens, send_token_ids=self._send_token_ids)
+        self._num_steps += 1
+        moved = self._end_waits()
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            self._planner.plan(step)
+            # What a preemption freed is for those that run: admitting in the same step would take it away again. And a load might
+            # write to a block before it is swapped out.
+            if not step.num_preempted:
+                moved |= self._schedule_others(step)
+        for entry in step.ranges:
+            if entry.request.kv_transfer is not None and entry.request.produces:
+                self.handoff.save(entry.request, entry.end)
+        output = step.output
+        if step.ranges:
+            self._in_flight[output.step_id] = step.ranges
+        if output.reaches_model_runner:  # the others do not
+            output.finished_request_ids, self._forgotten_ids = self._forgotten_ids, []
+        output.connector = self.handoff.take_metadata()
+        self.made_progress = bool(output.reaches_model_runner or output.connector or step.num_preempted or moved)
+        return output
+
+    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
+        """What the structured outputs among those that sample in `step` may sample; None if there is none.
+
+        To be called before the step's own output is taken in, while the model runs.
+        """
+        return self._grammars.bitmask(
+            entry.request
+            for entry in self._in_flight.get(step.step_id, ())
+            if entry.samples and entry.request.grammar is not None and not entry.request.finished
         )
-        return step
 
     def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Takes in what the step computed and what the connector reported; returns what clients are to be told."""
-        for request_id, num_tokens in step.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:  # aborted while the step ran
-                continue
-            self._advance(request, num_tokens)
-            token_id = output.sampled_token_ids.get(request_id)
-            if (token_id is not None) != (request.num_uncomputed_tokens == 0):
-                raise RuntimeError(
-                    f"{request!r}: the step sampled {token_id}; it samples iff all known tokens are computed"
-                )
-            if token_id is not None:
-                self._append_sampled(request, token_id, output.logprobs.get(request_id))
+        """Takes in what the step computed and what the connector reported; returns what clients are to be told.
+
+        Steps come back in the order in which they were scheduled.
+        """
+        ranges = self._in_flight.pop(step.step_id, [])
+        self._results.take(step.step_id, ranges, output)
         for request in self.handoff.update(output.connector):
-            self._end_load_if_ready(request)
-        self.made_progress |= bool(output.connector)
+            self._remote_prefill.end_load_if_ready(request)
+        self.made_progress |= bool(ranges or output.connector)
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """What clients are to be told since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take()
 
     # State
 
@@ -219,235 +299,133 @@ class Scheduler:
         """Whether a step could do anything, now or after a transfer's end."""
         return bool(self.requests) or self.handoff.has_metadata or self.handoff.num_held > 0
 
+    def set_pause_state(self, state: PauseState) -> None:
+        """From the next `schedule` on. Requests are added and aborted as before."""
+        self.pause_state = state
+
+    def preempt_all(self) -> None:
+        """Every running, swapped or loaded request loses its KV, to be computed again.
+
+        PRODUCE requests keep theirs: a peer reads it.
+        """
+        for request in self.running.values():
+            if not request.produces:
+                self._preemptor.recompute(request)
+        self._preemptor.recompute_swapped()
+        for request in self.queues.loaded:
+            self._preemptor.requeue_loaded(request)
+
+    def end_running_handoffs(self) -> None:
+        """Ends PRODUCE requests that hold KV. A peer reads it: it can be given up, but not computed again later."""
+        for request in self.running.values():
+            if request.produces:
+                message = "the engine went to sleep before the prompt was computed; send the request to another one"
+                self._finish(request, FinishReason.ERROR, ErrorCode.DRAINING, message)
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forgets cached blocks. Running requests keep theirs, unless `reset_running` says to compute them again."""
+        if reset_running:
+            self.preempt_all()
+        self.kv.reset_prefix_cache()
+        return True
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What the prefix cache gained and lost since the last call."""
+        return self.kv.take_events()
+
     def stats(self) -> EngineStats:
         stats = self._counters
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = len(self.requests) - len(self.running)
-        stats.num_requests_waiting_for_remote_kv = len(self.waiting_to_load) + len(self.loading)
+        stats.num_requests_swapped = self._preemptor.num_swapped
+        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(self.queues.loading)
         stats.num_transfers_held = self.handoff.num_held
         stats.kv_cache_usage = self.kv.usage
         stats.draining = self.draining
         stats.prefix_cache_queries = self.kv.stats.queries
         stats.prefix_cache_hits = self.kv.stats.hits
-        stats.requests_finished = dict(self._finished)
+        stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
         return stats
 
     # How schedule() works
 
-    def _schedule_running(self, step: SchedulerOutput) -> None:
-        # Decodes before prefill chunks: a long prompt must not stall them. Only decodes need memory here (a prefill got all its
-        # blocks when admitted), and in this order whoever is preempted for them has not been scheduled yet.
-        budget = self.max_num_batched_tokens
-        for request in sorted(self.running.values(), key=lambda r: (r.num_uncomputed_tokens > 1, r.order)):
-            if budget == 0:
-                break
-            if request.status is not RequestStatus.RUNNING:  # preempted in this loop
-                continue
-            new_block_ids = self._grow(request)
-            if new_block_ids is None:
-                continue
-            num_tokens = min(request.num_uncomputed_tokens, budget)
-            budget -= num_tokens
-            step.num_scheduled_tokens[request.request_id] = num_tokens
-            step.cached_requests.append(
-                CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
-            )
+    def _end_waits(self) -> bool:
+        """Queues requests whose grammar is compiled, or whose group's prompt is there. Returns whether there were any."""
+        found = False
+        for request, error in self._grammars.take_compiled():
+            found = True
+            if error is None and not accept_tokens(request):
+                error = ValueError("the generated_token_ids contradict structured_output")
+            if error is not None:
+                self._finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
+            elif request.grammar is not None and request.grammar.is_terminated:
+                self._finish(request, FinishReason.STOP)
+            else:
+                self._enqueue(request)
+        for request in self._groups.take_ready():
+            found = True
+            self._enqueue(request)
+        return found
 
-    def _grow(self, request: Request) -> list[int] | None:
-        """New blocks for the request's known tokens; preempts the last in order until they fit. None: that was `request`."""
-        while (new_block_ids := self.kv.allocate(request, request.num_tokens)) is None:
-            victim = max((r for r in self.running.values() if not r.produces), key=lambda r: r.order)
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return new_block_ids
+    def _schedule_others(self, step: StepBuilder) -> bool:
+        """Resumes swapped requests; once none is left, admits others. Returns whether any were resumed."""
+        unpaused = self.pause_state is PauseState.UNPAUSED
+        if unpaused:
+            # They hold memory that the swapped ones may need.
+            self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
+        resumed = self._preemptor.resume(step)
+        for request in resumed:
+            self._results.advance_beams(request)
+        # A search that goes on may free blocks that this step swaps in: a load must not write to them before.
+        if unpaused and not self._preemptor.swapped and not resumed:
+            self._admission.admit(step)
+        return bool(resumed)
 
-    def _preempt(self, request: Request) -> None:
-        del self.running[request.request_id]
-        self._reset(request)
-        request.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        request.status = RequestStatus.WAITING
-        self.waiting.push(request)
+    def _enqueue(self, request: Request) -> None:
+        """A request can run as soon as it has memory, unless its grammar is missing."""
+        if self._grammars.must_wait(request):
+            self._grammars.wait(request)
+        elif request.prefill_result is not None and request.blocks:
+            request.status = RequestStatus.WAITING
+            self.queues.loaded.push(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.queues.waiting.push(request)
 
-    def _reset(self, request: Request) -> None:
-        """Takes the request's KV away; it will be computed again."""
-        self.kv.free(request)
-        request.num_computed_tokens = 0
+    def _requeue(self, request: Request) -> None:
+        """A preempted request queues again, behind its steps in flight."""
+        if request.num_in_flight:
+            request.status = RequestStatus.WAITING_FOR_STEPS
+            self._awaiting_steps[request.request_id] = request
+        else:
+            self._enqueue(request)
+
+    def _forget(self, request: Request) -> None:
+        """The worker is to forget a sequence, if it knows it."""
         if request.in_worker:
             self._forgotten_ids.append(request.request_id)
             request.in_worker = False
 
-    def _schedule_queued(self, step: SchedulerOutput) -> None:
-        budget = self.max_num_batched_tokens - step.total_num_scheduled_tokens
-        while budget > 0 and len(self.running) < self.max_num_seqs and (first := self.loaded.peek()) is not None:
-            earlier = self._first_of(self.waiting, before=first)
-            if earlier is not None and self._first_of(self.waiting_to_load, before=earlier) is None:
-                # It would starve if every slot that comes free went to those that are loaded.
-                num_tokens = self._admit(earlier, budget, step)
-                if num_tokens > 0:
-                    self.waiting.pop()
-                    budget -= num_tokens
-                    continue
-            request = self.loaded.pop()
-            if (
-                self.kv.allocate(request, request.num_tokens) is None
-            ):  # more first tokens than there was room reserved for
-                self._reset(request)
-                self.waiting.push(request)
-            else:
-                budget -= self._run(request, budget, step)
-        while True:
-            to_load = self.waiting_to_load.peek()
-            to_run = self.waiting.peek() if budget > 0 and len(self.running) < self.max_num_seqs else None
-            # One order for both queues: who comes first and finds no memory is not overtaken.
-            if to_load is not None and (to_run is None or to_load.order < to_run.order):
-                if not self._start_load(to_load, keep_for=self._first_of(self.waiting, before=to_load)):
-                    return
-                self.waiting_to_load.pop()
-            elif to_run is not None:
-                num_tokens = self._admit(to_run, budget, step)
-                if num_tokens == 0:
-                    return
-                self.waiting.pop()
-                budget -= num_tokens
-            else:
-                return
+    def _resume_queueing(self, request: Request) -> None:
+        """The last step in flight of a preempted request has come back."""
+        del self._awaiting_steps[request.request_id]
+        self._enqueue(request)
 
-    def _admit(self, request: Request, budget: int, step: SchedulerOutput) -> int:
-        """Starts a request with all blocks its known tokens need. Returns the tokens it runs in this step; 0: does not fit."""
-        # The last known token is always computed here: it gives the logits.
-        cached = self.kv.find_cached_prefix(request, request.num_tokens - 1)
-        if self.kv.allocate(request, request.num_tokens, cached) is None:
-            return 0
-        request.num_computed_tokens = len(cached) * self.kv.block_size
-        request.num_cached_blocks = len(cached)
-        self._count_start(request)
-        return self._run(request, budget, step)
-
-    def _run(self, request: Request, budget: int, step: SchedulerOutput) -> int:
-        """Puts a request that has its blocks into the batch. Returns the tokens it runs in this step."""
-        num_tokens = min(request.num_uncomputed_tokens, budget)
-        request.status = RequestStatus.RUNNING
-        request.in_worker = True
-        self.running[request.request_id] = request
-        step.num_scheduled_tokens[request.request_id] = num_tokens
-        step.new_requests.append(
-            NewRequestData(
-                request_id=request.request_id,
-                prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-                generated_token_ids=request.token_ids[request.num_prompt_tokens :],
-                sampling_params=request.sampling_params,
-                sample_index=request.sample_index,
-                block_ids=request.block_ids,
-                num_computed_tokens=request.num_computed_tokens,
-            )
-        )
-        return num_tokens
-
-    def _first_of(self, queue: RequestQueue, *, before: Request) -> Request | None:
-        """The first request of `queue`, if it precedes `before`."""
-        first = queue.peek()
-        return first if first is not None and first.order < before.order else None
-
-    def _start_load(self, request: Request, keep_for: Request | None) -> bool:
-        """Allocates the blocks of a CONSUME request and asks for them; False if they do not fit now.
-
-        Args:
-            keep_for: an earlier request that waits for a slot; the load must leave enough memory for it.
-        """
-        if keep_for is not None:
-            wanted = self.kv.num_blocks_for(request.num_tokens + 1) + self.kv.num_blocks_for(keep_for.num_tokens)
-            if wanted > self.kv.pool.num_free_blocks:
-                return False
-        cached = self.kv.find_cached_prefix(request, request.num_tokens)
-        # One token more: it must be able to start without waiting for memory while it holds some.
-        if self.kv.allocate(request, request.num_tokens + 1, cached) is None:
-            return False
-        request.num_computed_tokens = len(cached) * self.kv.block_size
-        request.num_cached_blocks = len(cached)
-        self._count_start(request)
-        self.loading[request.request_id] = request
-        self.handoff.load(request, len(cached))
-        return True
-
-    def _count_start(self, request: Request) -> None:
-        if request.started:  # and lost its blocks since
-            return
-        request.started = True
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._counters.prompt_tokens += request.num_prompt_tokens
-        self._counters.prompt_tokens_cached += request.num_cached_tokens
-        self.kv.count_lookup(request.num_tokens, request.num_computed_tokens)
-
-    # How update_from_output() works
-
-    def _advance(self, request: Request, num_tokens: int) -> None:
-        before = request.num_computed_tokens
-        request.num_computed_tokens += num_tokens
-        self._counters.prompt_tokens_computed += max(
-            0, min(request.num_computed_tokens, request.num_prompt_tokens) - before
-        )
-        self.kv.cache_blocks(request, request.num_computed_tokens)
-
-    def _append_sampled(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        request.token_ids.append(token_id)
-        self._counters.generation_tokens += 1
-        reason = request.stop_reason(self._eos_token_ids, self.max_model_len)
-        self._emit(
-            request,
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[token_id],
-                token_offset=request.num_generated_tokens - 1,
-                finish_reason=reason,
-                stop_token_id=token_id if reason is FinishReason.STOP else None,
-                new_logprobs=[logprobs] if logprobs is not None else None,
-            ),
-        )
-        if reason is not None:
-            self._end(request, reason)
-
-    def _end_load_if_ready(self, request: Request) -> None:
-        """Lets a CONSUME request go on once both its load and its prefill leg have ended."""
-        result, prefill = self.handoff.load_result(request), request.prefill_result
-        if result is None or prefill is None:
-            return
-        size = self.kv.block_size
-        num_cached = request.num_computed_tokens
-        num_proved = min(num_cached + result.num_valid_blocks * size, request.num_arrival_tokens)
-        if num_proved < request.num_arrival_tokens and self._fail_on_load_error:
-            error = result.error or prefill.error or "the prefill side did not send all KV blocks"
-            self._finish(request, FinishReason.ERROR, code=ErrorCode.KV_LOAD, error=error)
-            return
-        self.handoff.end_load(request)
-        del self.loading[request.request_id]
-        request.kv_transfer = None  # the hand-off is over
-        request.num_remote_tokens = max(0, min(num_proved, request.num_prompt_tokens) - num_cached)
-        self._counters.prompt_tokens_remote += request.num_remote_tokens
-        request.token_ids.extend(prefill.token_ids)
-        # Without a first token the last known one is computed here: it gives the logits.
-        request.num_computed_tokens = min(num_proved, request.num_tokens - 1)
-        if request.num_computed_tokens < num_cached:  # it would be written into a block that others hold, too
-            self._reset(request)
-            request.status = RequestStatus.WAITING
-            self.waiting.push(request)
-            return
-        self.kv.cache_blocks(request, request.num_computed_tokens)
-        reason = request.stop_reason(self._eos_token_ids, self.max_model_len) if prefill.token_ids else None
-        if reason is not None:
-            self._finish(request, reason)
-            return
-        request.status = RequestStatus.WAITING
-        self.loaded.push(request)
+    def _forget_ids(self, request_ids: Iterable[str]) -> None:
+        self._forgotten_ids += request_ids
 
     # How requests end
 
-    def _finish(
-        self, request: Request, reason: FinishReason, *, code: ErrorCode | None = None, error: str = ""
-    ) -> None:
+    def _end_without_memory(self, root: Request) -> None:
+        message = (
+            f"beam_width={root.sampling_params.beam_width} has used up all {self.kv.pool.num_blocks} KV blocks; "
+            "use fewer beams, fewer tokens or an engine with more KV memory"
+        )
+        self._finish(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)
+
+    def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
         """Ends a request outside its own step, with an output that carries no token."""
-        self._emit(
+        self._outputs.emit(
             request,
             EngineCoreOutput(
                 request_id=request.request_id,
@@ -462,31 +440,51 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
-        if request in self.waiting_to_load:
+        if request in self.queues.waiting_to_load:
             self.handoff.decline(request)
-        self.waiting_to_load.discard(request)
-        self.waiting.discard(request)
-        self.loaded.discard(request)
-        self.running.pop(request_id, None)
-        self.loading.pop(request_id, None)
+        self.queues.discard(request)
+        self._grammars.discard(request)
+        self._preemptor.discard(request)
+        self._awaiting_steps.pop(request_id, None)
+        self.running.discard(request)
         del self.requests[request_id]
         request.status = RequestStatus.FINISHED
-        if request.in_worker:
-            self._forgotten_ids.append(request_id)
+        if request.group is not None:
+            self._groups.leave(request)
+        if request.beams is not None:
+            self._forgotten_ids += request.beams.give_up(self.kv)
+        self._forget(request)
         if request.consumes:
-            self._remember(request_id, None)
+            self._remote_prefill.forget(request_id)
         self.handoff.release(request, aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
-        self._finished[str(reason)] += 1
 
-    def _emit(self, request: Request, output: EngineCoreOutput) -> None:
-        if not request.has_output:
-            request.has_output = True
-            output.num_cached_tokens = request.num_cached_tokens
-            output.num_remote_tokens = request.num_remote_tokens
-        self._outputs.append(output)
+    def _check(self, core_request: EngineCoreRequest) -> None:
+        """Raises RequestRefusedError if the request cannot be taken."""
+        request_id, transfer = core_request.request_id, core_request.kv_transfer
+        if request_id in self.requests:
+            raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
+        if self._is_taken_by_beams(core_request):
+            raise RequestRefusedError(
+                ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
+            )
+        refuse_what_never_fits(
+            core_request, self.config, self.kv, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
+        )
+        if transfer is not None and transfer.transfer_id in self.handoff:
+            raise RequestRefusedError(ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use")
+        if self.draining:
+            raise RequestRefusedError(ErrorCode.DRAINING, "this engine is draining; send the request to another one")
+        num_queued = self.queues.num_without_memory + len(self._grammars)
+        if num_queued >= self.max_queue:
+            raise RequestRefusedError(ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later")
 
-    def _remember(self, request_id: str, result: PrefillResult | None) -> None:
-        self._early_results[request_id] = result
-        self._early_results.move_to_end(request_id)
-        while len(self._early_results) > EARLY_RESULTS_KEPT:
-            self._early_results.popitem(last=False)
+    def _is_taken_by_beams(self, core_request: EngineCoreRequest) -> bool:
+        """Whether the worker could take the request and a beam for the same sequence: beams have ids of their own."""
+        request_id = core_request.request_id
+        root = self.requests.get(root_id(request_id))
+        if root is not None and root.beams is not None:
+            return True
+        # All requests are looked at, but only for a beam search.
+        return bool(core_request.sampling_params.beam_width) and any(
+            root_id(other) == request_id for other in self.requests
+        )

@@ -13,12 +13,17 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     """Queued, and waiting for remote KV."""
+    num_requests_swapped: int = 0
+    """Preempted, with their blocks in host memory; counted as waiting, too."""
     num_requests_waiting_for_remote_kv: int = 0
     num_transfers_held: int = 0
     """Transfers of ended requests whose blocks are still read or written."""
     kv_cache_usage: float = 0.0
     """Fraction of KV blocks in use, 0 to 1."""
     draining: bool = False
+    paused: bool = False
+    sleep_level: int | None = None
+    """0, 1 or 2; None: awake."""
 
     prompt_tokens: int = 0
     """Of requests that started; the next three say where their KV came from."""
@@ -28,6 +33,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0
+    num_swapped_out_blocks: int = 0
+    """KV blocks moved to host memory; filled by the scheduler."""
+    num_swapped_in_blocks: int = 0
+    """The way back."""
     prefix_cache_queries: int = 0
     """Tokens looked up."""
     prefix_cache_hits: int = 0

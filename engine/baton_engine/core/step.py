@@ -18,7 +18,7 @@ from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
 
 
 class BlockCopy(NamedTuple):
-    """The whole content of one block goes into another. Within a list no block is both a source and a target."""
+    """The whole content of one block goes into another. Those of a list take effect in their order."""
 
     source: int
     target: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from baton_engine.protocol.config import KVRole
 from baton_engine.protocol.messages import EngineCoreRequest, KVSide
 
@@ -31,10 +33,22 @@ def validate_request(request: EngineCoreRequest, *, vocab_size: int, kv_role: KV
     params.validate()
     if params.max_tokens is not None and num_generated >= params.max_tokens:
         raise ValueError(f"max_tokens={params.max_tokens} is used up by {num_generated} generated_token_ids")
-    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_token_ids": itertools.chain.from_iterable(params.bad_words_token_ids or ()),
+    }
+    for name, token_ids in named.items():
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
+    if request.lora_name:
+        raise ValueError(f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded")
+    if request.group_id:
+        _validate_group_member(request)
+    if params.beam_width:
+        _validate_beam_search(request)
     if request.arrival_time != request.arrival_time:
         raise ValueError("arrival_time must be a number, got NaN")
 
@@ -50,10 +64,40 @@ def validate_request(request: EngineCoreRequest, *, vocab_size: int, kv_role: KV
         raise ValueError(f"kv_transfer.transfer_id must have 1 to {MAX_ID_LENGTH} characters")
     if not transfer.peer_instance_id:
         raise ValueError("kv_transfer.peer_instance_id must name the other engine's instance")
+    if transfer.side is KVSide.CONSUME and params.prompt_logprobs is not None:
+        raise ValueError(
+            "prompt_logprobs needs the prompt computed here; it cannot be combined with kv_transfer CONSUME"
+        )
     if transfer.side is KVSide.CONSUME and not (transfer.remote_host and 0 < transfer.remote_port < 65536):
         raise ValueError("kv_transfer.remote_host and remote_port must name the producer's side channel")
     if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
         # More would write into the partial last block while the peer reads it, and would need memory that cannot be preempted.
         raise ValueError(
             f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, got {params.max_tokens}"
+        )
+
+
+def _validate_group_member(request: EngineCoreRequest) -> None:
+    """What can be said of one sample of a group without the others: the scheduler compares the prompts."""
+    if len(request.group_id) > MAX_ID_LENGTH:
+        raise ValueError(f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}")
+    if request.generated_token_ids:
+        raise ValueError("generated_token_ids must be empty in a request with a group_id; continue the request alone")
+    if request.kv_transfer is not None:
+        raise ValueError("kv_transfer cannot be combined with group_id; send the samples alone")
+
+
+def _validate_beam_search(request: EngineCoreRequest) -> None:
+    """A beam search is one request with one output: nothing of it can be continued, handed over or be one of many samples."""
+    if request.kv_transfer is not None:
+        raise ValueError(
+            "kv_transfer cannot be combined with beam_width; beam search prefills and decodes in one engine"
+        )
+    if request.generated_token_ids:
+        raise ValueError("generated_token_ids must be empty with beam_width: a beam search starts from its prompt")
+    if request.sampling_params.structured_output is not None:
+        raise ValueError("structured_output cannot be combined with beam_width: beams are not held to a grammar")
+    if request.group_id or request.sample_index:
+        raise ValueError(
+            "group_id and sample_index cannot be combined with beam_width: it has one output with all beams"
         )

@@ -17,7 +17,8 @@ DIGEST_BYTES = 16
 
 def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
     """Parent of a sequence's first block: separates models, salts and adapters."""
-    keys = b"\x00".join(key.encode() for key in (model_key, cache_salt, lora_name))
+    encoded = [key.encode() for key in (model_key, cache_salt, lora_name)]
+    keys = b"".join(struct.pack("<q", len(key)) + key for key in encoded)  # no key can run into the next
     return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()
 
 

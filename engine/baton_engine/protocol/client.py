@@ -30,6 +30,7 @@ from baton_engine.protocol.messages import (
     FinishReason,
     Hello,
     Init,
+    KVEventBatch,
     Ping,
     Pong,
     PrefillResult,
@@ -86,6 +87,8 @@ class EngineClient:
     Args:
         host, port: of the engine's ROUTER.
         client_id: for the engine's log.
+        on_kv_events: called with what the engine's prefix cache gained and lost, batch by batch; None: not subscribed. The first
+            batch may have any sequence number; after that, one that is not the last plus one means that batches were missed.
     """
 
     def __init__(
@@ -96,12 +99,14 @@ class EngineClient:
         client_id: str,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        on_kv_events: Callable[[KVEventBatch], None] | None = None,
     ) -> None:
         self.address = f"tcp://{host}:{port}"
         self.ready: Ready | None = None
         self.status: Pong | None = None
         self.dead_reason: str | None = None
         self._client_id = client_id
+        self._wants_kv_events = on_kv_events is not None
         self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
         self._init: asyncio.Future[Init] | None = None
@@ -123,6 +128,8 @@ class EngineClient:
             (EngineCoreResponseType.REFUSED, Refused, self._on_refused),
             (EngineCoreResponseType.DEAD, Dead, self._on_dead),
         ]
+        if on_kv_events is not None:
+            handlers.append((EngineCoreResponseType.KV_EVENTS, KVEventBatch, on_kv_events))
         self._decoders: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
             kind.value: (msgspec.msgpack.Decoder(payload), handle) for kind, payload, handle in handlers
         }
@@ -163,7 +170,8 @@ class EngineClient:
             loop.create_task(self._receive(), name=f"engine-client-receive {self.address}"),
             loop.create_task(self._watch_connection(monitor), name=f"engine-client-monitor {self.address}"),
         ]
-        self._send(EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, self._client_id), instance_id="")
+        hello = Hello(PROTOCOL_VERSION, self._client_id, self._wants_kv_events)
+        self._send(EngineCoreRequestType.HELLO, hello, instance_id="")
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
             async with asyncio.timeout(timeout_s):
@@ -211,8 +219,14 @@ class EngineClient:
         if self.dead_reason is None:
             self._send(EngineCoreRequestType.PREFILL_RESULT, result)
 
-    async def call(self, method: str, *args: object, timeout_s: float = 10.0) -> Any:
-        """Calls a utility method. Returns its msgpack value. Raises UtilityError, EngineDeadError or TimeoutError."""
+    async def call(self, method: str, *args: object, timeout_s: float | None = 10.0) -> Any:
+        """Calls a utility method. Returns its msgpack value. Raises UtilityError, EngineDeadError or TimeoutError.
+
+        Args:
+            args: those left out at the end have the engine's defaults.
+            timeout_s: None: as long as it takes, which for `pause` and `sleep` is as long as the running requests do. An engine
+                that goes away ends the call in any case.
+        """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         call_id = next(self._call_ids)
@@ -223,7 +237,7 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise TimeoutError(f"{self.address} did not answer {method}() within {timeout_s:g} s") from None
+            raise TimeoutError(f"{self.address} did not answer {method}() within {timeout_s or 0:g} s") from None
         finally:
             self._calls.pop(call_id, None)
 

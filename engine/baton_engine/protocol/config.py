@@ -86,6 +86,10 @@ class ParallelConfig(_Config, frozen=True):
     """auto (uniproc, or multiproc for more than one worker), uniproc, multiproc, external_launcher, ray, or a qualified name."""
     worker_class: str = "baton_engine.worker.worker.Worker"
     """Qualified name."""
+    collective_timeout_s: float = 120.0
+    """A worker gives up an exchange with another that is silent for so long: more than ranks drift apart in a step."""
+    step_timeout_s: float = 300.0
+    """Workers that neither answer a step nor die for so long count as dead: more than the longest step takes."""
 
     @property
     def world_size(self) -> int:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 import msgspec
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
+MAX_TOKEN_IDS = 2**18
+"""Of one list of token ids, and of the entries of logit_bias: as many as a large vocabulary has."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 256
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 1024
+MAX_SPEC_LENGTH = 2**17
+"""Characters of a structured output's specification."""
 
 
 class _Params(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -21,6 +31,16 @@ class RepetitionDetection(_Params):
     """Longest pattern looked for, in tokens."""
     min_pattern_size: int = 1
     min_count: int = 2
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field and the bound."""
+        _bound("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        if not 1 <= self.min_pattern_size <= self.max_pattern_size:
+            raise ValueError(
+                "repetition_detection.min_pattern_size must be in [1, "
+                f"max_pattern_size={self.max_pattern_size}], got {self.min_pattern_size}"
+            )
+        _bound("repetition_detection.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
 
 
 class StructuredOutputKind(enum.StrEnum):
@@ -40,6 +60,29 @@ class StructuredOutput(_Params):
 
     kind: StructuredOutputKind
     spec: str = ""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field and the bound. What the specification says is checked when it is compiled."""
+        if self.kind is StructuredOutputKind.JSON_OBJECT:
+            if self.spec:
+                raise ValueError("structured_output.spec must be empty for json_object; the kind for a schema is json")
+            return
+        if not 1 <= len(self.spec) <= MAX_SPEC_LENGTH:
+            raise ValueError(
+                f"structured_output.spec of kind {self.kind.value} must have 1 to {MAX_SPEC_LENGTH} characters, "
+                f"got {len(self.spec)}"
+            )
+        if self.kind is StructuredOutputKind.CHOICE:
+            try:
+                choices = msgspec.json.decode(self.spec, type=list[str])
+            except msgspec.MsgspecError as error:
+                raise ValueError(
+                    f"structured_output.spec of kind choice must be a JSON list of strings: {error}"
+                ) from error
+            if not choices or "" in choices:
+                raise ValueError(
+                    "structured_output.spec of kind choice must be a list of one or more non-empty strings"
+                )
 
 
 class SamplingParams(_Params):
@@ -106,12 +149,46 @@ class SamplingParams(_Params):
         _bound("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 1e3:
             raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        _bound_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _bound_size("logit_bias", self.logit_bias or (), MAX_TOKEN_IDS)
         for token_id, bias in (self.logit_bias or {}).items():
             if token_id < 0:
                 raise ValueError(f"logit_bias keys must be token ids, got {token_id}")
             _bound("logit_bias", bias, -100.0, 100.0)
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _bound(name, count, 0, MAX_LOGPROBS)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError(
+                    "allowed_token_ids must not be empty: no token could be sampled; leave it out to allow all"
+                )
+            _bound_size("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_IDS)
+        _bound_size("bad_words_token_ids", self.bad_words_token_ids or (), MAX_BAD_WORDS)
+        for word in self.bad_words_token_ids or ():
+            if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise ValueError(
+                    f"bad_words_token_ids must be words of 1 to {MAX_BAD_WORD_LENGTH} token ids, got one of {len(word)}"
+                )
+        if self.repetition_detection is not None:
+            self.repetition_detection.validate()
+        if self.structured_output is not None:
+            self.structured_output.validate()
+        _bound("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
+        _bound("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.beam_width and self.repetition_detection is not None:
+            raise ValueError("repetition_detection ends a sampled sequence; it cannot be combined with beam_width")
+        if self.beam_width and self.return_routed_experts:
+            raise ValueError("return_routed_experts reports one sequence; it cannot be combined with beam_width")
+        if self.beam_width and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not reported by a beam search; they cannot be combined with beam_width")
+        if self.beam_width and self.structured_output is not None:
+            raise ValueError("structured_output is followed by samples only; it cannot be combined with beam_width")
+
+
+def _bound_size(name: str, values: Collection[object], most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"{name} must have at most {most} entries, got {len(values)}")
 
 
 def _bound(name: str, value: float, low: float, high: float) -> None:

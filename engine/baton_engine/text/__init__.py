@@ -1,4 +1,4 @@
 """Text: tokenizer, chat template, incremental detokenizer, stop strings, OpenAI schemas.
 
-Torch-free and without `transformers`. The gateway comes in from HTTP; an offline API may come in from Python.
+Torch-free and without `transformers`. The gateway comes in from HTTP, the offline API from Python.
 """

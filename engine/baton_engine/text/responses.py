@@ -31,10 +31,21 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     content: list[TokenLogprob]
 
 
+class PromptTokenLogprob(msgspec.Struct, kw_only=True):
+    """One candidate at one position, in vLLM's shape."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
+
+
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """`None`: a prompt's first token, which nothing predicts."""
+
     tokens: list[str] = []
-    token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
     """Characters before each token, in the text as generated."""
 
@@ -50,6 +61,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -60,6 +72,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
+    """Of the rendered prompt's tokens (vLLM's extension)."""
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -72,6 +86,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -89,7 +104,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -114,6 +131,21 @@ class Model(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
     object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    """vLLM's."""
+
+    count: int
+    tokens: list[int]
+    max_model_len: int | None = None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    """vLLM's."""
+
+    prompt: str
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):

@@ -7,54 +7,59 @@ that would change the answer and are not supported here are refused by name: an 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.sampling import MAX_LOGPROBS, SamplingParams
+from baton_engine.protocol.sampling import (
+    MAX_BEAM_WIDTH,
+    MAX_LOGPROBS,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+)
+from baton_engine.text.errors import RequestError
+from baton_engine.text.messages import ChatMessage, template_messages
+from baton_engine.text.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
 MAX_STOPS = 4
 MAX_TEMPERATURE = 2.0
+MAX_CACHE_SALT_LENGTH = 1024
+MAX_LOGPROB_ENTRIES = 2**19
+"""Log-probabilities of prompt tokens in one answer: some 50 MB of JSON."""
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat completions may fill the context."""
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-
-class RequestError(ValueError):
-    """The request is wrong.
-
-    Args:
-        message: what is wrong, and what would be right.
-        param: the field, like `messages[0].content`.
-        code: OpenAI's machine-readable code, where there is one.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
+_TOKEN_ID = re.compile("[0-9]{1,10}")
+_ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
+_CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
+"""Where an engine's field has another name here."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
+class JSONSchemaFormat(msgspec.Struct, kw_only=True):
     name: str | None = None
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Any = None
-    """Any: only looked at to be refused."""
-    function_call: Any = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+    json_schema: JSONSchemaFormat | None = None
+
+
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Ends an answer whose last tokens are one pattern, min_count times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -84,26 +89,36 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Also answer with the generated ids, the one that ended it included (vLLM's extension)."""
     priority: int | None = None
     cache_salt: str | None = None
-    # Refused when they ask for something; Any, for nothing else is read from them.
-    prompt_logprobs: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    response_format: Any = None
+    best_of: int | None = None
+    """Draw so many samples, answer with the n of the highest log-probability per token."""
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    use_beam_search: bool | None = None
+    """Answer with the n best beams of a search of width n."""
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def num_samples(self) -> int:
         return 1 if self.n is None else self.n
 
     @property
+    def num_candidates(self) -> int:
+        """Sequences computed for every prompt: more than n with best_of."""
+        return max(self.num_samples, self.best_of or 0)
+
+    @property
     def num_sequences(self) -> int:
-        """What it asks for in all: n samples of every prompt."""
-        return self.num_samples
+        """What it asks for in all: the candidates of every prompt."""
+        return self.num_candidates
 
     @property
     def stops(self) -> list[str]:
@@ -123,6 +138,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """How many alternatives per token to report; None: no logprobs at all."""
         raise NotImplementedError
 
+    def requested_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
     def validate(self) -> None:
         """Raises RequestError naming the first field that is wrong."""
         self._refuse_unsupported()
@@ -138,19 +157,61 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError("stop must not hold an empty string", param="stop")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        self._validate_search()
+        self.structured_output()
         for name in ("priority", "top_k"):
             value = getattr(self, name)
             if value is not None and not -(2**31) <= value < 2**31:
                 raise RequestError(f"{name} must fit 32 bits, got {value}", param=name)
-        if any(token_id < 0 for token_id in self.stop_token_ids or []):
-            raise RequestError("stop_token_ids must not be negative", param="stop_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if any(token_id < 0 for token_id in getattr(self, name) or []):
+                raise RequestError(f"{name} must not be negative", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids must not be empty: nothing could be sampled", param="allowed_token_ids"
+            )
+        try:
+            check_bad_words(self.bad_words or [])
+        except ValueError as error:
+            raise RequestError(str(error), param="bad_words") from error
+        if len(self.cache_salt or "") > MAX_CACHE_SALT_LENGTH:
+            raise RequestError(f"cache_salt must have at most {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
 
-    def sampling_params(self, *, seed: int, max_tokens: int) -> SamplingParams:
+    def _validate_search(self) -> None:
+        """best_of and beam search."""
+        if self.best_of is not None:
+            if not self.num_samples <= self.best_of <= MAX_N:
+                raise RequestError(
+                    f"best_of must be in [n={self.num_samples}, {MAX_N}], got {self.best_of}", param="best_of"
+                )
+            if self.stream and self.best_of > self.num_samples:
+                raise RequestError(
+                    "best_of over n is not available with stream=true: the best are known at the end", param="best_of"
+                )
+        if self.use_beam_search:
+            if self.num_samples > MAX_BEAM_WIDTH:
+                raise RequestError(f"n is the beam width, {MAX_BEAM_WIDTH} at most, got {self.n}", param="n")
+            if self.best_of not in (None, self.num_samples):
+                raise RequestError("best_of must be n with use_beam_search", param="best_of")
+            return
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} needs use_beam_search=true", param=name)
+
+    def sampling_params(
+        self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None = None
+    ) -> SamplingParams:
         """What one sequence of this request asks of the engine.
+
+        Args:
+            bad_words_token_ids: of `bad_words`, by the model's tokenizer.
 
         Raises:
             RequestError: a bound of SamplingParams is broken; `param` is the field.
         """
+        logprobs = self.requested_logprobs()
         params = SamplingParams(
             temperature=_default(self.temperature, 1.0),
             top_p=_default(self.top_p, 1.0),
@@ -165,47 +226,113 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             frequency_penalty=_default(self.frequency_penalty, 0.0),
             repetition_penalty=_default(self.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(),
-            logprobs=self.requested_logprobs(),
+            logprobs=0 if logprobs is None and self.num_candidates > self.num_samples else logprobs,
+            prompt_logprobs=self.requested_prompt_logprobs(),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words_token_ids=bad_words_token_ids or None,
+            repetition_detection=self._repetition_detection(),
+            structured_output=self.structured_output(),
+            beam_width=self.num_samples if self.use_beam_search else 0,
+            length_penalty=_default(self.length_penalty, 1.0),
+            early_stopping=bool(self.early_stopping),
         )
         try:
             params.validate()
         except ValueError as error:
-            message = str(error)
-            raise RequestError(message, param=message.split(" ", 1)[0]) from error
+            raise self.refusal(str(error)) from error
         return params
+
+    def refusal(self, message: str) -> RequestError:
+        """What the engine says against this request, which begins with its name of a field, in the request's own names."""
+        match = _ENGINE_FIELD.match(message)
+        theirs, root = (match[0], match[1]) if match else ("", "")
+        field = self.structured_output_field() if root == "structured_output" else _CLIENT_NAMES.get(root, root)
+        if field is None or field not in self.__struct_fields__:
+            return RequestError(message)
+        # A field of ours that has the engine's name has the engine's parts, too.
+        return RequestError(field + message[len(root if field == root else theirs) :], param=field)
+
+    def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
+        """Raises RequestError: there would be too many of them.
+
+        Args:
+            num_prompt_tokens: of all prompts.
+        """
+        num_top = self.requested_prompt_logprobs()
+        if num_top is None:
+            return
+        num_entries = num_prompt_tokens * self.num_samples * (num_top + 1)
+        if num_entries > MAX_LOGPROB_ENTRIES:
+            field = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+            raise RequestError(
+                f"{field}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities in each of n={self.num_samples} "
+                f"choices make {num_entries} entries, {MAX_LOGPROB_ENTRIES} at most; send a smaller n or {field}",
+                param=field,
+            )
+
+    def structured_output_field(self) -> str | None:
+        """Name of the field that says what the text must look like; None if there is none."""
+        fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        given = [name for name in fields if getattr(self, name) is not None]
+        if self.structured_outputs is not None and not self.structured_outputs.given():
+            given.remove("structured_outputs")
+        if self.response_format is not None and self.response_format.type != "text":
+            given.insert(0, "response_format")
+        if len(given) > 1:
+            raise RequestError(f"{given[1]} cannot be combined with {given[0]}", param=given[1])
+        return given[0] if given else None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """Raises RequestError: two structures at once, or a field whose value cannot be one."""
+        field = self.structured_output_field()
+        if field is None:
+            return None
+        if field == "response_format":
+            params = self._response_format()
+        elif field == "structured_outputs":
+            params = self.structured_outputs or StructuredOutputsParams()
+        else:
+            params = StructuredOutputsParams(**{field.removeprefix("guided_"): getattr(self, field)})
+        try:
+            return params.to_structured_output()
+        except ValueError as error:
+            raise RequestError(f"{field}: {error}", param=field) from error
+
+    def _response_format(self) -> StructuredOutputsParams:
+        assert self.response_format is not None
+        kind, schema = self.response_format.type, self.response_format.json_schema
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if kind != "json_schema":
+            raise RequestError(
+                f"response_format.type must be text, json_object or json_schema, got {kind!r}", param="response_format"
+            )
+        if schema is None or schema.schema is None:
+            raise RequestError("response_format.json_schema.schema is required", param="response_format")
+        return StructuredOutputsParams(json=schema.schema)
+
+    def _repetition_detection(self) -> RepetitionDetection | None:
+        params = self.repetition_detection
+        if params is None:
+            return None
+        return RepetitionDetection(params.max_pattern_size, params.min_pattern_size, params.min_count)
 
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except ValueError as error:
-            raise RequestError(f"logit_bias keys must be token ids: {error}", param="logit_bias") from error
+        for key in self.logit_bias:
+            if not _TOKEN_ID.fullmatch(key):
+                raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}", param="logit_bias")
+        return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _refuse_unsupported(self) -> None:
         for name in self._unsupported():
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
-        kind = self.response_format.get("type") if isinstance(self.response_format, dict) else self.response_format
-        if kind not in (None, "text"):
-            raise RequestError(
-                f"response_format of type {kind!r} is not supported by this server; use 'text'",
-                param="response_format",
-                code="unsupported_parameter",
-            )
 
     def _unsupported(self) -> tuple[str, ...]:
-        return (
-            "prompt_logprobs",
-            "use_beam_search",
-            "bad_words",
-            "allowed_token_ids",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-        )
+        """Fields that are refused when they ask for something."""
+        return ()
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -246,12 +373,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
-        for index, message in enumerate(self.messages):
-            _check_message(message, f"messages[{index}]")
+        template_messages(self.messages)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Messages as chat templates take them: text parts become one text."""
-        return [_template_message(message) for message in self.messages]
+        return template_messages(self.messages)
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
@@ -276,34 +402,37 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: int | None = None
     suffix: Any = None
 
     @property
     def num_sequences(self) -> int:
-        return self.num_samples * len(self.prompts())
+        return self.num_candidates * len(self.prompts())
 
     def requested_max_tokens(self) -> int | None:
+        if self.is_prompt_only:
+            return 1  # the engine has to run the prompt; what it samples is left out
         return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """max_tokens=0 with echo: nothing but the prompt, and its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
+    def requested_prompt_logprobs(self) -> int | None:
+        """OpenAI's way to ask for them is echo with logprobs."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
+
     def validate(self) -> None:
         super().validate()
-        _check_max_tokens("max_tokens", self.max_tokens)
-        if self.best_of is not None and self.best_of != self.num_samples:
-            raise RequestError(
-                "best_of other than n is not supported by this server", param="best_of", code="unsupported_parameter"
-            )
+        if not self.is_prompt_only:
+            _check_max_tokens("max_tokens", self.max_tokens)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs")
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo with logprobs is not supported by this server: prompt tokens have no logprobs here",
-                param="echo",
-                code="unsupported_parameter",
-            )
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
@@ -328,46 +457,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return (*super()._unsupported(), "suffix")
 
 
-_Request = TypeVar("_Request", bound=GenerationRequest)
-
-_MSGSPEC_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
-_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
-
-
-def parse_request(body: bytes, kind: type[_Request]) -> _Request:
-    """A request from its JSON body, fully checked.
-
-    Raises:
-        RequestError: malformed JSON, a wrong type, or a value out of bounds, with the field's name.
-    """
-    try:
-        request = msgspec.json.decode(body, type=kind)
-    except RecursionError as error:
-        raise RequestError("The body is nested too deeply", code="invalid_json") from error
-    except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
-    request.validate()
-    return request
-
-
-def _validation_error(text: str) -> RequestError:
-    """`Expected `int`, got `str` - at `$.n`` -> n, and a sentence that begins with it."""
-    match = _MSGSPEC_PATH.match(text)
-    assert match is not None  # the pattern matches every text
-    what = match["what"].replace("`", "")
-    path = (match["path"] or "$").split("` in `")[-1].removeprefix("$").removeprefix(".")
-    missing = _MISSING_FIELD.search(match["what"])
-    if missing is not None:
-        name = f"{path}.{missing[1]}" if path else missing[1]
-        return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
-    if not path:
-        return RequestError(f"The body must be a JSON object: {what}", code="invalid_type")
-    path = path.replace("[...]", "")
-    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=path, code="invalid_type")
-
-
 def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
@@ -375,40 +464,3 @@ def _default(value: Any, default: Any) -> Any:
 def _check_max_tokens(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise RequestError(f"{name} must be at least 1, got {value}", param=name)
-
-
-def _check_message(message: ChatMessage, where: str) -> None:
-    if message.role not in ROLES:
-        raise RequestError(
-            f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {message.role!r}", param=f"{where}.role"
-        )
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise RequestError(
-                f"{where}.{name} is not supported by this server", param=f"{where}.{name}", code="unsupported_parameter"
-            )
-    if message.content is None:
-        raise RequestError(f"{where}.content is required", param=f"{where}.content")
-    if isinstance(message.content, str):
-        return
-    for index, part in enumerate(message.content):
-        if part.type != "text":
-            raise RequestError(
-                f"{where}.content[{index}].type {part.type!r} is not supported by this server; use 'text'",
-                param=f"{where}.content[{index}].type",
-                code="unsupported_parameter",
-            )
-        if part.text is None:
-            raise RequestError(f"{where}.content[{index}].text is required", param=f"{where}.content[{index}].text")
-
-
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text or "" for part in content)
-    optional = {
-        "name": message.name,
-        "reasoning_content": message.reasoning_content,
-        "tool_call_id": message.tool_call_id,
-    }
-    return {"role": message.role, "content": content} | {k: v for k, v in optional.items() if v is not None}

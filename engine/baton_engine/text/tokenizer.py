@@ -40,6 +40,7 @@ class Tokenizer:
         backend.no_padding()
         self.special_tokens = _named_special_tokens(config)
         """Named special tokens ("eos_token", ...) as text; also visible to the chat template."""
+        self._token_texts: dict[int, str] = {}
         self._register_special_tokens(config)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
@@ -84,7 +85,15 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` those that tokenizer.json's post-processor adds."""
+        """Token ids of `text`; with `add_special_tokens` those that tokenizer.json's post-processor adds.
+
+        Raises:
+            ValueError: the text cannot be written as UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is no Unicode: character {error.start} is half of a surrogate pair") from error
         # The batch call lets other threads run and keeps no offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
@@ -97,6 +106,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, a special one's too."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def knows(self, token_id: int) -> bool:
         """Whether the id is a token: models may have logits for more ids than their tokenizer has tokens."""

@@ -1,4 +1,8 @@
-"""A tiny hand-made scheduler: drives a ModelRunner with chosen chunk sizes, blocks in shuffled order, no policy at all."""
+"""A tiny hand-made scheduler: drives a ModelRunner with chosen chunk sizes, blocks in shuffled order, no policy at all.
+
+`run` ends each step before the next is scheduled; `run_ahead` schedules a step before the one before it has run, as asynchronous
+scheduling does. Between steps a test may swap requests out and in, fork them, make their blocks their own, or replace a token.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,52 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from baton_engine.core.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.core.step import (
+    BlockCopy,
+    CachedRequestData,
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.messages import TokenLogprobs
+from baton_engine.protocol.messages import RoutedExperts, TokenLogprobs
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
+NUM_SWAP_BLOCKS = 64
+
+
+class Runner(Protocol):
+    """A ModelRunner, or several ranks as one."""
+
+    config: EngineConfig
+
+    def execute_model(self, step: SchedulerOutput) -> None: ...
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput: ...
+
+
+def runner_config(path: Path, dtype: str = "float32", block_size: int = 16, max_num_seqs: int = 64) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=str(path), dtype=dtype),
+        cache=CacheConfig(block_size=block_size),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        device="cpu",
+        num_threads=1,  # tiny tensors: more threads only wait for each other
+    )
 
 
 def make_runner(
     path: Path, num_blocks: int = 256, dtype: str = "float32", block_size: int = 16, max_num_seqs: int = 64
 ) -> ModelRunner:
     """A loaded runner whose whole KV memory is NaN: whatever it reads, it must have written."""
-    runner = ModelRunner(
-        EngineConfig(
-            model=ModelConfig(path=str(path), dtype=dtype),
-            cache=CacheConfig(block_size=block_size),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-            device="cpu",
-            num_threads=1,  # tiny tensors: more threads only wait for each other
-        )
-    )
+    runner = ModelRunner(runner_config(path, dtype, block_size, max_num_seqs))
     runner.load_model()
-    runner.allocate_kv_cache(num_blocks).fill_(float("nan"))
+    runner.allocate_kv_cache(num_blocks, NUM_SWAP_BLOCKS).fill_(float("nan"))
     return runner
 
 
@@ -44,29 +69,47 @@ class Request:
     generated: list[int] = field(default_factory=list)
     """Given: a request continued from elsewhere."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
+    """While it is swapped out."""
     num_computed: int = 0
+    num_placeholders: int = 0
+    """Tokens that steps in flight will sample."""
     known_to_worker: bool = False
+    replaced_blocks: list[BlockCopy] = field(default_factory=list)
+    new_token_ids: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.generated)
+        return len(self.prompt) + len(self.generated) + self.num_placeholders
 
     @property
     def done(self) -> bool:
-        return len(self.generated) >= self.max_tokens
+        return len(self.generated) + self.num_placeholders >= self.max_tokens
 
 
 class StepDriver:
-    """Runs sequences to their end, all of them together, in chunks of at most `max_chunk` tokens of random size."""
+    """Runs sequences to their end, all of them together, in chunks of at most `max_chunk` tokens of random size.
 
-    def __init__(self, runner: ModelRunner, num_blocks: int = 256, seed: int = 0) -> None:
+    Args:
+        send_token_ids: known requests come with the tokens to run, as for workers that do not sample.
+    """
+
+    def __init__(self, runner: Runner, num_blocks: int = 256, seed: int = 0, send_token_ids: bool = False) -> None:
         self.runner = runner
+        self.send_token_ids = send_token_ids
         self.random = random.Random(seed)
         self.block_size = runner.config.cache.block_size
         self.free_blocks = list(range(num_blocks))
         self.random.shuffle(self.free_blocks)
+        self.free_host_blocks = list(range(NUM_SWAP_BLOCKS))
+        self.random.shuffle(self.free_host_blocks)
         self.finished: list[str] = []
+        self.swapping_out: list[BlockCopy] = []
+        self.swapping_in: list[BlockCopy] = []
+        self.copying: list[BlockCopy] = []
 
     def run(self, sequences: Sequence[Request], max_chunk: int = 24, join_probability: float = 1.0) -> None:
         """Sequences join the batch one by one (with `join_probability` per step) and leave it when done."""
@@ -79,17 +122,89 @@ class StepDriver:
                 running.remove(sequence)
                 self.release(sequence)
 
-    def step(self, sequences: Sequence[Request], max_chunk: int) -> None:
+    def run_ahead(self, sequences: Sequence[Request], max_chunk: int = 24) -> None:
+        """Every step is scheduled before the one before it has run."""
+        ahead: tuple[SchedulerOutput, list[Request], set[str]] | None = None
+        while ahead is not None or not all(s.done for s in sequences):
+            behind, ahead = ahead, None
+            running = [s for s in sequences if not s.done]
+            if running:
+                ahead = self._schedule(running, max_chunk)
+            if behind is not None:
+                self._run(*behind)
+        for sequence in sequences:
+            self.release(sequence)
+
+    def step(self, sequences: Sequence[Request], max_chunk: int, grammar: GrammarOutput | None = None) -> None:
+        self._run(*self._schedule(sequences, max_chunk), grammar)
+
+    def release(self, sequence: Request) -> None:
+        """Ends or preempts: the worker forgets it, its blocks are free."""
+        self.finished.append(sequence.request_id)
+        self.free_blocks += sequence.block_ids
+        self.random.shuffle(self.free_blocks)
+        sequence.block_ids, sequence.num_computed, sequence.known_to_worker = [], 0, False
+
+    def swap_out(self, sequence: Request) -> None:
+        """Preempts by swapping: its blocks go to the host and are free, the worker forgets it."""
+        sequence.host_block_ids = [self.free_host_blocks.pop() for _ in sequence.block_ids]
+        self.swapping_out += map(BlockCopy, sequence.block_ids, sequence.host_block_ids)
+        num_computed = sequence.num_computed
+        self.release(sequence)
+        sequence.num_computed = num_computed
+
+    def swap_in(self, sequence: Request) -> None:
+        sequence.block_ids = [self.free_blocks.pop() for _ in sequence.host_block_ids]
+        self.swapping_in += map(BlockCopy, sequence.host_block_ids, sequence.block_ids)
+        self.free_host_blocks += sequence.host_block_ids
+        sequence.host_block_ids = []
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """The child shares the parent's blocks, and runs the last token again: that needs a block of its own."""
+        child.prompt, child.generated = list(parent.prompt), list(parent.generated)
+        child.num_computed, child.block_ids = parent.num_computed, list(parent.block_ids)
+        self.make_writable(child)
+
+    def make_writable(self, sequence: Request) -> None:
+        """Copy-on-write of the block that the next token goes to, if it has one already."""
+        index = sequence.num_computed // self.block_size
+        if index >= len(sequence.block_ids):
+            return
+        copy = BlockCopy(sequence.block_ids[index], self.free_blocks.pop())
+        self.copying.append(copy)
+        sequence.block_ids[index] = copy.target
+        if sequence.known_to_worker:
+            sequence.replaced_blocks.append(copy)
+
+    def replace_last_token(self, sequence: Request, token_id: int) -> None:
+        """The scheduler decides for another token than the worker sampled, as beam search does."""
+        sequence.generated[-1] = token_id
+        sequence.new_token_ids = [token_id]
+
+    def _schedule(
+        self, sequences: Sequence[Request], max_chunk: int
+    ) -> tuple[SchedulerOutput, list[Request], set[str]]:
+        """A step, whom it runs, and which of them reach their last token."""
         output = SchedulerOutput([], [], {}, self.finished)
-        self.finished = []
+        output.swap_out, output.swap_in, output.block_copies = self.swapping_out, self.swapping_in, self.copying
+        self.finished, self.swapping_out, self.swapping_in, self.copying = [], [], [], []
+        sampling = set()
         for sequence in sequences:
             left = sequence.num_tokens - sequence.num_computed
             chunk = left if left == 1 else self.random.randint(1, min(left, max_chunk))
-            needed = -(-(sequence.num_computed + chunk) // self.block_size) - len(sequence.block_ids)
+            end = sequence.num_computed + chunk
+            needed = -(-end // self.block_size) - len(sequence.block_ids)
             new_blocks = [self.free_blocks.pop() for _ in range(max(0, needed))]
             sequence.block_ids += new_blocks
             if sequence.known_to_worker:
-                output.cached_requests.append(CachedRequestData(sequence.request_id, new_blocks, sequence.num_computed))
+                tokens = sequence.new_token_ids
+                if self.send_token_ids:
+                    tokens = (sequence.prompt + sequence.generated)[sequence.num_computed : end]
+                output.cached_requests.append(
+                    CachedRequestData(
+                        sequence.request_id, new_blocks, sequence.num_computed, tokens, sequence.replaced_blocks
+                    )
+                )
             else:
                 output.new_requests.append(
                     NewRequestData(
@@ -103,21 +218,31 @@ class StepDriver:
                     )
                 )
                 sequence.known_to_worker = True
+            sequence.new_token_ids, sequence.replaced_blocks = [], []
             output.num_scheduled_tokens[sequence.request_id] = chunk
-        self.runner.execute_model(output)
-        result = self.runner.sample_tokens(None)
-        for sequence in sequences:
-            sequence.num_computed += output.num_scheduled_tokens[sequence.request_id]
-            reached_end = sequence.num_computed == sequence.num_tokens
-            assert reached_end == (sequence.request_id in result.sampled_token_ids)
-            if reached_end:
-                sequence.generated.append(result.sampled_token_ids[sequence.request_id])
-            if sequence.request_id in result.logprobs:
-                sequence.logprobs.append(result.logprobs[sequence.request_id])
+            sequence.num_computed = end
+            if end == sequence.num_tokens:
+                sampling.add(sequence.request_id)
+                sequence.num_placeholders += 1
+        return output, list(sequences), sampling
 
-    def release(self, sequence: Request) -> None:
-        """Ends or preempts: the worker forgets it, its blocks are free."""
-        self.finished.append(sequence.request_id)
-        self.free_blocks += sequence.block_ids
-        self.random.shuffle(self.free_blocks)
-        sequence.block_ids, sequence.num_computed, sequence.known_to_worker = [], 0, False
+    def _run(
+        self,
+        step: SchedulerOutput,
+        sequences: Sequence[Request],
+        sampling: set[str],
+        grammar: GrammarOutput | None = None,
+    ) -> None:
+        self.runner.execute_model(step)
+        result = self.runner.sample_tokens(grammar)
+        assert set(result.sampled_token_ids) == sampling
+        for sequence in sequences:
+            request_id = sequence.request_id
+            if request_id in sampling:
+                sequence.generated.append(result.sampled_token_ids[request_id])
+                sequence.num_placeholders -= 1
+            if request_id in result.logprobs:
+                sequence.logprobs.append(result.logprobs[request_id])
+            sequence.prompt_logprobs += result.prompt_logprobs.get(request_id, [])
+            if request_id in result.routed_experts:
+                sequence.routed_experts.append(result.routed_experts[request_id])

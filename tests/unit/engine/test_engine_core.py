@@ -70,6 +70,27 @@ def test_greedy_text_is_the_same_alone_together_chunked_cached_and_preempted(che
     assert tight.get_stats().kv_cache_usage == 0
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_greedy_text_is_the_same_when_the_engine_slept_meanwhile(checkpoint, level):
+    core = make_core(checkpoint)
+    undisturbed = generate(core, PROMPTS)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    texts: dict[str, list[int]] = {f"r{index}": [] for index in range(len(PROMPTS))}
+    for request_id, prompt in zip(texts, PROMPTS, strict=True):
+        assert core.add_request(EngineCoreRequest(request_id, prompt, params)) is None
+    for number in range(1000):
+        if number == 4:
+            assert core.sleep(level, "keep") is None
+            assert core.step_fn() == []
+            core.wake_up()
+        for output in core.step_fn():
+            texts[output.request_id] += output.new_token_ids
+        if not core.has_requests:
+            break
+    assert list(texts.values()) == undisturbed
+    core.shutdown()
+
+
 def test_kv_transfer_of_device_memory_is_refused(checkpoint, monkeypatch):
     """The connector reads blocks where they lie: a device pointer would end the process without a word."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
@@ -12,21 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
 from engine_fakes import continuation
+from engine_process import DEADLINE_S, HOST, EngineProcess, collect, connect, request, tokens, wait_for
 
 from baton_engine.core.engine_io import MAX_MESSAGE_BYTES
-from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_engine.protocol.client import EngineDeadError, UtilityError
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
-    EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreResponseType,
     ErrorCode,
@@ -41,99 +37,10 @@ from baton_engine.protocol.messages import (
 from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 from baton_engine.protocol.sampling import SamplingParams
 
-HOST = "127.0.0.1"
-DEADLINE_S = 30.0
 
-
-class EngineProcess:
-    """`baton-engine` with the fake executor."""
-
-    def __init__(self, tmp_path: Path, *flags: str, **env: str) -> None:
-        self.log = tmp_path / "engine.log"
-        command = [
-            sys.executable,
-            "-m",
-            "baton_engine.cli",
-            "--model",
-            "/nowhere",
-            "--executor",
-            "engine_fakes.FakeExecutor",
-        ]
-        command += ["--engine-port", "0", "--http-port", "0", "--block-size", "4", "--num-blocks", "64", *flags]
-        environment = {**os.environ, "POD_IP": HOST, "PYTHONPATH": str(Path(__file__).parent), **env}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=environment)
-        found = wait_for(lambda: re.search(r"engine port (\d+), http port (\d+)", self.text), "ports in the log", self)
-        self.engine_port, self.http_port = int(found[1]), int(found[2])
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def http(self, method: str, path: str) -> tuple[int, str]:
-        request = urllib.request.Request(f"http://{HOST}:{self.http_port}{path}", method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def wait_ready(self) -> None:
-        wait_for(lambda: self.http("GET", "/ready")[0] == 200, "/ready", self)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def wait_for(condition: Callable[[], object], what: str, engine: EngineProcess) -> object:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        assert engine.process.poll() is None, f"engine ended: {engine.text}"
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not come: {engine.text}")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    engines: list[EngineProcess] = []
-
-    def start_engine(*flags: str, **env: str) -> EngineProcess:
-        engines.append(EngineProcess(tmp_path, *flags, **env))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.kill()
-
-
-async def connect(engine: EngineProcess) -> EngineClient:
-    client = EngineClient(HOST, engine.engine_port, client_id="test")
-    await client.connect(DEADLINE_S)
-    await client.wait_ready(DEADLINE_S)
-    return client
-
-
-def request(request_id: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> EngineCoreRequest:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return EngineCoreRequest(request_id, prompt, params, **fields)  # type: ignore[arg-type]
-
-
-async def collect(stream: object) -> list[EngineCoreOutput]:
-    async with asyncio.timeout(DEADLINE_S):
-        return [output async for output in stream]  # type: ignore[attr-defined]
-
-
-def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
-    for output in outputs:
-        assert output.finish_reason is not FinishReason.ERROR, output.error
-    return [token for output in outputs for token in output.new_token_ids]
-
-
-async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start):
-    async with await connect(start()) as client:
+@pytest.mark.parametrize("flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str)
+async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start, flags):
+    async with await connect(start(*flags)) as client:
         prompts = [[1, 2, 3] * n for n in range(1, 9)]
         streams = [client.add(request(f"r{i}", prompt, 20)) for i, prompt in enumerate(prompts)]
         for prompt, stream in zip(prompts, streams, strict=True):
@@ -162,7 +69,9 @@ async def test_bad_requests_are_refused_with_numbers_and_the_engine_lives_on(sta
         }
         for bad_request, message in bad.values():
             (output,) = await collect(client.add(bad_request))
-            assert output.error_code is ErrorCode.INVALID
+            too_long = bad_request.request_id == "long"
+            assert output.error_code is (ErrorCode.LENGTH if too_long else ErrorCode.INVALID)
+            assert output.finish_reason is (FinishReason.LENGTH if too_long else FinishReason.ERROR)
             assert message in output.error
         assert tokens(await collect(client.add(request("good", [1]))))
 
@@ -182,8 +91,13 @@ async def test_an_abort_ends_the_stream_and_frees_the_blocks(start):
 async def test_utilities_are_an_allow_list(start):
     async with await connect(start()) as client:
         assert await client.call("reset_prefix_cache") is True
+        assert await client.call("reset_prefix_cache", True) is True
         with pytest.raises(UtilityError, match="no utility method 'shutdown'"):
             await client.call("shutdown")
+        with pytest.raises(UtilityError, match="takes 0 to 1 arguments"):
+            await client.call("pause", "keep", 1)
+        with pytest.raises(UtilityError, match=r"pause: .*Invalid enum value 'nonsense'"):
+            await client.call("pause", "nonsense")
         with pytest.raises(UtilityError, match="takes 0 arguments"):
             await client.call("get_stats", 1)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.kv_cache_manager import NUM_RECENT_REQUESTS, KVCacheManager, count_slots
 from baton_engine.core.request import Request
 from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_engine.protocol.messages import EngineCoreRequest
+from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
 
 BLOCK = 4
@@ -132,3 +132,221 @@ def test_hashes_are_those_of_the_protocol_and_grow_with_the_tokens():
     assert kv.block_hashes_until(request, 8) == kv.block_hashes(request)
     request.token_ids += [10, 11]
     assert kv.block_hashes(request) == hash_blocks(root, list(range(12)), BLOCK)
+
+
+# --- copy-on-write
+
+
+def fork(kv: KVCacheManager, parent: Request, num_tokens: int) -> Request:
+    child = make_request(parent.token_ids[:num_tokens])
+    kv.fork(parent, child, num_tokens)
+    return child
+
+
+def test_a_fork_shares_all_blocks_a_partial_one_included():
+    kv = manager()
+    parent = run(kv, list(range(10)))
+    child = fork(kv, parent, 10)
+    assert child.block_ids == parent.block_ids
+    assert kv.num_free_blocks == 5
+    kv.free(parent)
+    assert kv.num_free_blocks == 5
+    kv.free(child)
+    assert kv.num_free_blocks == 8
+
+
+def test_the_first_writer_of_a_shared_block_copies_it_and_the_last_holder_writes_in_place():
+    kv = manager()
+    parent = run(kv, list(range(10)))
+    first, second = fork(kv, parent, 10), fork(kv, parent, 10)
+    shared = parent.block_ids[2]
+    for request in (first, parent):
+        copies = kv.make_writable(request, 10, 11)
+        assert copies == [(shared, request.block_ids[2])]
+        assert kv.make_writable(request, 10, 12) == []
+    assert kv.make_writable(second, 10, 11) == []
+    assert second.block_ids[2] == shared
+    assert len({request.block_ids[2] for request in (parent, first, second)}) == 3
+    assert first.block_ids[:2] == second.block_ids[:2] == parent.block_ids[:2]
+
+
+def test_copy_on_write_without_a_free_block_changes_nothing():
+    kv = manager(num_blocks=3)
+    parent = run(kv, list(range(10)))
+    child = fork(kv, parent, 6)
+    before = child.block_ids
+    assert kv.make_writable(child, 6, 7) is None
+    assert child.block_ids == before
+    assert [block.ref_count for block in parent.blocks] == [2, 2, 1]
+
+
+def test_a_child_that_inherits_a_cached_full_block_takes_it_out_of_the_cache_before_it_writes():
+    kv = manager()
+    parent = run(kv, list(range(8)))
+    child = fork(kv, parent, 6)
+    kv.free(parent)
+    assert kv.make_writable(child, 6, 8) == []  # the last holder: nothing to copy
+    assert len(kv.find_cached_prefix(make_request(list(range(8))), 8)) == 1
+    child.token_ids += [60, 70]
+    kv.cache_blocks(child, 8)
+    assert len(kv.find_cached_prefix(make_request([*range(6), 60, 70]), 8)) == 2
+
+
+def test_a_fork_knows_its_shared_hashes_and_none_of_the_parents_later_ones():
+    kv = manager()
+    parent = run(kv, list(range(12)))
+    child = make_request([*range(6), 99, 98])
+    kv.fork(parent, child, 6)
+    assert kv.block_hashes(child) == hash_blocks(root_hash("model"), child.token_ids, BLOCK)
+
+
+def test_what_cannot_be_forked_or_written_is_refused():
+    kv = manager()
+    parent = run(kv, list(range(8)))
+    with pytest.raises(ValueError, match="holds 2 KV blocks"):
+        fork(kv, parent, 9)
+    with pytest.raises(ValueError, match="free it before"):
+        kv.fork(parent, fork(kv, parent, 8), 8)
+    with pytest.raises(ValueError, match="positions to 9 need 3"):
+        kv.make_writable(parent, 8, 9)
+
+
+# --- swapping
+
+
+def test_a_group_goes_to_the_host_and_back_with_its_sharing():
+    kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
+    parent = run(kv, list(range(10)))
+    child = fork(kv, parent, 10)
+    kv.make_writable(child, 10, 11)
+    device = [*parent.block_ids, child.block_ids[2]]
+
+    out = kv.swap_out([parent, child])
+    assert out is not None
+    assert [copy.source for copy in out] == device
+    assert sorted(copy.target for copy in out) == [0, 1, 2, 3]
+    assert parent.blocks == child.blocks == []
+    assert (kv.num_free_blocks, kv.num_free_swap_blocks) == (8, 0)
+
+    back = kv.swap_in([parent, child])
+    assert back is not None
+    assert [copy.source for copy in back] == [copy.target for copy in out]
+    assert [copy.target for copy in back] == [*parent.block_ids, child.block_ids[2]]
+    assert [block.ref_count for block in child.blocks] == [2, 2, 1]
+    assert parent.swapped_blocks == child.swapped_blocks == []
+    assert kv.num_free_swap_blocks == 4
+
+
+def test_blocks_that_others_hold_stay_on_the_device_and_cached_ones_stay_findable():
+    kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
+    parent = run(kv, list(range(10)))
+    other = fork(kv, parent, 4)
+    assert len(kv.swap_out([parent]) or []) == 3
+    assert kv.num_free_blocks == 7
+    assert [block.ref_count for block in other.blocks] == [1]
+    assert len(kv.find_cached_prefix(make_request(list(range(10))), 9)) == 2
+
+
+def test_swapping_needs_room_and_otherwise_changes_nothing():
+    kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
+    first, second = run(kv, list(range(8))), run(kv, list(range(50, 58)))
+    assert kv.swap_out([first, second]) is None
+    assert kv.num_free_swap_blocks == 3
+    assert kv.swap_out([first]) is not None
+    assert kv.swap_in([first], keep_free=1) is None
+    assert len(first.swapped_blocks) == 2
+    assert kv.num_free_blocks == 2
+    assert kv.swap_in([first]) is not None
+
+
+def test_freeing_a_swapped_request_frees_its_host_blocks():
+    kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
+    request = run(kv, list(range(8)))
+    kv.swap_out([request])
+    kv.free(request)
+    assert (kv.num_free_blocks, kv.num_free_swap_blocks) == (4, 3)
+
+
+def test_swapping_twice_is_refused():
+    kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
+    request = run(kv, list(range(8)))
+    with pytest.raises(ValueError, match="on the device"):
+        kv.swap_in([request])
+    kv.swap_out([request])
+    with pytest.raises(ValueError, match="swapped out already"):
+        kv.swap_out([request])
+
+
+# --- reserves, events, statistics
+
+
+def test_a_reserve_stays_free_unless_nothing_is_needed():
+    kv = manager(num_blocks=4)
+    request = make_request(list(range(12)))
+    assert kv.allocate(request, 12, keep_free=2) is None
+    assert kv.allocate(request, 12, keep_free=1) is not None
+    assert kv.allocate(request, 12, keep_free=4) == []
+
+
+def test_events_tell_what_routers_may_count_on():
+    kv = KVCacheManager(2, BLOCK, "model", enable_events=True)
+    root = root_hash("model", "salt")
+    hashes = hash_blocks(root, list(range(8)), BLOCK)
+    request = make_request(list(range(8)), "salt")
+    kv.allocate(request, 8)
+    kv.cache_blocks(request, 4)
+    kv.cache_blocks(request, 8)
+    assert kv.take_events() == [BlocksStored(hashes[:1], root, BLOCK), BlocksStored(hashes[1:], hashes[0], BLOCK)]
+    kv.free(request)
+    assert kv.take_events() == []
+    kv.allocate(make_request([7]), 1)
+    kv.reset_prefix_cache()
+    assert kv.take_events() == [BlocksRemoved(hashes[1:]), AllBlocksCleared()]
+
+
+def test_one_event_tells_all_blocks_that_a_long_chunk_completed():
+    kv = KVCacheManager(4, BLOCK, "model", enable_events=True)
+    run(kv, list(range(14)))
+    root = root_hash("model")
+    assert kv.take_events() == [BlocksStored(hash_blocks(root, list(range(12)), BLOCK), root, BLOCK)]
+
+
+def test_no_events_unless_asked_for():
+    kv = manager()
+    run(kv, list(range(14)))
+    assert kv.take_events() == []
+
+
+def test_the_hit_rate_looks_at_recent_requests_while_the_counters_keep_all():
+    kv = manager()
+    kv.count_lookup(100, 100)
+    for _ in range(NUM_RECENT_REQUESTS):
+        kv.count_lookup(10, 5)
+    assert (kv.stats.requests, kv.stats.queries, kv.stats.hits) == (
+        NUM_RECENT_REQUESTS + 1,
+        100 + 10 * NUM_RECENT_REQUESTS,
+        100 + 5 * NUM_RECENT_REQUESTS,
+    )
+    assert kv.stats.recent_hit_rate == pytest.approx(0.5)
+    kv.reset_prefix_cache()
+    assert kv.stats.recent_hit_rate == 0.0
+    assert kv.stats.hits == 100 + 5 * NUM_RECENT_REQUESTS
+
+
+def test_adapters_share_nothing():
+    kv = manager()
+    run(kv, list(range(8)))
+    adapted = Request(EngineCoreRequest("r", list(range(8)), SamplingParams(), lora_name="adapter"))
+    assert kv.find_cached_prefix(adapted, 8) == []
+
+
+def test_waste_counts_shared_slots_once():
+    kv = manager()
+    parent = run(kv, list(range(10)))
+    parent.num_computed_tokens = 10
+    child = fork(kv, parent, 6)
+    child.num_computed_tokens = 6
+    slots = count_slots([parent, child], BLOCK)
+    assert slots == (10, 12)
+    assert slots.waste == pytest.approx(1 / 6)
+    assert count_slots([], BLOCK).waste == 0.0

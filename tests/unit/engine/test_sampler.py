@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker.sampler import SamplingInput, gumbel_noise, noise_key, sample
+from baton_engine.worker.noise import gumbel_noise, noise_key
+from baton_engine.worker.sampler import SamplingInput, sample
 
 VOCAB_SIZE = 24
 NUM_SEEDS = 20_000

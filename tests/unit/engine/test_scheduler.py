@@ -1,86 +1,14 @@
-"""What the scheduler promises: budget, order, preemption, prefix hits, refusals, and both sides of the KV hand-off."""
+"""What the scheduler promises of single requests: budget, order, preemption, prefix hits, ends and refusals."""
 
 from __future__ import annotations
 
 import pytest
-from engine_fakes import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, continuation, next_token
+from fake_runner import continuation, next_token
+from scheduler_engine import Engine
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.scheduler import RequestRefusedError, Scheduler
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
-    KVSide,
-    KVTransferParams,
-    PrefillResult,
-)
+from baton_engine.core.scheduler import RequestRefusedError
+from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
-
-BLOCK = 4
-
-
-class Engine:
-    """A scheduler with the fake model and connector behind it."""
-
-    def __init__(
-        self, *, num_blocks: int = 32, budget: int = 16, max_num_seqs: int = 8, max_queue: int = 16, fail: bool = False
-    ) -> None:
-        self.kv = KVCacheManager(num_blocks, BLOCK, "model")
-        config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_queue=max_queue)
-        self.scheduler = Scheduler(
-            config, self.kv, max_model_len=num_blocks * BLOCK, eos_token_ids=[EOS], fail_on_load_error=fail
-        )
-        self.runner = FakeRunner(BLOCK, budget)
-        self.connector = FakeConnector()
-        self.outputs: dict[str, list[EngineCoreOutput]] = {}
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: object) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add_request(EngineCoreRequest(request_id, prompt, params, **fields))  # type: ignore[arg-type]
-
-    def step(self) -> SchedulerOutput:
-        step = self.scheduler.schedule()
-        output = self.runner.execute_model(step) if step.num_scheduled_tokens else ModelRunnerOutput()
-        output.connector = self.connector.step(step)
-        for out in self.scheduler.update_from_output(step, output):
-            self.outputs.setdefault(out.request_id, []).append(out)
-        return step
-
-    def run(self) -> None:
-        """Until nothing moves any more."""
-        for _ in range(1000):
-            self.step()
-            if not self.scheduler.made_progress:
-                return
-        raise AssertionError("the scheduler never comes to rest")
-
-    def text(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
-
-    def last(self, request_id: str) -> EngineCoreOutput:
-        return self.outputs[request_id][-1]
-
-    def load(self, transfer_id: str, tokens: list[int], num_valid: int | None = None, error: str = "") -> None:
-        """The transfer thread brings the blocks of `tokens`."""
-        load = self.connector.loads[transfer_id]
-        for index, block_id in enumerate(load.block_ids[:num_valid]):
-            start = (load.first_block_index + index) * BLOCK
-            for position in range(start, min(start + BLOCK, len(tokens))):
-                self.runner.memory[(block_id, position % BLOCK)] = tokens[: position + 1]
-        self.connector.end_load(transfer_id, num_valid, error)
-
-
-def produce(transfer_id: str) -> KVTransferParams:
-    return KVTransferParams(KVSide.PRODUCE, transfer_id, "decode-1")
-
-
-def consume(transfer_id: str) -> KVTransferParams:
-    return KVTransferParams(KVSide.CONSUME, transfer_id, "prefill-1", "127.0.0.1", 5558)
 
 
 def test_long_prompts_are_chunked_and_decodes_are_not_stalled_by_them():
@@ -139,7 +67,7 @@ def test_requests_end_at_stop_tokens_or_length(stop, expected):
     third = continuation([5], 3, ignore_eos=True)[2]
     params = SamplingParams(max_tokens=6, stop_token_ids=[third] if stop == "stop_token_ids" else [])
     if stop == "eos":
-        engine.scheduler._eos_token_ids = frozenset([third])
+        engine.scheduler._stop_rules.eos_token_ids = frozenset([third])
     engine.scheduler.add_request(EngineCoreRequest("r", [5], params))
     engine.run()
     assert engine.last("r").finish_reason is expected
@@ -160,7 +88,7 @@ def test_refusals_say_which_kind_and_name_numbers():
     engine = Engine(num_blocks=4, max_queue=1)
     with pytest.raises(RequestRefusedError, match=r"16 prompt .* 16 tokens") as refused:
         engine.add("long", [1] * 16)
-    assert refused.value.code is ErrorCode.INVALID
+    assert refused.value.code is ErrorCode.LENGTH
     engine.add("queued", [1])
     with pytest.raises(RequestRefusedError, match="1 requests are waiting") as refused:
         engine.add("more", [1])
@@ -169,215 +97,3 @@ def test_refusals_say_which_kind_and_name_numbers():
     with pytest.raises(RequestRefusedError, match="draining") as refused:
         engine.add("late", [1])
     assert refused.value.code is ErrorCode.DRAINING
-
-
-def test_a_producer_publishes_completed_blocks_chunk_by_chunk_and_keeps_them_until_fetched():
-    engine = Engine(budget=6)
-    prompt = list(range(1, 11))
-    engine.add("r", prompt, 1, kv_transfer=produce("t"))
-    saves = []
-    for _ in range(2):
-        step = engine.step()
-        saves += step.connector.saves
-    assert engine.connector.offers == {"t": "decode-1"}
-    assert [(s.first_block_index, len(s.block_ids), s.num_tokens, s.last) for s in saves] == [
-        (0, 1, 4, False),
-        (1, 2, 10, True),
-    ]
-    full = hash_blocks(root_hash("model"), prompt, BLOCK)
-    assert [*saves[0].block_hashes, *saves[1].block_hashes] == [*full, hash_block(full[-1], [9, 10])]
-    assert engine.last("r").finish_reason is FinishReason.LENGTH
-    assert engine.kv.pool.num_free_blocks == 29
-    assert engine.scheduler.stats().num_unfinished == 1
-    engine.connector.end_send("t")
-    engine.run()
-    assert engine.kv.pool.num_free_blocks == 32
-    assert engine.scheduler.stats().num_unfinished == 0
-
-
-def test_blocks_from_the_prefix_cache_are_published_with_the_first_step():
-    engine = Engine()
-    engine.add("first", list(range(1, 11)))
-    engine.run()
-    engine.add("r", list(range(1, 11)), 1, kv_transfer=produce("t"))
-    (save,) = engine.step().connector.saves
-    assert (save.first_block_index, len(save.block_ids), save.last) == (0, 3, True)
-
-
-def test_an_aborted_producer_cancels_and_still_keeps_its_blocks_until_told():
-    engine = Engine(budget=4)
-    engine.add("r", list(range(1, 11)), 1, kv_transfer=produce("t"))
-    engine.step()
-    engine.scheduler.abort_requests(["r"])
-    engine.run()
-    assert engine.last("r").finish_reason is FinishReason.ABORT
-    assert engine.connector.cancelled == {"t"}
-    assert engine.kv.pool.num_free_blocks == 29
-    engine.connector.end_send("t")
-    engine.run()
-    assert engine.kv.pool.num_free_blocks == 32
-
-
-@pytest.mark.parametrize("first", ["load", "result"])
-def test_a_consumer_recomputes_nothing_and_goes_on_after_the_peers_first_token(first):
-    engine = Engine()
-    prompt = list(range(1, 11))
-    engine.add("r", prompt, 5, kv_transfer=consume("t"))
-    engine.step()
-    token = next_token(prompt)
-    for event in [first, "load" if first == "result" else "result"]:
-        engine.run()
-        assert engine.outputs == {}
-        if event == "load":
-            engine.load("t", prompt)
-        else:
-            engine.scheduler.add_prefill_result(PrefillResult("r", [token]))
-    engine.run()
-    assert engine.outputs["r"][0].token_offset == 1
-    assert engine.outputs["r"][0].num_remote_tokens == 10
-    assert [token, *engine.text("r")] == continuation(prompt, 5, ignore_eos=True)
-    stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote, stats.prompt_tokens) == (0, 10, 10)
-    assert engine.kv.pool.num_free_blocks == 32
-
-
-def test_what_did_not_arrive_is_computed_here():
-    engine = Engine()
-    prompt = list(range(1, 11))
-    engine.add("r", prompt, 3, kv_transfer=consume("t"))
-    engine.step()
-    engine.scheduler.add_prefill_result(PrefillResult("r", [], "prefill died"))
-    engine.step()
-    assert engine.connector.cancelled == {"t"}
-    engine.load("t", prompt, num_valid=1, error="peer gone")
-    engine.run()
-    assert engine.outputs["r"][0].token_offset == 0
-    assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)
-    stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote) == (6, 4)
-
-
-def test_policy_fail_ends_the_request_with_a_kv_load_error():
-    engine = Engine(fail=True)
-    engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
-    engine.step()
-    engine.connector.end_load("t", 1, "checksum mismatch")
-    engine.scheduler.add_prefill_result(PrefillResult("r", [7]))
-    engine.run()
-    assert engine.last("r").error_code is ErrorCode.KV_LOAD
-    assert "checksum mismatch" in engine.last("r").error
-    assert engine.kv.pool.num_free_blocks == 32
-
-
-def test_an_aborted_consumer_frees_its_blocks_only_when_nobody_writes_them():
-    engine = Engine()
-    engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
-    engine.step()
-    engine.scheduler.abort_requests(["r"])
-    engine.run()
-    assert engine.connector.cancelled == {"t"}
-    assert engine.kv.pool.num_free_blocks == 29
-    engine.connector.end_load("t", 0, "cancelled")
-    engine.run()
-    assert engine.kv.pool.num_free_blocks == 32
-
-
-def test_a_consumer_that_has_everything_cached_still_lets_the_producer_go():
-    engine = Engine()
-    prompt = list(range(1, 9))
-    engine.add("first", prompt)
-    engine.run()
-    engine.add("r", prompt, 3, kv_transfer=consume("t"))
-    (load,) = engine.step().connector.loads
-    assert (load.first_block_index, load.block_ids) == (2, [])
-    engine.connector.end_load("t")
-    engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
-    engine.run()
-    assert engine.outputs["r"][0].num_cached_tokens == 8
-    assert engine.scheduler.stats().prompt_tokens_computed == 8  # of the first request
-
-
-def test_requests_waiting_for_remote_kv_do_not_block_others():
-    engine = Engine(max_num_seqs=1)
-    engine.add("remote", list(range(1, 11)), 3, kv_transfer=consume("t"))
-    engine.add("local", [1, 2, 3], 3)
-    engine.run()
-    assert engine.last("local").finish_reason is FinishReason.LENGTH
-    assert engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1
-
-
-def test_a_late_prefill_result_does_not_reach_a_later_request_of_the_same_id():
-    engine = Engine()
-    prompt = list(range(1, 11))
-    engine.add("r", prompt, 5, kv_transfer=consume("t1"))
-    engine.scheduler.abort_requests(["r"])
-    engine.scheduler.add_prefill_result(PrefillResult("r", [VOCAB_SIZE - 1]))
-    engine.add("r", prompt, 5, kv_transfer=consume("t2"))
-    engine.step()
-    engine.load("t2", prompt)
-    engine.connector.end_load("t1", 0)
-    engine.run()
-    assert engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1  # for its own result
-    engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
-    engine.run()
-    assert engine.text("r") == continuation(prompt, 5, ignore_eos=True)[1:]
-
-
-def test_a_first_token_that_ends_the_request_ends_it():
-    engine = Engine()
-    prompt = list(range(1, 11))
-    engine.add("r", prompt, 1, kv_transfer=consume("t"))
-    engine.step()
-    engine.load("t", prompt)
-    engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
-    engine.run()
-    assert engine.text("r") == []
-    assert (engine.last("r").finish_reason, engine.last("r").token_offset) == (FinishReason.LENGTH, 1)
-    assert engine.kv.pool.num_free_blocks == 32
-
-
-def test_a_request_that_waits_is_not_starved_of_slots_by_later_ones_that_are_loaded():
-    engine = Engine(max_num_seqs=1)
-    engine.add("running", [9], 6, arrival_time=0.0)
-    engine.step()
-    engine.add("plain", [1, 2, 3], 2, arrival_time=1.0)
-    prompts = {f"t{n}": [n + 2] * 6 for n in range(3)}
-    for number, (transfer_id, prompt) in enumerate(prompts.items()):
-        engine.add(transfer_id, prompt, 3, kv_transfer=consume(transfer_id), arrival_time=2.0 + number)
-        engine.step()
-        engine.load(transfer_id, prompt)
-        engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompt)]))
-    engine.run()
-    assert list(engine.outputs) == ["running", "plain", "t0", "t1", "t2"]
-    assert engine.text("plain") == continuation([1, 2, 3], 2, ignore_eos=True)
-
-
-def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
-    engine = Engine(num_blocks=8, max_num_seqs=1)
-    engine.add("running", [9], 6, arrival_time=0.0)
-    engine.step()
-    engine.add("plain", list(range(1, 14)), 2, arrival_time=1.0)  # 4 blocks
-    for number in range(4):  # 2 blocks each
-        engine.add(f"t{number}", [number + 2] * 6, 3, kv_transfer=consume(f"t{number}"), arrival_time=2.0 + number)
-    engine.run()
-    assert engine.last("plain").finish_reason is FinishReason.LENGTH
-    assert engine.scheduler.stats().num_preemptions == 0
-    assert len(engine.connector.loads) >= 3, "and once it ran, they get the memory"
-
-
-def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
-    engine = Engine()
-    prompt = list(range(1, 9))
-    engine.add("first", prompt, 20)
-    engine.step()
-    engine.step()
-    shared = engine.scheduler.requests["first"].block_ids[:2]
-    before = engine.runner.memory[shared[1], 3]
-    engine.add("r", prompt, 3, kv_transfer=consume("t"))
-    engine.step()
-    engine.connector.end_load("t")
-    engine.scheduler.add_prefill_result(PrefillResult("r", [], "prefill died"))
-    engine.run()
-    assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)
-    assert engine.runner.memory[shared[1], 3] is before
-    assert engine.kv.pool.num_free_blocks == 32

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, RequestError, parse_request
+from baton_engine.protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_engine.text.errors import RequestError
+from baton_engine.text.parsing import parse_request
+from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -89,3 +91,29 @@ def test_an_error_names_the_field_even_inside_lists():
     with pytest.raises(RequestError, match="expected str") as caught:
         chat(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 5}]}])
     assert caught.value.param == "messages[1].content[0].type"
+
+
+def test_searches_and_structures_reach_the_engine():
+    beams = completion(n=4, use_beam_search=True, length_penalty=2, early_stopping=True)
+    assert beams.sampling_params(seed=0, max_tokens=5) == SamplingParams(
+        max_tokens=5, beam_width=4, length_penalty=2.0, early_stopping=True
+    )
+    words = completion(bad_words=["x"], allowed_token_ids=[4], prompt_logprobs=2, best_of=3)
+    assert words.sampling_params(seed=0, max_tokens=5, bad_words_token_ids=[[9]]) == SamplingParams(
+        max_tokens=5, bad_words_token_ids=[[9]], allowed_token_ids=[4], prompt_logprobs=2, logprobs=0
+    )
+    regex = chat(structured_outputs={"regex": "a+"}).sampling_params(seed=0, max_tokens=5)
+    assert regex.structured_output == StructuredOutput(StructuredOutputKind.REGEX, "a+")
+    assert chat(response_format={"type": "text"}, structured_outputs={}).structured_output() is None
+
+
+def test_what_the_engine_refuses_is_said_in_the_requests_own_names():
+    cases = [
+        (chat(guided_json={}), "structured_output.spec is no schema", "guided_json is no schema", "guided_json"),
+        (chat(), "beam_width=9 is more than 8", "n=9 is more than 8", "n"),
+        (chat(), "bad_words_token_ids must be short", "bad_words must be short", "bad_words"),
+        (chat(), "The queue is odd", "The queue is odd", None),
+    ]
+    for request, theirs, ours, field in cases:
+        error = request.refusal(theirs)
+        assert (str(error), error.param) == (ours, field)

@@ -1,0 +1,187 @@
+"""Where requests wait, and how they get into the batch: memory for all their known tokens, a place, and budget.
+
+One order rules all queues, (priority, arrival): who comes first and finds no memory is not overtaken by a later one. Requests that
+wait for something else (remote KV, a grammar, a sibling's prompt) are not in the way. So nobody starves: a request becomes the
+first of its priority after finitely many ends, the first is admitted as soon as memory comes free, and from then on it is the
+last to be preempted and the first to get budget that decodes leave; and decodes, one token each, never take all of it, because
+no more requests run than the budget has tokens. A priority waits for the ones before it, by definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.kv_handoff import KVHandoff
+from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.request_outputs import RequestOutputs
+from baton_engine.core.request_queue import RunningRequests, WaitingRequests
+from baton_engine.core.sample_group import SampleGroups
+from baton_engine.core.stats import EngineStats
+from baton_engine.core.step_builder import StepBuilder
+from baton_engine.protocol.messages import EngineCoreEventType
+
+
+class Admission:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        handoff: KVHandoff,
+        queues: WaitingRequests,
+        running: RunningRequests,
+        groups: SampleGroups,
+        outputs: RequestOutputs,
+        counters: EngineStats,
+        *,
+        run_chunk: Callable[[StepBuilder, Request], None],
+        requeue: Callable[[Request], None],
+        max_num_seqs: int,
+        chunked: bool,
+    ) -> None:
+        """
+        Args:
+            run_chunk: puts what the budget allows of a sequence into the step.
+            requeue: takes a loaded request's blocks; it waits for others.
+            chunked: a prompt may run in several steps.
+        """
+        self._queues = queues
+        self._kv = kv
+        self._handoff = handoff
+        self._running = running
+        self._groups = groups
+        self._outputs = outputs
+        self._counters = counters
+        self._run_chunk = run_chunk
+        self._requeue = requeue
+        self._max_num_seqs = max_num_seqs
+        self._chunked = chunked
+
+    def admit_loaded(self, step: StepBuilder, *, only_loaded: bool = False) -> None:
+        """Starts requests whose KV came from a peer.
+
+        Args:
+            only_loaded: swapped requests wait for memory; nobody else takes any.
+        """
+        while step.budget > 0 and self._has_place(1) and (first := self._queues.loaded.peek()) is not None:
+            earlier = None if only_loaded else self._queues.waiting.first_before(first)
+            if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
+                # It would starve if every place that comes free went to those that are loaded.
+                if not self._has_place(earlier.max_seqs):
+                    return
+                if self._admit_first(step):
+                    continue
+            request = self._queues.loaded.pop()
+            if self._kv.allocate(request, request.num_tokens) is not None:
+                self._start(request, request, step)
+            else:  # more first tokens came than there was room reserved for
+                self._requeue(request)
+
+    def admit(self, step: StepBuilder) -> None:
+        """Starts requests without KV, and loads of those whose KV is computed elsewhere, until one does not fit."""
+        while True:
+            to_load = self._queues.waiting_to_load.peek()
+            to_run = self._queues.waiting.peek() if step.budget > 0 else None
+            if to_run is not None and not self._has_place(to_run.max_seqs):
+                to_run = None
+            if to_load is not None and (to_run is None or to_load.order < to_run.order):
+                if not self._start_load(to_load, keep_for=self._queues.waiting.first_before(to_load)):
+                    return
+                self._queues.waiting_to_load.pop()
+            elif to_run is None or not self._admit_first(step):
+                return
+
+    def count_start(self, request: Request, sequence: Request) -> None:
+        """Counts where a request's first KV comes from."""
+        if request.started:  # and lost its blocks since
+            return
+        request.started = True
+        request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
+        self._counters.prompt_tokens += request.num_prompt_tokens
+        self._counters.prompt_tokens_cached += request.num_cached_tokens
+
+    def _has_place(self, num_seqs: int) -> bool:
+        return self._running.num_seqs + num_seqs <= self._max_num_seqs
+
+    def _admit_first(self, step: StepBuilder) -> bool:
+        """Takes the first request out of `waiting` if it can start, or if another one computes its prompt."""
+        request = self._queues.waiting.peek()
+        assert request is not None
+        group = request.group
+        if group is not None and group.is_computing_prompt(step):
+            self._groups.wait(self._queues.waiting.pop())
+            return True
+        source = group.source(request, step) if group is not None and request.prompt_logprobs is None else None
+        return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
+
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Starts a request with all blocks its known tokens need; False if it does not fit now."""
+        sequence, kv = request.sequences[0], self._kv
+        # The last known token is always computed here: it gives the logits. With prompt_logprobs every position does.
+        reads_cache = request.prompt_logprobs is None
+        cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
+        num_uncached = sequence.num_tokens - len(cached) * kv.block_size
+        if not self._chunked and num_uncached > step.budget and not step.empty:
+            return False  # One that outgrew the budget before it was preempted runs in several steps, begun alone.
+        if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=self._keep_free) is None:
+            return False
+        sequence.num_computed_tokens = len(cached) * kv.block_size
+        sequence.num_cached_blocks = len(cached)
+        if reads_cache and not request.started:
+            kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
+        if request.group is not None:
+            request.group.leader = request
+        self._start(request, sequence, step)
+        return True
+
+    def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> bool:
+        """Starts a member of a group with the prompt's blocks of another one; False if the rest does not fit now."""
+        kv = self._kv
+        num_shared = request.num_prompt_tokens - 1  # the last one gives the logits
+        num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
+        if num_new + self._keep_free > kv.num_free_blocks:
+            return False
+        kv.fork(source, request, num_shared)
+        request.num_computed_tokens = num_shared
+        copies = step.reserve(request, request.num_tokens)
+        assert copies is not None, "the blocks were counted"
+        step.output.block_copies += copies
+        self._start(request, request, step)
+        return True
+
+    @property
+    def _keep_free(self) -> int:
+        """Blocks that an admission leaves to those that run."""
+        return self._kv.watermark_blocks if len(self._running) else 0
+
+    def _start(self, request: Request, sequence: Request, step: StepBuilder) -> None:
+        """Puts a request that has its blocks into the batch."""
+        self._queues.waiting.discard(request)
+        self.count_start(request, sequence)
+        request.status = sequence.status = RequestStatus.RUNNING
+        self._running.add(request)
+        self._outputs.event(request, EngineCoreEventType.SCHEDULED)
+        self._run_chunk(step, sequence)
+
+    def _start_load(self, request: Request, keep_for: Request | None) -> bool:
+        """Allocates the blocks of a CONSUME request and asks for them; False if they do not fit now.
+
+        Args:
+            keep_for: an earlier request that waits for a slot; the load must leave enough memory for it.
+        """
+        kv = self._kv
+        if keep_for is not None:
+            wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(keep_for.num_tokens)
+            if wanted > kv.num_free_blocks:
+                return False
+        cached = kv.find_cached_prefix(request, request.num_tokens)
+        # One token more: it must be able to start without waiting for memory while it holds some.
+        if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free) is None:
+            return False
+        request.num_computed_tokens = len(cached) * kv.block_size
+        request.num_cached_blocks = len(cached)
+        if not request.started:
+            kv.count_lookup(request.num_tokens, request.num_computed_tokens)
+        self.count_start(request, request)
+        self._queues.loading[request.request_id] = request
+        self._handoff.load(request, len(cached))
+        return True

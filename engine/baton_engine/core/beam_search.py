@@ -1,0 +1,151 @@
+"""Which beams of a beam search live on, which are finished, and when the search is over. Pure: no requests, no KV cache.
+
+One step: the continuations of all live beams are ranked together by cumulative log-probability. The first `width` of them that
+do not end live on; those that end (a stop token, or the last token allowed) are finished if they rank among the first `width`.
+The best `width` finished hypotheses are kept, by cumulative log-probability / number of tokens ** length_penalty.
+
+Semantics are those of `transformers`' generate(num_beams=width, early_stopping=True or False). Ties go to the earlier beam, then
+to the lower token id, so that a search is repeated exactly anywhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from baton_engine.protocol.messages import FinishReason
+
+T = TypeVar("T")
+
+Candidate = tuple[int, float]
+"""(token id, log-probability given the beam)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamConfig:
+    width: int
+    max_tokens: int
+    """Generated tokens a hypothesis may have: SamplingParams.max_tokens, or fewer if max_model_len leaves less."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """All that end a hypothesis; with the model's EOS tokens, unless ignore_eos."""
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        """What finished hypotheses are ordered by; `num_tokens` counts the stop token."""
+        return float(cumulative_logprob / num_tokens**self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamState:
+    """A live beam."""
+
+    cumulative_logprob: float = 0.0
+    num_tokens: int = 0
+    """Generated ones. The same for all beams of a search."""
+
+
+class LiveBeam(NamedTuple):
+    parent: int
+    """Index of the beam it continues."""
+    token_id: int
+    cumulative_logprob: float
+
+
+class FinishedBeam(NamedTuple):
+    parent: int
+    token_id: int
+    """The last token: the stop token, if one ended it."""
+    cumulative_logprob: float
+    finish_reason: FinishReason
+    """STOP or LENGTH."""
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    live: list[LiveBeam]
+    """At most `width`, best first. Several may have one parent, and a parent may have none. Empty if the search is over."""
+    finished: list[FinishedBeam]
+    """New ones that belong to the best `width`, best first: to be added to the FinishedBeams."""
+    over: bool
+    """Nothing that could still come would count. Over without any finished beam means that no token was possible."""
+
+
+class FinishedBeams(Generic[T]):
+    """The best `width` finished hypotheses, best first; of equal ones the earlier."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._entries: list[tuple[float, T]] = []
+
+    def add(self, score: float, hypothesis: T) -> None:
+        """Keeps `hypothesis` if it belongs to the best, and drops the worst one if there are too many."""
+        place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
+        self._entries.insert(place, (score, hypothesis))
+        del self._entries[self._width :]
+
+    @property
+    def scores(self) -> list[float]:
+        return [score for score, _ in self._entries]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        return (hypothesis for _, hypothesis in self._entries)
+
+
+def advance(
+    beams: Sequence[BeamState],
+    candidates: Sequence[Sequence[Candidate]],
+    config: BeamConfig,
+    finished_scores: Sequence[float] = (),
+) -> BeamStep:
+    """One step of the search.
+
+    Args:
+        beams: the live ones: one at the start, then at most `width`.
+        candidates: per live beam its continuations, best first: at least 2 * width of them, and `width` that are no stop tokens,
+            unless the vocabulary has fewer. Impossible ones (log-probability -inf) are passed over.
+        finished_scores: of the hypotheses finished so far, at most the best `width`, in any order.
+    """
+    num_tokens = beams[0].num_tokens + 1
+    ranked = sorted(
+        (-(beam.cumulative_logprob + logprob), parent, token_id)
+        for parent, (beam, continuations) in enumerate(zip(beams, candidates, strict=True))
+        for token_id, logprob in continuations
+        if logprob > -math.inf
+    )
+    at_limit = num_tokens >= config.max_tokens
+    live: list[LiveBeam] = []
+    finished: list[FinishedBeam] = []
+    for rank, (loss, parent, token_id) in enumerate(ranked):
+        stops = token_id in config.stop_token_ids
+        if stops or at_limit:
+            # A lower rank is only there to find `width` live beams: ending it here would favour short hypotheses.
+            if rank < config.width:
+                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                finished.append(FinishedBeam(parent, token_id, -loss, reason, config.score(-loss, num_tokens)))
+        elif len(live) < config.width:
+            live.append(LiveBeam(parent, token_id, -loss))
+
+    best = sorted([*finished_scores, *(beam.score for beam in finished)], reverse=True)[: config.width]
+    if len(best) == config.width:
+        finished = [beam for beam in finished if beam.score >= best[-1]]
+    over = not live or _cannot_improve(live[0], num_tokens, best, config)
+    return BeamStep([] if over else live, finished, over)
+
+
+def _cannot_improve(best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig) -> bool:
+    """Whether `width` hypotheses are finished that no live beam is going to beat.
+
+    A live beam's chances are judged at its present length, as `transformers` does: with a positive length penalty a longer one
+    might still score better, but rarely does.
+    """
+    if len(best_scores) < config.width:
+        return False
+    return config.early_stopping or config.score(best_live.cumulative_logprob, num_tokens) <= best_scores[-1]

@@ -1,0 +1,90 @@
+"""What a failing step was given, written to a file: the configuration, the state of the engine and the step itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton_engine.core.stats import EngineStats
+from baton_engine.core.step import SchedulerOutput
+from baton_engine.protocol.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_ENDS_SHOWN = 8
+"""Of a long list, so many entries at each end."""
+
+
+def write_crash_dump(
+    config: EngineConfig, step: SchedulerOutput | None, stats: EngineStats | None, error: BaseException
+) -> Path | None:
+    """Writes a JSON file into `config.observability.crash_dump_dir`, or the system's temporary folder.
+
+    Long lists (token ids, block ids) are abbreviated, so that the file is read by people and holds nobody's whole prompt. It is
+    readable by its owner alone. Never raises: this runs while another failure is on its way.
+
+    Args:
+        step: None: there is none, it could not be scheduled.
+
+    Returns:
+        The file; None if it could not be written, which is logged.
+    """
+    try:
+        content = {
+            "error": "".join(traceback.format_exception(error)).splitlines(),
+            "step": describe(step),
+            "stats": describe(stats),
+            "config": describe(config),
+        }
+        folder = Path(config.observability.crash_dump_dir or tempfile.gettempdir())
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"step{step.step_id}" if step is not None else "schedule"
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        path = folder / f"baton-crash-{stamp}-{os.getpid()}-{name}.json"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    except Exception:
+        logger.exception("the input of the failing step cannot be written")
+        return None
+    return path
+
+
+def describe(value: Any) -> Any:
+    """`value` (structs, dataclasses, containers) as what JSON can hold, fields by name, long lists abbreviated."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, msgspec.Struct):
+        return {name: describe(getattr(value, name)) for name in value.__struct_fields__}
+    if dataclasses.is_dataclass(value):
+        return {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: describe(item) for name, item in zip(value._fields, value, strict=True)}
+    if isinstance(value, set | frozenset):
+        return [describe(item) for item in sorted(value)]
+    if isinstance(value, Sequence):
+        return _describe_list(value)
+    return repr(value)
+
+
+def _describe_list(items: Sequence[Any]) -> Any:
+    # Only numbers are many and of little use each; lists of requests are what the reader came for.
+    if len(items) > 2 * _ENDS_SHOWN and isinstance(items[0], int | float):
+        first, last = (", ".join(map(str, part)) for part in (items[:_ENDS_SHOWN], items[-_ENDS_SHOWN:]))
+        return f"[{first}, ... {len(items)} in all ..., {last}]"
+    return [describe(item) for item in items]

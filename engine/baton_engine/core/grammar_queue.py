@@ -1,0 +1,99 @@
+"""Structured outputs as the scheduler sees them: a request waits for its grammar, then takes it along token by token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.step import GrammarOutput
+
+if TYPE_CHECKING:
+    from baton_engine.core.structured_output import Grammar, StructuredOutputManager
+
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarQueue:
+    def __init__(self, manager: StructuredOutputManager | None) -> None:
+        """
+        Args:
+            manager: None: structured outputs are refused.
+        """
+        self._manager = manager
+        self._futures: dict[str, Future[Grammar]] = {}
+        self._waiting: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._waiting.get(request.request_id) is request
+
+    def compile(self, request: Request) -> None:
+        """Begins to compile the request's grammar, if it has one.
+
+        Raises:
+            ValueError: this engine has no structured outputs.
+        """
+        spec = request.sampling_params.structured_output
+        if spec is None:
+            return
+        if self._manager is None:
+            raise ValueError("structured_output is not available in this engine")
+        self._futures[request.request_id] = self._manager.compile(spec)
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether the request's grammar is not there yet."""
+        return request.request_id in self._futures
+
+    def wait(self, request: Request) -> None:
+        """`request` could run, but for its grammar."""
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self._waiting[request.request_id] = request
+
+    def discard(self, request: Request) -> None:
+        """The request has ended. Its compilation does not begin if it has not yet."""
+        future = self._futures.pop(request.request_id, None)
+        if future is not None:
+            future.cancel()
+        self._waiting.pop(request.request_id, None)
+
+    def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
+        """Requests that wait no more, with what is wrong with their specification, if anything is."""
+        for request in list(self._waiting.values()):
+            future = self._futures[request.request_id]
+            if not future.done():
+                continue
+            self.discard(request)
+            error = future.exception()
+            if error is None:
+                request.grammar = future.result()
+                yield request, None
+            elif isinstance(error, ValueError):
+                yield request, error
+            else:  # a panic of the parser, say: it ends this request, not the engine
+                logger.error("a grammar could not be compiled for request %s", request.request_id, exc_info=error)
+                yield request, ValueError(f"structured_output cannot be compiled: {type(error).__name__}: {error}")
+
+    def bitmask(self, requests: Iterable[Request]) -> GrammarOutput | None:
+        """What those of `requests` that have a grammar may sample next; None if none has one."""
+        rows = [request for request in requests if request.grammar is not None]
+        if not rows:
+            return None
+        assert self._manager is not None
+        grammars = [request.grammar for request in rows if request.grammar is not None]
+        return GrammarOutput([request.request_id for request in rows], self._manager.bitmask(grammars))
+
+
+def accept_tokens(request: Request) -> bool:
+    """Lets the request's grammar take in the generated tokens it has not seen. False: it does not allow them."""
+    grammar = request.grammar
+    if grammar is None:
+        return True
+    token_ids = request.token_ids[request.num_prompt_tokens + request.num_grammar_tokens :]
+    request.num_grammar_tokens += len(token_ids)
+    return not token_ids or grammar.accept(token_ids)

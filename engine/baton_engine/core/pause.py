@@ -1,0 +1,208 @@
+"""Pausing and sleeping: who stops scheduling, who waits for it, what has to be true before memory is given up.
+
+    pause(abort)   all requests end                    \
+    pause(wait)    those running end, nobody starts     }  then the engine is paused; what arrives waits
+    pause(keep)    everything freezes where it is      /
+    sleep(level)   the same, then at level 1 weights go to host memory and KV is dropped, at level 2 both are dropped;
+                   requests that compute KV for a peer end, for their blocks cannot be dropped under its hands
+
+At most one goal is pending: a later call replaces or joins it, resume and wake_up cancel it. Whoever waits is always answered,
+so no order of calls deadlocks, and the scheduler's state follows the last call alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+from baton_engine.core.scheduler import PauseState
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "wait", "keep"]
+SleepLevel = Literal[0, 1, 2]
+
+WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
+TAGS = (WEIGHTS, KV_CACHE, SCHEDULING)
+"""What wake_up can name."""
+
+_MEMORIES = frozenset({WEIGHTS, KV_CACHE})
+_NOT_ASLEEP = -1
+
+
+class PausedEngine(Protocol):
+    """What pausing asks of the engine core."""
+
+    def set_pause_state(self, state: PauseState) -> None: ...
+
+    def abort_all(self) -> int: ...
+
+    def finish_steps(self) -> None:
+        """Takes in all steps in flight."""
+
+    def num_running(self) -> int:
+        """Requests that run, or are swapped out and will go on."""
+
+    def free_kv_cache(self) -> bool:
+        """Takes the KV of all requests, empties the prefix cache. False while transfers hold blocks; then ask again.
+
+        Requests that compute KV for a peer end: they could not be repeated later.
+        """
+
+    def sleep_workers(self, level: int) -> None: ...
+
+    def wake_workers(self, tags: list[str]) -> None: ...
+
+
+class PauseControl:
+    """The state machine. All calls from the engine's thread."""
+
+    def __init__(self, engine: PausedEngine) -> None:
+        self._engine = engine
+        self._mode: PauseMode | None = None
+        """None: not paused."""
+        self._level = _NOT_ASLEEP
+        self._asleep: set[str] = set()
+        """Which of weights and KV cache are given up."""
+        self._paused_by_sleep = False
+        self._waiting: list[tuple[Future[None], int]] = []
+        """Who waits for the pause, and for which sleep level."""
+
+    @property
+    def is_paused(self) -> bool:
+        return self._mode is not None
+
+    @property
+    def sleep_level(self) -> int | None:
+        return None if self._level == _NOT_ASLEEP else self._level
+
+    @property
+    def memory_dropped(self) -> bool:
+        """Workers cannot run: weights or KV cache are not there."""
+        return bool(self._asleep)
+
+    def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
+        """Returns None if the engine is paused now, else a Future that ends when it is, or when another call makes it void."""
+        _check_mode(mode)
+        self._paused_by_sleep = False  # what is paused explicitly is resumed explicitly
+        return self._begin(mode, _NOT_ASLEEP)
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
+        """Returns None if the engine sleeps now, else a Future that ends when it does, or when another call makes it void."""
+        _check_mode(mode)
+        if level not in (0, 1, 2):
+            raise ValueError(f"level must be 0, 1 or 2, got {level}")
+        if level > 0 and self._asleep and not (level == self._level and len(self._asleep) == len(_MEMORIES)):
+            raise RuntimeError(f"the engine sleeps at level {self._level} already, wholly or in part; wake_up() first")
+        if self._level >= level:
+            return None
+        if not self.is_paused:
+            self._paused_by_sleep = True
+        return self._begin(mode, level)
+
+    def resume(self) -> None:
+        """Schedules again. Without a pause it does nothing.
+
+        Raises:
+            RuntimeError: weights or KV cache are not there.
+        """
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps at level {self._level}; wake_up() first")
+        self._cancel(_NOT_ASLEEP, "the engine was resumed before the pause was complete")
+        self._level = _NOT_ASLEEP
+        self._unpause()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Ends sleep, or a part of it; once all is back, scheduling goes on if it was sleep that stopped it.
+
+        Args:
+            tags: some of TAGS; None: all.
+
+        Raises:
+            ValueError: there is no such tag.
+        """
+        wanted = set(TAGS if tags is None else tags)
+        if unknown := sorted(wanted - set(TAGS)):
+            raise ValueError(f"tags must be some of {', '.join(TAGS)}, got {', '.join(unknown)}")
+        if self._cancel(0, "the engine was woken up before it slept") and self._level == _NOT_ASLEEP:
+            self._end_sleep()
+        if wake := sorted(self._asleep & wanted):
+            self._engine.wake_workers(wake)
+            self._asleep -= set(wake)
+            logger.info("woken up: %s", ", ".join(wake))
+            if not self._asleep:
+                self._end_sleep()
+        elif self._level == 0 and SCHEDULING in wanted:
+            self._end_sleep()
+
+    def advance(self) -> None:
+        """Completes what is pending, if the time has come. Cheap while nothing is; called whenever something changed."""
+        if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
+            return
+        self._engine.finish_steps()
+        self._answer(_NOT_ASLEEP)
+        if not self._waiting:
+            return
+        level = max(level for _, level in self._waiting)
+        try:
+            if level > 0:
+                if not self._engine.free_kv_cache():
+                    return
+                self._engine.sleep_workers(level)
+                self._asleep = set(_MEMORIES)
+            self._level = level
+            logger.info("asleep at level %d", level)
+        except Exception as error:  # it stays paused; who asked decides
+            waiting, self._waiting = self._waiting, []
+            for future, _ in waiting:
+                future.set_exception(error)
+        self._answer(level)
+
+    def _begin(self, mode: PauseMode, level: int) -> Future[None] | None:
+        if self._asleep:  # nothing runs anyway
+            if mode == "abort":
+                self._engine.abort_all()
+            return None
+        if mode == "keep" and self._mode == "wait":
+            self._cancel(_NOT_ASLEEP, "the running requests were frozen by another pause before they ended")
+        self._mode = mode
+        if mode == "abort":
+            self._engine.abort_all()
+        self._engine.set_pause_state(PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL)
+        future: Future[None] = Future()
+        self._waiting.append((future, level))
+        self.advance()
+        if not future.done():
+            return future
+        return future.result()
+
+    def _answer(self, level: int) -> None:
+        """To all who wait for a sleep of `level` at most, or just for the pause."""
+        done = [future for future, wanted in self._waiting if wanted <= level]
+        self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted > level]
+        for future in done:
+            future.set_result(None)
+
+    def _cancel(self, level: int, reason: str) -> bool:
+        """Fails all who wait for a sleep of `level` at least. Returns whether there were any."""
+        void = [future for future, wanted in self._waiting if wanted >= level]
+        self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted < level]
+        for future in void:
+            future.set_exception(RuntimeError(reason))
+        return bool(void)
+
+    def _end_sleep(self) -> None:
+        self._level = _NOT_ASLEEP
+        if self._paused_by_sleep:
+            self._unpause()
+
+    def _unpause(self) -> None:
+        self._mode = None
+        self._paused_by_sleep = False
+        self._engine.set_pause_state(PauseState.UNPAUSED)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("abort", "wait", "keep"):
+        raise ValueError(f"mode must be abort, wait or keep, got {mode!r}")

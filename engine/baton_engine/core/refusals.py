@@ -1,0 +1,52 @@
+"""Requests that the scheduler does not take: what can never fit, and what does not fit now."""
+
+from __future__ import annotations
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.protocol.config import SchedulerConfig
+from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, FinishReason
+
+
+class RequestRefusedError(Exception):
+    """The request is not accepted."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What the output that refuses the request carries."""
+        return FinishReason.LENGTH if self.code is ErrorCode.LENGTH else FinishReason.ERROR
+
+
+def refuse_what_never_fits(
+    request: EngineCoreRequest, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int, max_num_seqs: int
+) -> None:
+    """Raises RequestRefusedError, with both numbers, if no amount of waiting would let the request run."""
+    num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
+    width = request.sampling_params.beam_width
+    if num_tokens >= max_model_len:
+        raise RequestRefusedError(
+            ErrorCode.LENGTH,
+            f"{num_tokens} prompt and generated tokens leave no room for another: "
+            f"the maximum length is {max_model_len} tokens in all",
+        )
+    if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
+        raise RequestRefusedError(
+            ErrorCode.LENGTH,
+            f"{num_tokens} prompt and generated tokens exceed the {config.max_num_batched_tokens} tokens of a step, and this "
+            "engine does not chunk prompts; raise max_num_batched_tokens, or enable_chunked_prefill",
+        )
+    if width > max_num_seqs:
+        raise RequestRefusedError(
+            ErrorCode.INVALID,
+            f"beam_width={width} exceeds the {max_num_seqs} sequences that run at a time; raise max_num_seqs",
+        )
+    num_blocks = num_tokens // kv.block_size + width  # full ones are shared, and each beam writes one
+    if num_blocks > kv.pool.num_blocks:
+        raise RequestRefusedError(
+            ErrorCode.LENGTH,
+            f"{num_tokens} prompt tokens and one more for each of {width} beams need {num_blocks} KV blocks: "
+            f"this engine has {kv.pool.num_blocks}",
+        )

@@ -1,0 +1,118 @@
+"""CONSUME requests between their arrival and their first step here: the KV of their prompt comes from a peer.
+
+Two things are waited for, in any order: the load of the blocks, and the word of the gateway how the prefill leg ended. What did not
+arrive is computed here, unless the policy says to fail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.kv_handoff import KVHandoff
+from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.request_queue import WaitingRequests
+from baton_engine.core.stats import EngineStats
+from baton_engine.protocol.messages import ErrorCode, FinishReason, PrefillResult
+
+EARLY_RESULTS_KEPT = 1024
+
+
+class RemotePrefill:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        handoff: KVHandoff,
+        queues: WaitingRequests,
+        counters: EngineStats,
+        *,
+        fail_on_load_error: bool,
+        drop_kv: Callable[[Request], None],
+        enqueue: Callable[[Request], None],
+        stop_reason: Callable[[Request], FinishReason | None],
+        finish: Callable[[Request, FinishReason, ErrorCode | None, str], None],
+    ) -> None:
+        """
+        Args:
+            drop_kv: frees a request's blocks, to be computed again.
+            enqueue: lets a request run here, with the blocks it has.
+            stop_reason: whether the last known token ends a request.
+            finish: ends a request: why, and what failed.
+        """
+        self._kv = kv
+        self._handoff = handoff
+        self._queues = queues
+        self._counters = counters
+        self._fail_on_load_error = fail_on_load_error
+        self._drop_kv = drop_kv
+        self._enqueue = enqueue
+        self._stop_reason = stop_reason
+        self._finish = finish
+        self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
+        """Of requests not seen yet; None marks a request that has ended, whose late result must not reach a namesake."""
+
+    def take_early(self, request_id: str) -> PrefillResult | None:
+        """The result that came before its request."""
+        return self._early_results.pop(request_id, None)
+
+    def remember_early(self, result: PrefillResult) -> None:
+        """Keeps a result whose request has not come; of several the first."""
+        if result.request_id not in self._early_results:
+            self._remember(result.request_id, result)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or was refused: its result, come or to come, must not reach a later request of the same id."""
+        self._remember(request_id, None)
+
+    def add_result(self, request: Request, result: PrefillResult) -> None:
+        """The prefill leg of `request` ended: its first token, or why there is none."""
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV or request.prefill_result is not None:
+            return
+        request.prefill_result = result
+        waiting_to_load = self._queues.waiting_to_load
+        if request in waiting_to_load:
+            if not result.token_ids and result.error and not self._fail_on_load_error:
+                waiting_to_load.discard(request)  # nobody computes its prompt: a request like any other
+                self._handoff.decline(request)
+                request.kv_transfer = None
+                self._enqueue(request)
+            return
+        if result.error:
+            self._handoff.cancel_load(request)
+        self.end_load_if_ready(request)
+
+    def end_load_if_ready(self, request: Request) -> None:
+        """Lets a request go on once both its load and its prefill leg have ended."""
+        result, prefill = self._handoff.load_result(request), request.prefill_result
+        if result is None or prefill is None:
+            return
+        num_cached = request.num_computed_tokens
+        num_proved = min(num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens)
+        if num_proved < request.num_arrival_tokens and self._fail_on_load_error:
+            error = result.error or prefill.error or "the prefill side did not send all KV blocks"
+            self._finish(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
+            return
+        self._handoff.end_load(request)
+        del self._queues.loading[request.request_id]
+        request.kv_transfer = None  # the hand-off is over
+        request.num_remote_tokens = max(0, min(num_proved, request.num_prompt_tokens) - num_cached)
+        self._counters.prompt_tokens_remote += request.num_remote_tokens
+        request.token_ids.extend(prefill.token_ids)
+        # Without a first token the last known one is computed here: it gives the logits.
+        request.num_computed_tokens = min(num_proved, request.num_tokens - 1)
+        if request.num_computed_tokens < num_cached:  # it would be written into a block that others hold, too
+            self._drop_kv(request)
+        else:
+            self._kv.cache_blocks(request, request.num_computed_tokens)
+            reason = self._stop_reason(request) if prefill.token_ids else None
+            if reason is not None:
+                self._finish(request, reason, None, "")
+                return
+        self._enqueue(request)
+
+    def _remember(self, request_id: str, result: PrefillResult | None) -> None:
+        self._early_results[request_id] = result
+        self._early_results.move_to_end(request_id)
+        while len(self._early_results) > EARLY_RESULTS_KEPT:
+            self._early_results.popitem(last=False)

@@ -1,0 +1,79 @@
+"""What clients are to be told of their requests: collected here between two calls of `take`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from baton_engine.core.request import Request
+from baton_engine.core.step import ModelRunnerOutput
+from baton_engine.protocol.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    FinishReason,
+    RoutedExperts,
+)
+
+
+class RequestOutputs:
+    """Everything that happens to a request goes through here on its way to the client."""
+
+    def __init__(self) -> None:
+        self.num_finished: Counter[FinishReason] = Counter()
+        """Requests by how they ended."""
+        self._outputs: list[EngineCoreOutput] = []
+
+    def take(self) -> list[EngineCoreOutput]:
+        """What is to be told since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def event(self, request: Request, event_type: EngineCoreEventType) -> None:
+        """Told with the request's next output."""
+        request.events.append(EngineCoreEvent(event_type, time.monotonic()))
+
+    def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
+        """Keeps what a step computed besides a token, until there is a token to tell it with.
+
+        Args:
+            start: first position the step ran.
+            ran_as: id of the sequence that ran.
+        """
+        predicted = ran.prompt_logprobs.get(ran_as)
+        collected = request.prompt_logprobs
+        if predicted and collected is not None and len(collected) >= start:
+            # After a preemption positions are predicted again.
+            del collected[start:]
+            collected += predicted
+        experts = ran.routed_experts.get(ran_as)
+        if experts is not None:
+            request.routed_experts.append(experts)
+
+    def emit(self, request: Request, output: EngineCoreOutput) -> None:
+        """Tells the client `output`, and what was not told yet."""
+        if not request.has_output:
+            request.has_output = True
+            output.num_cached_tokens = request.num_cached_tokens
+            output.num_remote_tokens = request.num_remote_tokens
+        if request.events:
+            output.events, request.events = request.events, []
+        if output.new_token_ids:
+            if request.prompt_logprobs is not None:
+                if len(request.prompt_logprobs) == request.num_prompt_tokens - 1:
+                    output.prompt_logprobs = request.prompt_logprobs
+                request.prompt_logprobs = None
+            if request.routed_experts:
+                output.routed_experts = _concatenate(request.routed_experts)
+                request.routed_experts = []
+        if output.finish_reason is not None:
+            self.num_finished[output.finish_reason] += 1
+        self._outputs.append(output)
+
+
+def _concatenate(parts: list[RoutedExperts]) -> RoutedExperts:
+    if len(parts) == 1:
+        return parts[0]
+    _, num_layers, num_experts = parts[0].shape
+    num_tokens = sum(part.shape[0] for part in parts)
+    return RoutedExperts((num_tokens, num_layers, num_experts), b"".join(part.expert_ids for part in parts))

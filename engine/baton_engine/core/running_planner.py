@@ -1,0 +1,135 @@
+"""Gives running requests their tokens in a step: decodes first, then prompt chunks with what budget they leave.
+
+Only decodes need memory here, for a prompt got all its blocks when it was admitted. They get it in order, and whoever is preempted
+for them stands behind them: nothing that is in the step already is ever taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.preemption import Preemptor
+from baton_engine.core.request import Request
+from baton_engine.core.request_queue import RequestQueue, RunningRequests
+from baton_engine.core.step import BlockCopy
+from baton_engine.core.step_builder import StepBuilder
+
+
+class RunningPlanner:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningRequests,
+        waiting: RequestQueue,
+        preemptor: Preemptor,
+        *,
+        max_model_len: int,
+        runs_ahead: bool,
+        long_prefill_threshold: int,
+        out_of_memory: Callable[[Request], None],
+    ) -> None:
+        """
+        Args:
+            runs_ahead: schedule decodes before the token they start from is known.
+            long_prefill_threshold: SchedulerConfig.long_prefill_token_threshold.
+            out_of_memory: ends a beam search that needs more than all the memory.
+        """
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._preemptor = preemptor
+        self._max_model_len = max_model_len
+        self._runs_ahead = runs_ahead
+        self._long_prefill_threshold = long_prefill_threshold
+        self._out_of_memory = out_of_memory
+        self._prefills: list[Request] = []
+
+    def plan(self, step: StepBuilder) -> None:
+        """Fills `step` from the running requests."""
+        prefills = self._prefills
+        prefills.clear()
+        in_order = self._running.in_order
+        index = 0
+        while index < len(in_order) and step.budget > 0:
+            request = in_order[index]
+            stays = True
+            if request.beams is not None:
+                stays = self._plan_beams(step, request, index)
+            elif not request.num_in_flight or self._may_follow(request):
+                if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens > 1:
+                    prefills.append(request)
+                elif step.may_write(request):
+                    step.run(request, 1)
+                else:
+                    stays = self._plan_growing(step, request, index)
+            if stays:  # otherwise its successor stands here now
+                index += 1
+        for sequence in prefills:
+            if step.budget == 0:
+                break
+            self.run_chunk(step, sequence)  # nobody was preempted who stands before the last one that ran
+
+    def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
+        """Runs what the budget allows of a sequence that has its blocks."""
+        num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
+        threshold = self._long_prefill_threshold
+        if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
+            num_tokens = threshold
+        step.run(sequence, num_tokens)
+
+    def _may_follow(self, request: Request) -> bool:
+        """Whether a request can be in one more step while others of it are in flight."""
+        return self._runs_ahead and (not request.num_placeholders or request.may_run_ahead(self._max_model_len))
+
+    def _shorter_ones_wait(self, sequence: Request) -> bool:
+        num_tokens = sequence.num_uncomputed_tokens
+        first = self._waiting.peek()
+        return (first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens) or any(
+            other.num_uncomputed_tokens < num_tokens for other in self._prefills if other is not sequence
+        )
+
+    def _plan_growing(self, step: StepBuilder, request: Request, index: int) -> bool:
+        """Runs a decode that needs a block. False: it was preempted itself."""
+        while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
+            victim = self._preemptor.find_victim(index)
+            if victim in (None, request) and self._preemptor.take_from_loaded(request, step):
+                continue
+            if victim is None:  # all behind it must stay; those before it will end
+                return True
+            self._preemptor.preempt(victim, step, beneficiary=request)
+            if victim is request:
+                return False
+        step.run(request, 1, copies)
+        return True
+
+    def _plan_beams(self, step: StepBuilder, root: Request, index: int) -> bool:
+        """Runs the beams that have not reported, as far as the budget goes. False: the search was preempted, or ended."""
+        group = root.beams
+        assert group is not None
+        beams = [beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight]
+        if beams and beams[0].num_uncomputed_tokens > 1:  # a single one, still at its prompt
+            self._prefills += beams
+            return True
+        beams = beams[: step.budget]
+        # All or none: a search is preempted as a whole, and nothing of it may be in the step then.
+        while group.num_blocks_needed(beams, self._kv.block_size) > self._kv.num_free_blocks:
+            victim = self._preemptor.find_victim(index)
+            assert victim is not None
+            if victim is root and self._preemptor.take_from_loaded(root, step):
+                continue
+            if victim is root:
+                own = {block.block_id for beam in group.live for block in beam.blocks}
+                if len(own) + self._kv.num_free_blocks == self._kv.pool.num_blocks:
+                    self._out_of_memory(root)
+                else:
+                    self._preemptor.preempt(root, step, beneficiary=root)
+                return False
+            self._preemptor.preempt(victim, step, beneficiary=root)
+        for beam in beams:
+            copies: list[BlockCopy] | None = []
+            if not step.may_write(beam):
+                copies = step.reserve(beam, beam.num_computed_tokens + 1)
+                assert copies is not None, "the blocks were counted"
+            step.run(beam, 1, copies)
+        return True

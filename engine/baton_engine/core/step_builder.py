@@ -1,0 +1,107 @@
+"""One step while it is being put together: its budget, what it runs, and what must be remembered until it comes back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.request import Request
+from baton_engine.core.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class ScheduledRange(NamedTuple):
+    """Positions [start, end) of a request run in a step."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    num_preemptions: int
+    """The request's, when it was scheduled."""
+
+
+class StepBuilder:
+    def __init__(self, kv: KVCacheManager, step_id: int, budget: int, *, send_token_ids: bool) -> None:
+        """
+        Args:
+            budget: tokens the step may run.
+            send_token_ids: workers do not know what was sampled.
+        """
+        self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
+        self.ranges: list[ScheduledRange] = []
+        self.budget = budget
+        self.num_preempted = 0
+        """Requests preempted for this step; what that freed is for those that run: nobody is admitted."""
+        self._kv = kv
+        self._block_size = kv.block_size
+        self._send_token_ids = send_token_ids
+
+    @property
+    def empty(self) -> bool:
+        return not self.ranges
+
+    def num_scheduled(self, request: Request) -> int:
+        """Tokens of `request` in this step."""
+        return self.output.num_scheduled_tokens.get(request.request_id, 0)
+
+    def may_write(self, request: Request) -> bool:
+        """Whether the request's next position can be written as it is: its block is there, and nobody else's."""
+        slot = request.num_computed_tokens // self._block_size
+        if slot >= len(request.blocks):
+            return False
+        block = request.blocks[slot]
+        return block.ref_count == 1 and block.block_hash is None
+
+    def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
+        """Blocks for the positions up to `end` that the request can write to. What it got stays with it.
+
+        Returns:
+            Copies to make in this step, for `run`; None if memory is short.
+        """
+        if self._kv.allocate(request, end) is None:
+            return None
+        return self._kv.make_writable(request, request.num_computed_tokens, end)
+
+    def run(self, request: Request, num_tokens: int, copies: list[BlockCopy] | None = None) -> None:
+        """Puts `num_tokens` tokens of a request that has its blocks into the step."""
+        output = self.output
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        total = len(request.token_ids) + request.num_placeholders
+        request.num_computed_tokens = end
+        request.num_in_flight += 1
+        samples = end == total
+        if samples:
+            request.num_placeholders += 1
+        self.budget -= num_tokens
+        self.ranges.append(ScheduledRange(request, start, end, samples, request.num_preemptions))
+        output.num_scheduled_tokens[request.request_id] = num_tokens
+        if copies:
+            output.block_copies += copies
+        blocks = request.blocks
+        if request.in_worker:
+            new_block_ids: list[int] = []
+            if request.num_worker_blocks < len(blocks):
+                new_block_ids = [block.block_id for block in blocks[request.num_worker_blocks :]]
+            cached = CachedRequestData(request.request_id, new_block_ids, start)
+            if copies:
+                cached.replaced_blocks = copies
+            if end > request.num_worker_tokens and (self._send_token_ids or request.root is not None):
+                cached.new_token_ids = request.token_ids[start:end]
+            output.cached_requests.append(cached)
+        else:
+            request.in_worker = True
+            request.num_worker_tokens = total
+            num_prompt = request.num_prompt_tokens
+            output.new_requests.append(
+                NewRequestData(
+                    request_id=request.request_id,
+                    prompt_token_ids=request.token_ids[:num_prompt],
+                    generated_token_ids=request.token_ids[num_prompt:],
+                    sampling_params=request.sampling_params,
+                    sample_index=request.sample_index,
+                    block_ids=request.block_ids,
+                    num_computed_tokens=start,
+                )
+            )
+        request.num_worker_blocks = len(blocks)

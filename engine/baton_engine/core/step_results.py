@@ -1,0 +1,137 @@
+"""Takes in what a step computed: cached blocks, sampled tokens, beams' candidates; and tells clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.request_outputs import RequestOutputs
+from baton_engine.core.stats import EngineStats
+from baton_engine.core.step import ModelRunnerOutput
+from baton_engine.core.step_builder import ScheduledRange
+from baton_engine.core.stop_rules import StopRules
+from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
+
+
+class StepResults:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        outputs: RequestOutputs,
+        counters: EngineStats,
+        stop_rules: StopRules,
+        *,
+        end: Callable[[Request, FinishReason], None],
+        finish: Callable[[Request, FinishReason, ErrorCode | None, str], None],
+        forget_ids: Callable[[Iterable[str]], None],
+        resume_queueing: Callable[[Request], None],
+    ) -> None:
+        """
+        Args:
+            end: frees everything of a request whose last output has been told.
+            finish: tells a last output without tokens, and ends the request.
+            forget_ids: tells the worker to forget sequences.
+            resume_queueing: a request that was preempted in flight has no more steps in flight.
+        """
+        self._kv = kv
+        self._outputs = outputs
+        self._counters = counters
+        self._stop_rules = stop_rules
+        self._end = end
+        self._finish = finish
+        self._forget_ids = forget_ids
+        self._resume_queueing = resume_queueing
+
+    def take(self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput) -> None:
+        """
+        Args:
+            ranges: what the step was to run.
+            ran: what came of it.
+
+        Raises:
+            RuntimeError: the workers did something else.
+        """
+        sampled = ran.sampled_token_ids
+        has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
+        for entry in ranges:
+            request = entry.request
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
+                continue
+            token_id = sampled.get(request.request_id)
+            if (token_id is not None) != entry.samples:
+                raise RuntimeError(
+                    f"{request!r}: step {step_id} sampled {token_id}; it samples iff all known tokens are computed"
+                )
+            if entry.start < request.num_prompt_tokens:
+                self._counters.prompt_tokens_computed += min(entry.end, request.num_prompt_tokens) - entry.start
+            if entry.num_preemptions == request.num_preemptions:  # otherwise its KV is not in `blocks` any more
+                self._kv.cache_blocks(request, entry.end)
+            if has_extras:
+                self._outputs.collect(request.root or request, entry.start, ran, ran_as=request.request_id)
+            if token_id is not None:
+                if request.root is not None:
+                    self._report_beam(request.root, request, ran.logprobs.get(request.request_id))
+                else:
+                    self._append(request, token_id, ran)
+            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
+                self._resume_queueing(request)
+
+    def advance_beams(self, root: Request) -> None:
+        """Moves a search on if all its beams have reported; ends it when it is over."""
+        group = root.beams
+        if group is None or not group.complete:
+            return
+        self._forget_ids(group.advance(self._kv))
+        if group.live:
+            return
+        beams = group.results()
+        if not beams:
+            self._finish(root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam")
+            return
+        best = beams[0]
+        self._counters.generation_tokens += len(best.token_ids)
+        self._outputs.emit(
+            root,
+            EngineCoreOutput(
+                request_id=root.request_id,
+                new_token_ids=best.token_ids,
+                token_offset=root.num_generated_tokens,
+                finish_reason=best.finish_reason,
+                stop_token_id=best.stop_token_id,
+                new_logprobs=best.logprobs,
+                beams=beams,
+            ),
+        )
+        self._end(root, best.finish_reason)
+
+    def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> None:
+        request.token_ids.append(token_id)
+        request.num_placeholders -= 1
+        self._counters.generation_tokens += 1
+        reason, error, error_code = self._stop_rules.take_token(request)
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token_id],
+            token_offset=len(request.token_ids) - request.num_prompt_tokens - 1,
+            finish_reason=reason,
+        )
+        if reason is FinishReason.STOP and self._stop_rules.is_stop_token(request, token_id):
+            output.stop_token_id = token_id
+        if error:
+            output.error, output.error_code = error, error_code
+        logprobs = ran.logprobs.get(request.request_id)
+        if logprobs is not None:
+            output.new_logprobs = [logprobs]
+        if ran.num_nans_in_logits:
+            output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
+        self._outputs.emit(request, output)
+        if reason is not None:
+            self._end(request, reason)
+
+    def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> None:
+        assert root.beams is not None
+        root.beams.report(beam, logprobs)
+        if root.status is RequestStatus.RUNNING:  # a swapped search goes on when it is back
+            self.advance_beams(root)

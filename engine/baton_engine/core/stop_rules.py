@@ -1,0 +1,58 @@
+"""What ends a request: stop tokens, lengths, a complete structured output, an output that repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton_engine.core.grammar_queue import accept_tokens
+from baton_engine.core.repetition import repeats
+from baton_engine.core.request import Request
+from baton_engine.protocol.messages import ErrorCode, FinishReason
+
+
+class StopRules:
+    def __init__(self, eos_token_ids: Iterable[int], max_model_len: int) -> None:
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._max_model_len = max_model_len
+
+    def is_stop_token(self, request: Request, token_id: int) -> bool:
+        """Whether `token_id` ends the request wherever stop tokens may."""
+        params = request.sampling_params
+        return token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+
+    def reason(self, request: Request) -> FinishReason | None:
+        """Whether the last generated token ends the request, and why, as far as tokens and lengths tell."""
+        params = request.sampling_params
+        num_tokens = len(request.token_ids)
+        num_generated = num_tokens - request.num_prompt_tokens
+        if num_generated >= params.min_tokens and self.is_stop_token(request, request.token_ids[-1]):
+            return FinishReason.STOP
+        if params.max_tokens is not None and num_generated >= params.max_tokens:
+            return FinishReason.LENGTH
+        if num_tokens >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def take_token(self, request: Request) -> tuple[FinishReason | None, str, ErrorCode | None]:
+        """The same after a token was sampled, with grammar and repetition; and what went wrong, and whose fault it was."""
+        reason = self.reason(request)
+        grammar, detection = request.grammar, request.sampling_params.repetition_detection
+        if grammar is not None:
+            limit = grammar.error
+            if limit:  # of resources: no token was allowed any more
+                return FinishReason.ERROR, f"structured_output cannot go on: {limit}", ErrorCode.INVALID
+            if not accept_tokens(request):
+                token_id = request.token_ids[-1]
+                if token_id in self.eos_token_ids:  # the sampler's word for "nothing was possible"
+                    error = "structured_output and the parameters that mask tokens leave none to go on with"
+                    return FinishReason.ERROR, error, ErrorCode.INVALID
+                error = f"token {token_id} was sampled, but structured_output does not allow it"
+                return FinishReason.ERROR, error, ErrorCode.INTERNAL
+            if reason in (None, FinishReason.LENGTH) and grammar.is_terminated:
+                return FinishReason.STOP, "", None
+        if reason is None and detection is not None:
+            # Only what can matter is sliced off, so that a token of a long output costs no more.
+            length = min(request.num_generated_tokens, detection.max_pattern_size * detection.min_count)
+            if length > 0 and repeats(request.token_ids[-length:], detection):
+                return FinishReason.REPETITION, "", None
+        return reason, "", None

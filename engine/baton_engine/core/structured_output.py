@@ -1,0 +1,226 @@
+"""Structured output: which tokens may come next so that the text matches a JSON schema, a regex, a choice or a grammar.
+
+The scheduler compiles a request's specification when it arrives, asks for a bitmask in every step in which the request samples, and
+tells the grammar what was sampled. Parsing and masks are `llguidance`'s; it is imported, and the tokenizer read, when the first
+request needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_COMPILED = 128
+"""Compiled grammars kept for requests that ask for the same again."""
+NUM_THREADS = min(2, os.cpu_count() or 1)
+"""Of compilation, and of masks: the model needs the cores more."""
+MAX_REASON_LENGTH = 300
+"""Characters of a refusal."""
+# llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB: these bound a hostile schema to some 60 MB.
+MAX_GRAMMAR_SIZE = 100_000
+MAX_LEXER_STATES = 30_000
+
+
+class Grammar:
+    """Where one request stands in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+        self.matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._ended = False
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Moves on over sampled tokens. False if they break the grammar; it is of no use then.
+
+        An EOS token is accepted where the grammar may end, and ends it: only EOS is accepted after.
+        """
+        for token_id in token_ids:
+            if self._ended:
+                if token_id not in self._eos_token_ids:
+                    return False
+            elif self.matcher.is_error() or not self.matcher.consume_token(token_id):
+                return False
+            elif token_id in self._eos_token_ids:
+                self._ended = True
+        return True
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the text is complete: only EOS may follow, or it has come."""
+        return self._ended or (self.matcher.is_stopped() and not self.matcher.is_error())
+
+    @property
+    def error(self) -> str:
+        """Why the grammar can go no further, if it cannot: a token that breaks it, or a resource limit. Else empty."""
+        return _reason(self.matcher)
+
+    def copy(self) -> Grammar:
+        """The same state, independent from now on: for the children of a beam."""
+        twin = Grammar(self.matcher.deep_copy(), self._eos_token_ids)
+        twin._ended = self._ended
+        return twin
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """What is loaded with the first structured request."""
+
+    tokenizer: LLTokenizer
+    executor: LLExecutor
+    limits: LLParserLimits
+
+
+class StructuredOutputManager:
+    """Compiles specifications and computes bitmasks.
+
+    Args:
+        model_path: the checkpoint; its tokenizer.json is read when the first request needs it.
+        vocab_size: of the logits. Ids that the tokenizer does not know (a padded embedding) are never allowed.
+        eos_token_ids: the model's own end tokens, allowed exactly where a grammar may end.
+        wakeup: called, by the compiling thread, when a Future of `compile` is done.
+    """
+
+    def __init__(
+        self, model_path: Path, vocab_size: int, eos_token_ids: Collection[int], wakeup: Callable[[], None]
+    ) -> None:
+        self._model_path = model_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._wakeup = wakeup
+        self._lock = threading.Lock()
+        self._backend: _Backend | None = None
+        self._compiled: OrderedDict[tuple[StructuredOutputKind, str], LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def compile(self, spec: StructuredOutput) -> Future[Grammar]:
+        """Starts to compile. The Future's ValueError says what is wrong with the specification, or with the tokenizer."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        future = self._pool.submit(self._compile, spec)
+        future.add_done_callback(lambda _: self._wakeup())
+        return future
+
+    def bitmask(self, grammars: Sequence[Grammar]) -> npt.NDArray[np.int32]:
+        """Which tokens may come next, of shape [len(grammars), ceil(vocab_size / 32)]: GrammarOutput.bitmask's layout."""
+        words = -(-self._vocab_size // 32)
+        if self._backend is None or not grammars:
+            return np.zeros((len(grammars), words), dtype=np.int32)
+        # As wide as the tokenizer, whose ids may go past the vocabulary. All rows at once, in threads and without the GIL.
+        # A grammar that can go no further (`error` says why) allows its end only.
+        bitmask = np.zeros((len(grammars), -(-self._backend.tokenizer.vocab_size // 32)), dtype=np.int32)
+        matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
+        self._backend.executor.unsafe_compute_mask_ptr(matchers, bitmask.ctypes.data, bitmask.strides[0], len(grammars))
+        return np.ascontiguousarray(bitmask[:, :words])
+
+    def shutdown(self) -> None:
+        """Waits for no compilation; the Futures of those not started are cancelled."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, spec: StructuredOutput) -> Grammar:
+        key = (spec.kind, spec.spec)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile_new(spec)
+            with self._lock:
+                self._compiled[key] = matcher
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return Grammar(matcher.deep_copy(), self._eos_token_ids)
+
+    def _compile_new(self, spec: StructuredOutput) -> LLMatcher:
+        backend = self._load()
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(backend.tokenizer, _to_llguidance(spec), log_level=0, limits=backend.limits)
+            if matcher.is_error():
+                raise ValueError(_reason(matcher))
+            self._check_start(matcher.deep_copy(), backend)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_output.spec is not a valid {spec.kind.value}: {error}") from error
+        return matcher
+
+    def _check_start(self, matcher: LLMatcher, backend: _Backend) -> None:
+        """Raises ValueError: the grammar breaks a resource limit with its first token, or no text matches it."""
+        mask = np.zeros((1, -(-backend.tokenizer.vocab_size // 32)), dtype=np.int32)
+        backend.executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.strides[0], 1)
+        if matcher.is_error():
+            raise ValueError(_reason(matcher))
+        if not mask.any():
+            raise ValueError("no text matches it")
+
+    def _load(self) -> _Backend:
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._read_tokenizer()
+            return self._backend
+
+    def _read_tokenizer(self) -> _Backend:
+        from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+
+        if not self._eos_token_ids:
+            raise ValueError("structured_output needs a model with an eos_token_id: nothing else ends such a text")
+        file = self._model_path / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"structured_output needs the model's tokenizer: {file} does not exist; serve a checkpoint folder that has it"
+            )
+        eos_token_ids = sorted(self._eos_token_ids)
+        try:
+            content = file.read_text(encoding="utf-8")
+            try:
+                tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
+            except (
+                ValueError
+            ):  # more ids than logits, in some checkpoints: the ids past the end are cut from the bitmask
+                tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
+        except Exception as error:
+            raise ValueError(f"structured_output cannot use {file}: {error}") from error
+        limits = LLParserLimits(
+            max_grammar_size=MAX_GRAMMAR_SIZE, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        )
+        return _Backend(tokenizer, LLExecutor(num_threads=NUM_THREADS), limits)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What the matcher stumbled over; the state of its parser, or the grammar's text, would follow."""
+    return matcher.get_error().partition("\n<")[0].strip()[:MAX_REASON_LENGTH]
+
+
+def _to_llguidance(spec: StructuredOutput) -> str:
+    """The specification in llguidance's own form. Raises ValueError with the reason where reading it takes more than llguidance."""
+    from llguidance import LLMatcher, grammar_from
+
+    match spec.kind:
+        case StructuredOutputKind.JSON:
+            json.loads(spec.spec)  # its error points into the client's own text
+            return LLMatcher.grammar_from_json_schema(spec.spec)
+        case StructuredOutputKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        case StructuredOutputKind.REGEX:
+            return LLMatcher.grammar_from_regex(spec.spec)
+        case StructuredOutputKind.CHOICE:
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(text) for text in json.loads(spec.spec))
+            )
+        case StructuredOutputKind.GRAMMAR:
+            return grammar_from("grammar", spec.spec)

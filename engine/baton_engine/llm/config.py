@@ -1,0 +1,114 @@
+"""The offline API's keyword arguments as an EngineConfig."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from baton_engine.protocol.config import EngineConfig
+
+
+class EngineArgs(TypedDict, total=False):
+    """What `LLM(model, ...)` takes. What is not given has EngineConfig's default; each field is explained there."""
+
+    dtype: str
+    max_model_len: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    executor: str
+    worker_class: str
+    block_size: int
+    num_blocks: int
+    kv_cache_memory_bytes: int
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    swap_memory_bytes: int
+    watermark: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    scheduling_policy: str
+    preemption_mode: str
+    async_scheduling: bool
+    scheduler_class: str
+    device: str
+    num_threads: int
+    log_iterations: bool
+    profiler_dir: str
+    crash_dump_dir: str
+
+
+_PATHS = {
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "tensor_parallel_size": "parallel.tensor_parallel_size",
+    "pipeline_parallel_size": "parallel.pipeline_parallel_size",
+    "executor": "parallel.executor_class",
+    "worker_class": "parallel.worker_class",
+    "block_size": "cache.block_size",
+    "num_blocks": "cache.num_blocks",
+    "kv_cache_memory_bytes": "cache.memory_bytes",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
+    "enable_prefix_caching": "cache.enable_prefix_caching",
+    "swap_memory_bytes": "cache.swap_memory_bytes",
+    "watermark": "cache.watermark",
+    "max_num_seqs": "scheduler.max_num_seqs",
+    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "enable_chunked_prefill": "scheduler.enable_chunked_prefill",
+    "long_prefill_token_threshold": "scheduler.long_prefill_token_threshold",
+    "scheduling_policy": "scheduler.policy",
+    "preemption_mode": "scheduler.preemption_mode",
+    "async_scheduling": "scheduler.async_scheduling",
+    "scheduler_class": "scheduler.scheduler_class",
+    "device": "device",
+    "num_threads": "num_threads",
+    "log_iterations": "observability.log_iterations",
+    "profiler_dir": "observability.profiler_dir",
+    "crash_dump_dir": "observability.crash_dump_dir",
+}
+
+_NO_LIMIT = 2**31 - 1
+"""Of waiting requests: a caller in the same process hands over as many prompts as it likes."""
+_AT_LEAST_ONE = (
+    "max_model_len",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_threads",
+)
+
+
+def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
+    """The configuration of an engine in the caller's process.
+
+    Raises:
+        TypeError: there is no such argument.
+        ValueError: a value has the wrong type or is out of bounds; the message names the argument.
+    """
+    fields: dict[str, Any] = {"model": {"path": str(model)}, "scheduler": {"max_queue": _NO_LIMIT}}
+    for name, value in args.items():
+        if name not in _PATHS:
+            raise TypeError(f"LLM() has no argument {name!r}; there are {', '.join(sorted(_PATHS))}")
+        if value is None:
+            continue
+        if name in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+        *sections, last = _PATHS[name].split(".")
+        target = fields
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = value
+    try:
+        return msgspec.convert(fields, EngineConfig)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        for name, path in _PATHS.items():
+            text = text.replace(f"`$.{path}`", name)
+        raise ValueError(text) from error

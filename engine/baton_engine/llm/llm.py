@@ -1,0 +1,345 @@
+"""LLM: a model in this process. `generate`, `chat` and `beam_search` run many prompts as one continuously changing batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypedDict, Unpack, cast
+
+import msgspec
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.metrics import engine_registry
+from baton_engine.executor.base import executor_name, load_executor_class
+from baton_engine.llm.collect import BeamsCollector, Prompt, SamplesCollector
+from baton_engine.llm.config import EngineArgs, engine_config
+from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
+from baton_engine.llm.params import BeamSearchParams, SamplingParams
+from baton_engine.llm.step_loop import ProgressBar, StepLoop
+from baton_engine.protocol.messages import EngineCoreRequest
+from baton_engine.text.chat_template import ChatTemplate
+from baton_engine.text.messages import ChatMessage, template_messages
+from baton_engine.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+Message = dict[str, Any]
+"""As OpenAI's: `role` and `content`, and what the model's chat template makes of other fields."""
+
+
+class LLM:
+    """A model for offline inference. Calls are served one after another; from several threads, they wait for each other.
+
+    Args:
+        model: folder of the checkpoint.
+        seed: of the seeds that are drawn for prompts whose parameters have none: equal calls of equal LLMs give equal texts.
+        args: fields of EngineConfig by name, see `EngineArgs`.
+
+    Raises:
+        ConfigurationError: the model or the configuration cannot be served.
+        TypeError: there is no such argument.
+        ValueError: a value has the wrong type or is out of bounds.
+    """
+
+    def __init__(self, model: str | Path, *, seed: int = 0, **args: Unpack[EngineArgs]) -> None:
+        if not isinstance(model, str | Path) or not str(model):
+            raise ValueError(f"model must be the folder of a checkpoint, got {model!r}")
+        self.config = engine_config(model, args)
+        wakeup = threading.Event()
+        executor_class = load_executor_class(executor_name(self.config))
+        executor = executor_class(self.config, uuid.uuid4().hex, wakeup.set)
+        # Also when the LLM is not closed: worker processes and threads end with it, or with the interpreter.
+        self._finalizer = weakref.finalize(self, executor.shutdown)
+        try:
+            self._core = EngineCore(self.config, executor)
+            self._tokenizer = Tokenizer.from_folder(Path(model))
+        except BaseException:
+            self._finalizer()
+            raise
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, self._core.shutdown)
+        self._loop = StepLoop(self._core, wakeup)
+        self._lock = threading.Lock()
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: ProgressBar = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts.
+
+        Args:
+            prompts: one or several; each a text or token ids, also as `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
+            sampling_params: for all prompts, or one per prompt. None: the defaults.
+            use_tqdm: show a progress bar; or what makes one from tqdm's arguments.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be served. Nothing is left running.
+            RuntimeError: the engine failed, or this LLM is closed.
+        """
+        with self._lock:
+            tokenized = [self._tokenize(prompt, index) for index, prompt in enumerate(_prompt_list(prompts))]
+            return self._generate(tokenized, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: ProgressBar = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations.
+
+        Args:
+            messages: one conversation or several.
+            chat_template: Jinja source to use instead of the checkpoint's.
+            add_generation_prompt: open the assistant's turn.
+            chat_template_kwargs: further variables of the template, such as enable_thinking.
+
+        Returns, raises: as `generate`; also ValueError: the template is missing, or refuses the messages.
+        """
+        if chat_template is None:
+            template = self._tokenizer.chat_template
+        else:
+            template = ChatTemplate(chat_template, self._tokenizer.special_tokens)
+        variables = chat_template_kwargs or {}
+        for name in ("messages", "add_generation_prompt"):
+            if name in variables:
+                raise ValueError(f"chat_template_kwargs must not set {name}: it is an argument of chat()")
+        if template is None:
+            raise ValueError("this model has no chat template: pass chat_template=..., or use generate()")
+        conversations = _conversations(messages)
+        with self._lock:
+            prompts = []
+            for conversation in conversations:
+                try:
+                    checked = template_messages(msgspec.convert(list(conversation), list[ChatMessage]))
+                except msgspec.ValidationError as error:
+                    raise ValueError(f"messages: {error}") from error
+                text = template.render(checked, add_generation_prompt=add_generation_prompt, **variables)
+                prompts.append(Prompt(self._tokenizer.encode(text, add_special_tokens=False), text))
+            return self._generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, use_tqdm: ProgressBar = False
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of prompts, as far as a beam search finds them.
+
+        Returns:
+            One output per prompt, in their order; its sequences best first.
+
+        Raises: as `generate`.
+        """
+        _check_params(params, BeamSearchParams, "params")
+        wire = params.to_wire()
+        with self._lock:
+            self._check_awake()
+            collectors = []
+            for index, prompt in enumerate(_prompt_list(prompts)):
+                tokenized = self._tokenize(prompt, index)
+                request = EngineCoreRequest(str(next(self._ids)), tokenized.token_ids, wire, arrival_time=time.time())
+                collectors.append(BeamsCollector(tokenized, request, self._tokenizer))
+            self._loop.run(collectors, use_tqdm)
+            return [collector.result() for collector in collectors]
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+        """Frees memory while nothing is to be done. 0: nothing; 1: weights go to the host, KV is dropped; 2: both are dropped."""
+        with self._lock:
+            self._check_open()
+            self._core.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The way back. `tags`: some of `weights`, `kv_cache` and `scheduling`; None: all."""
+        with self._lock:
+            self._check_open()
+            self._core.wake_up(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV of earlier prompts. False if it was in use."""
+        with self._lock:
+            self._check_open()
+            return self._core.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Starts torch's profiler in every worker; needs `profiler_dir`."""
+        with self._lock:
+            self._check_open()
+            self._core.start_profile()
+
+    def stop_profile(self) -> None:
+        """Ends it: the traces are in `profiler_dir`."""
+        with self._lock:
+            self._check_open()
+            self._core.stop_profile()
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine counted and measured, under the names of its /metrics."""
+        with self._lock:
+            self._check_open()
+            name = Path(self.config.model.path).name
+            registry = engine_registry(self._core.get_stats, self._core.request_metrics, name)
+            return [
+                Metric(sample.name, dict(sample.labels), sample.value)
+                for family in registry.collect()
+                for sample in family.samples
+            ]
+
+    def close(self) -> None:
+        """Ends workers and frees the model's memory. Idempotent."""
+        with self._lock:
+            self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: ProgressBar,
+    ) -> list[RequestOutput]:
+        self._check_awake()
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        elif not isinstance(sampling_params, list | tuple):
+            raise TypeError(
+                f"sampling_params must be SamplingParams or a list of them, got {type(sampling_params).__name__}"
+            )
+        for index, params in enumerate(sampling_params):
+            _check_params(params, SamplingParams, f"sampling_params[{index}]")
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params must be one for all or one per prompt: got {len(sampling_params)} for {len(prompts)}"
+            )
+        ids = [str(next(self._ids)) for _ in prompts]
+        collectors = [
+            SamplesCollector(prompt, self._requests(request_id, prompt, params), params, self._tokenizer)
+            for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True)
+        ]
+        self._loop.run(collectors, use_tqdm)
+        return [collector.result(request_id) for request_id, collector in zip(ids, collectors, strict=True)]
+
+    def _requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[EngineCoreRequest]:
+        """The samples of one prompt: one group, so that the engine computes the prompt once."""
+        wire = params.to_wire(self._tokenizer, seed=self._seeds.getrandbits(63))
+        num = params.num_candidates
+        arrival = time.time()
+        # Only one of them has to tell what the prompt's tokens were worth.
+        silent = msgspec.structs.replace(wire, prompt_logprobs=None)
+        return [
+            EngineCoreRequest(
+                request_id if num == 1 else f"{index}_{request_id}",
+                prompt.token_ids,
+                wire if index == 0 else silent,
+                sample_index=index,
+                arrival_time=arrival,
+                group_id="" if num == 1 else request_id,
+            )
+            for index in range(num)
+        ]
+
+    def _tokenize(self, prompt: PromptType, index: int) -> Prompt:
+        given: Any = prompt  # whatever a caller may have put there
+        if isinstance(given, dict):
+            if not {"prompt", "prompt_token_ids"} & given.keys():
+                raise TypeError(
+                    f"prompt {index} must have prompt or prompt_token_ids, got {', '.join(map(repr, given))}"
+                )
+            given = given.get("prompt_token_ids", given.get("prompt"))
+        if isinstance(given, str):
+            try:
+                tokenized = Prompt(self._tokenizer.encode(given), given)
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        elif isinstance(given, list | tuple) and all(type(token_id) is int for token_id in given):
+            tokenized = Prompt(list(given), None)
+        else:
+            raise TypeError(f"prompt {index} must be a text or a list of token ids (int), got {_type_name(given)}")
+        if not tokenized.token_ids:
+            raise ValueError(f"prompt {index} is empty: a model continues one token at least")
+        return tokenized
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed; make a new one")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._core.is_paused():
+            raise RuntimeError("this LLM sleeps; wake_up() first")
+
+
+def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+    """One prompt is a list of one."""
+    given: Any = prompts
+    if isinstance(given, str | dict):
+        return [cast(PromptType, given)]
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"prompts must be a text, a list of token ids, or a list of these, got {type(given).__name__}")
+    if given and all(isinstance(item, int) for item in given):
+        return [cast(list[int], given)]
+    return given
+
+
+def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
+    """One conversation is a list of one. Raises TypeError or ValueError: it is neither, or one is empty."""
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"messages must be a list of messages, or of conversations, got {type(messages).__name__}")
+    if messages and isinstance(messages[0], dict):
+        messages = [messages]
+    for index, conversation in enumerate(messages):
+        if not isinstance(conversation, list | tuple):
+            raise TypeError(
+                f"conversation {index} must be a list of messages like {{'role': 'user', 'content': 'Hello'}}, "
+                f"got {type(conversation).__name__}"
+            )
+        if not conversation:
+            raise ValueError(f"conversation {index} is empty: it needs one message at least")
+    return cast(Sequence[Sequence[Message]], messages)
+
+
+def _type_name(given: object) -> str:
+    """Of a list, its first foreign item's, too."""
+    if isinstance(given, list | tuple):
+        foreign = next(type(item).__name__ for item in given if type(item) is not int)
+        return f"a {type(given).__name__} with {foreign}"
+    return type(given).__name__
+
+
+def _check_params(params: object, kind: type, name: str) -> None:
+    if not isinstance(params, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, got {type(params).__name__}")

@@ -1,0 +1,153 @@
+"""What callers of the offline API may ask for: the protocol's parameters and those that the client side itself serves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from baton_engine.protocol.sampling import MAX_BEAM_WIDTH, StructuredOutput
+from baton_engine.protocol.sampling import SamplingParams as WireSamplingParams
+from baton_engine.text.structured_outputs import StructuredOutputsParams, bad_words_token_ids
+from baton_engine.text.tokenizer import Tokenizer
+
+_INDEX = re.compile(r"\$\[(\d+)\]")
+
+
+def check_types(params: msgspec.Struct) -> None:
+    """Raises ValueError naming the field: Python takes any object for a field, the engine does not."""
+    kind = type(params)
+    for name in kind.__struct_fields__:
+        if isinstance(getattr(params, name), set | frozenset):
+            raise ValueError(f"{name}: expected a list, got a set")
+    try:
+        checked = msgspec.convert(msgspec.to_builtins(params), kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).replace("`", "").partition(" - at ")
+        # Structs whose form is an array name no fields.
+        path = _INDEX.sub(lambda match: kind.__struct_fields__[int(match[1])], where, count=1).removeprefix("$.")
+        raise ValueError(f"{path}: {what[:1].lower()}{what[1:]}") from error
+    except TypeError as error:
+        raise ValueError(f"{_foreign_field(params)}: {error}") from error
+    for name in kind.__struct_fields__:
+        given, expected = getattr(params, name), type(getattr(checked, name))
+        if issubclass(expected, msgspec.Struct) and not isinstance(given, expected):
+            raise ValueError(f"{name}: expected {expected.__name__}, got {type(given).__name__}")
+
+
+def _foreign_field(params: msgspec.Struct) -> str:
+    """Name of the first field whose value has a type that no message could carry."""
+    for name in params.__struct_fields__:
+        try:
+            msgspec.to_builtins(getattr(params, name))
+        except TypeError:
+            return name
+    return type(params).__name__
+
+
+class SamplingParams(WireSamplingParams, kw_only=True):
+    """Parameters of one prompt. Give them by name: `SamplingParams(temperature=0.8, max_tokens=64)`."""
+
+    max_tokens: int | None = 16
+    """Generated tokens at most, as in vLLM. None: up to max_model_len."""
+    seed: int | None = None  # type: ignore[assignment]  # the wire's is always set: `to_wire` takes the one that was drawn
+    """None: one is drawn per prompt, from the LLM's own seed."""
+    n: int = 1
+    """Sequences to return for each prompt."""
+    best_of: int | None = None
+    """Sequences to draw for each prompt, of which the n with the highest log-probability per token are returned, best first."""
+    stop: str | list[str] | None = None
+    """Strings that end a sequence. What comes out ends before them."""
+    include_stop_str_in_output: bool = False
+    """What ends a sequence, a string or a token, is part of its text."""
+    skip_special_tokens: bool = True
+    bad_words: list[str] | None = None
+    """Words that never come."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Sequences drawn for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field and the bound."""
+        check_types(self)
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n={self.n}, got {self.best_of}")
+        if any(not stop for stop in self.stops):
+            raise ValueError("stop must not hold an empty string")
+        if self.beam_width:
+            raise ValueError("beam_width is set by LLM.beam_search(prompts, BeamSearchParams(beam_width=...))")
+        if self.structured_output is not None and self.structured_outputs is not None:
+            raise ValueError("structured_output cannot be combined with structured_outputs: use the latter")
+        self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
+
+    def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
+        """What each sequence asks of the engine.
+
+        Args:
+            seed: used if the caller gave none.
+
+        Raises:
+            ValueError: naming the field and the bound.
+        """
+        self.validate()
+        bad_words = bad_words_token_ids(tokenizer, self.bad_words or []) + (self.bad_words_token_ids or [])
+        return self._wire(seed=seed if self.seed is None else self.seed, bad_words=bad_words or None)
+
+    def _wire(self, *, seed: int, bad_words: list[list[int]] | None) -> WireSamplingParams:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in WireSamplingParams.__struct_fields__}
+        if self.num_candidates > self.n and self.logprobs is None:
+            fields["logprobs"] = 0  # the best are found by them
+        structured_output = self.structured_output or self._structured_output()
+        fields |= {"seed": seed, "bad_words_token_ids": bad_words, "structured_output": structured_output}
+        return WireSamplingParams(**fields)
+
+    def _structured_output(self) -> StructuredOutput | None:
+        if self.structured_outputs is None:
+            return None
+        if not self.structured_outputs.given():
+            raise ValueError("structured_outputs must have one of json, json_object, regex, choice and grammar")
+        try:
+            return self.structured_outputs.to_structured_output()
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{error}") from error
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """Parameters of a beam search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    """Exponent of the length that cumulative log-probabilities are divided by."""
+    early_stopping: bool = False
+    """End with the first beam_width finished beams, also if a running one could still beat them."""
+
+    def to_wire(self) -> WireSamplingParams:
+        """Raises ValueError naming the field and the bound."""
+        check_types(self)
+        if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_width must be in [1, {MAX_BEAM_WIDTH}], got {self.beam_width}")
+        params = WireSamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
+        params.validate()
+        return params

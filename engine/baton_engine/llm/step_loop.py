@@ -1,0 +1,177 @@
+"""Runs requests through an engine core in this process until all have ended: the offline API's busy loop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.llm.collect import Collector, check_output
+from baton_engine.protocol.messages import EngineCoreOutput
+
+IDLE_S = 0.05
+"""A step that found nothing to do is tried again after this long, or when the core is woken."""
+
+ProgressBar = bool | Callable[..., "tqdm[Any]"]
+
+
+class StepLoop:
+    """The loop over one core. One thread at a time.
+
+    Args:
+        wakeup: set when the core may have found something to do.
+    """
+
+    def __init__(self, core: EngineCore, wakeup: threading.Event) -> None:
+        self._core = core
+        self._wakeup = wakeup
+        self._failure = ""
+
+    def run(self, collectors: Sequence[Collector], progress: ProgressBar) -> None:
+        """Runs all requests of `collectors`. Whatever is raised, nothing of them is left in the core.
+
+        Args:
+            progress: whether to show a bar on stderr, or what makes one from tqdm's arguments.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be served.
+            RuntimeError: the engine failed, now or earlier.
+            KeyboardInterrupt: after the step that ran when Ctrl-C was pressed; a second Ctrl-C does not wait for it.
+        """
+        if self._failure:
+            raise RuntimeError(f"the engine failed earlier ({self._failure}); make a new LLM")
+        running: dict[str, tuple[int, Collector]] = {}
+        with _interrupts_after_steps() as check_interrupt:
+            try:
+                self._add(collectors, running)
+                with _progress_bar(progress, len(collectors)) as bar:
+                    left = [len(collector.requests) for collector in collectors]
+                    while running:
+                        check_interrupt()
+                        for index in self._step(running, bar):
+                            left[index] -= 1
+                            if left[index] == 0:
+                                bar.count(prompts=1, input=len(collectors[index].prompt.token_ids))
+            finally:
+                self._abort(running)
+
+    def _add(self, collectors: Sequence[Collector], running: dict[str, tuple[int, Collector]]) -> None:
+        for index, collector in enumerate(collectors):
+            for request in collector.requests:
+                refusal = self._core.add_request(request)
+                if refusal is not None:
+                    check_output(refusal, f"prompt {index}")
+                running[request.request_id] = index, collector
+
+    def _step(self, running: dict[str, tuple[int, Collector]], bar: _Bar) -> Iterator[int]:
+        """Runs one step and takes in what it generated. Yields the prompt index of every request that ended."""
+        outputs = self._run_step()
+        for output in outputs:
+            if output.request_id not in running:
+                continue  # it was ended at a stop string
+            index, collector = running[output.request_id]
+            if output.error:
+                del running[output.request_id]
+                check_output(output, f"prompt {index}")
+            before = collector.num_generated
+            ended = collector.push(output)
+            bar.count(output=collector.num_generated - before)
+            if ended:
+                del running[output.request_id]
+                if not output.finished:
+                    self._core.abort_requests([output.request_id])
+                yield index
+
+    def _run_step(self) -> list[EngineCoreOutput]:
+        try:
+            outputs = self._core.step_fn()
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"the engine failed: {self._failure}") from error
+        except BaseException:  # a second Ctrl-C
+            self._failure = "a step was interrupted in the middle"
+            raise
+        if not outputs and not self._core.made_progress:
+            self._wakeup.wait(IDLE_S)
+            self._wakeup.clear()
+        return outputs
+
+    def _abort(self, running: dict[str, tuple[int, Collector]]) -> None:
+        if self._failure:
+            return
+        self._core.abort_requests(list(running))
+        while self._core.has_requests:  # steps in flight, and blocks that go free with them
+            self._run_step()
+
+
+class _Bar:
+    """vLLM's: prompts done, and estimated tokens per second in and out."""
+
+    def __init__(self, bar: tqdm[Any] | None) -> None:
+        self._bar = bar
+        self._started = time.perf_counter()
+        self._input = 0
+        self._output = 0
+
+    def count(self, *, prompts: int = 0, input: int = 0, output: int = 0) -> None:
+        self._input += input
+        self._output += output
+        if self._bar is None or not prompts:
+            return
+        elapsed_s = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.postfix = (
+            f"est. speed input: {self._input / elapsed_s:.2f} toks/s, output: {self._output / elapsed_s:.2f} toks/s"
+        )
+        self._bar.update(prompts)
+
+
+@contextlib.contextmanager
+def _progress_bar(progress: ProgressBar, num_prompts: int) -> Iterator[_Bar]:
+    if not progress:
+        yield _Bar(None)
+        return
+    make = tqdm if progress is True else progress
+    with make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True) as bar:
+        yield _Bar(bar)
+
+
+@contextlib.contextmanager
+def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits for the end of a step: half a step would leave the scheduler in doubt about what was computed.
+
+    Yields what raises the KeyboardInterrupt that came. Outside the main thread Python raises none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # ignored, or not Python's: leave it so
+        yield lambda: None
+        return
+    came = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            before(signum, frame)
+        came = True
+
+    def check() -> None:
+        nonlocal came
+        if came:
+            came = False
+            before(signal.SIGINT, None)  # Python's own raises KeyboardInterrupt; a caller's may let the loop go on
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+        check()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,54 @@
+"""JSON bodies to checked requests; what is wrong with one is said with the name of the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from baton_engine.text.errors import RequestError
+
+
+class _Checked(Protocol):
+    def validate(self) -> None: ...
+
+
+_Request = TypeVar("_Request", bound=_Checked)
+
+_MSGSPEC_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
+
+
+def parse_request(body: bytes, kind: type[_Request]) -> _Request:
+    """A request from its JSON body, fully checked.
+
+    Raises:
+        RequestError: malformed JSON, a wrong type, or a value out of bounds, with the field's name.
+    """
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise RequestError("The body is nested too deeply", code="invalid_json") from error
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    request.validate()
+    return request
+
+
+def _validation_error(text: str) -> RequestError:
+    """`Expected `int`, got `str` - at `$.n`` -> n, and a sentence that begins with it."""
+    match = _MSGSPEC_PATH.match(text)
+    assert match is not None  # the pattern matches every text
+    what = match["what"].replace("`", "")
+    path = (match["path"] or "$").split("` in `")[-1].removeprefix("$").removeprefix(".")
+    missing = _MISSING_FIELD.search(match["what"])
+    if missing is not None:
+        name = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    if not path:
+        return RequestError(f"The body must be a JSON object: {what}", code="invalid_type")
+    path = path.replace("[...]", "")
+    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=path, code="invalid_type")

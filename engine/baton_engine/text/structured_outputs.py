@@ -1,0 +1,101 @@
+"""What the text of an answer must look like, in vLLM's field names, and bad words as token sequences."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Any
+
+import msgspec
+
+from baton_engine.protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
+from baton_engine.text.tokenizer import Tokenizer
+
+MAX_WORDS = MAX_BAD_WORDS // 2
+"""Bad words: each may be two token sequences, as it starts a text and as it follows a space."""
+MAX_WORD_LENGTH = 1024
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Exactly one of the fields says what the text must be."""
+
+    json: dict[str, Any] | str | bool | None = None
+    """A JSON schema, as an object or as its text."""
+    regex: str | None = None
+    """The whole text matches it."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's or GBNF's notation."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+
+    def given(self) -> list[str]:
+        """Names of the fields that ask for something."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return [name for name, value in fields.items() if value is not None and not (value is False and name != "json")]
+
+    def to_structured_output(self) -> StructuredOutput | None:
+        """None if nothing is asked for.
+
+        Raises:
+            ValueError: several fields at once, or one whose value cannot be used; the message begins with its name.
+        """
+        given = self.given()
+        if not given:
+            return None
+        if len(given) > 1:
+            raise ValueError(f"{given[1]} cannot be combined with {given[0]}: a text has one structure")
+        if self.json is not None:
+            return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
+        if self.regex is not None:
+            return StructuredOutput(StructuredOutputKind.REGEX, self.regex)
+        if self.choice is not None:
+            if not self.choice:
+                raise ValueError("choice must hold at least one string")
+            return StructuredOutput(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
+        if self.grammar is not None:
+            return StructuredOutput(StructuredOutputKind.GRAMMAR, self.grammar)
+        return StructuredOutput(StructuredOutputKind.JSON_OBJECT)
+
+
+def _schema_text(schema: dict[str, Any] | str | bool) -> str:
+    if not isinstance(schema, str):
+        try:
+            return jsonlib.dumps(schema)
+        except RecursionError as error:
+            raise ValueError("json is nested too deeply") from error
+    try:
+        jsonlib.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json must be a JSON schema, but it is not JSON: {error}") from error
+    return schema
+
+
+def check_bad_words(words: list[str]) -> None:
+    """Before they are tokenized, for that takes time. Raises ValueError: too many, or one that is empty or too long."""
+    if len(words) > MAX_WORDS:
+        raise ValueError(f"bad_words must have at most {MAX_WORDS} words, got {len(words)}")
+    for word in words:
+        if not word.strip():
+            raise ValueError("bad_words must not hold an empty string")
+        if len(word) > MAX_WORD_LENGTH:
+            raise ValueError(f"bad_words must be words of {MAX_WORD_LENGTH} characters at most, got one of {len(word)}")
+
+
+def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    """The token sequences of words that must not come: each as it starts a text and as it follows a space.
+
+    Raises:
+        ValueError: see `check_bad_words`.
+    """
+    check_bad_words(words)
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = word.lstrip()
+        start = tokenizer.encode(bare, add_special_tokens=False)
+        sequences.append(start)
+        spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
+        # Where the space is a token of its own, the word's own sequence says it all.
+        if spaced[-len(start) :] != start:
+            sequences.append(spaced)
+    return sequences

@@ -1,0 +1,31 @@
+"""Fixtures of the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    engines: list[EngineProcess] = []
+
+    def start_engine(*flags: str, **env: str) -> EngineProcess:
+        engines.append(EngineProcess(tmp_path, *flags, **env))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One that all tests of a module ask, and none changes."""
+    engine = EngineProcess(tmp_path_factory.mktemp("engine"))
+    engine.wait_ready()
+    yield engine
+    engine.kill()

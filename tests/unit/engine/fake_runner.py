@@ -1,0 +1,241 @@
+"""A deterministic model and a connector without a network.
+
+The next token is a hash of all tokens so far, so any mistake in scheduling, resuming or offsets changes the text. The fake
+keeps a shadow KV memory, checks that each position it reads was written with the right tokens, and so notices wrong blocks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton_engine.core.beam_search import BeamConfig, BeamState, FinishedBeams, advance
+from baton_engine.core.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.protocol.messages import RoutedExperts, TokenLogprobs
+from baton_engine.protocol.sampling import SamplingParams
+from baton_kv_transfer.connector import BlockLoad, ConnectorOutput, LoadResult
+
+VOCAB_SIZE = 1000
+EOS = 0
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(token_ids)).encode()) % VOCAB_SIZE
+
+
+def continuation(prompt: Sequence[int], num_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """What the fake model says after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def candidates(token_ids: Sequence[int], num_candidates: int) -> list[tuple[int, float]]:
+    """The fake model's (token id, log-probability), best first."""
+    first = next_token(token_ids)
+    gap = 1 + first % 7
+    return [((first + index * gap) % VOCAB_SIZE, -0.1 * (index + 1) * gap) for index in range(num_candidates)]
+
+
+def beam_search(prompt: list[int], params: SamplingParams, stop_token_ids: frozenset[int]) -> list[list[int]]:
+    """The hypotheses of the fake model, best first, with nothing but lists."""
+    assert params.max_tokens is not None
+    config = BeamConfig(
+        params.beam_width, params.max_tokens, stop_token_ids, params.length_penalty, params.early_stopping
+    )
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: FinishedBeams[list[int]] = FinishedBeams(config.width)
+    while beams:
+        step = advance(
+            [BeamState(score, len(tokens)) for score, tokens in beams],
+            [candidates([*prompt, *tokens], 2 * config.width) for _, tokens in beams],
+            config,
+            finished.scores,
+        )
+        for beam in step.finished:
+            finished.add(beam.score, [*beams[beam.parent][1], beam.token_id])
+        beams = [(logprob, [*beams[parent][1], token_id]) for parent, token_id, logprob in step.live]
+    return list(finished)
+
+
+@dataclass
+class _Sequence:
+    token_ids: list[int]
+    block_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+
+
+@dataclass
+class FakeRunner:
+    block_size: int
+    max_num_batched_tokens: int
+    appends: bool = True
+    """The worker learns what was sampled. False: as a pipeline stage that does not sample."""
+    memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """(block, offset) -> all tokens up to the one whose KV is there."""
+    host_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    sequences: dict[str, _Sequence] = field(default_factory=dict)
+    max_num_seqs: int = 1 << 30
+
+    def write(self, block_ids: Sequence[int], token_ids: Sequence[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            slot = (block_ids[position // self.block_size], position % self.block_size)
+            self.memory[slot] = list(token_ids[: position + 1])
+
+    def check(self, sequence: _Sequence, end: int) -> None:
+        for position in range(end):
+            slot = (sequence.block_ids[position // self.block_size], position % self.block_size)
+            assert self.memory.get(slot) == sequence.token_ids[: position + 1], f"wrong KV at position {position}"
+
+    def execute_model(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Applies a step as `core/step.py` says."""
+        assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        assert step.reaches_model_runner
+        for request_id in step.finished_request_ids:
+            self.sequences.pop(request_id, None)
+        _copy(step.swap_out, self.memory, self.host_memory, self.block_size)
+        _copy(step.swap_in, self.host_memory, self.memory, self.block_size)
+        assert not {c.source for c in step.block_copies} & {c.target for c in step.block_copies}
+        _copy(step.block_copies, self.memory, self.memory, self.block_size)
+        starts = self._take_in(step)
+        assert len(self.sequences) <= self.max_num_seqs, "more sequences than rows in the worker's batch"
+        written: set[int] = set()
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            sequence, start = self.sequences[request_id], starts[request_id]
+            end = start + num_tokens
+            assert num_tokens > 0
+            assert end <= len(sequence.token_ids), "tokens that the worker does not know"
+            blocks = set(sequence.block_ids[start // self.block_size : -(-end // self.block_size)])
+            assert not blocks & written, "two sequences write to one block"
+            written |= blocks
+            self.write(sequence.block_ids, sequence.token_ids, start, end)
+        output = ModelRunnerOutput()
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            self._sample(request_id, starts[request_id], num_tokens, grammar, output)
+        return output
+
+    def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
+        starts = {}
+        for new in step.new_requests:
+            self.sequences[new.request_id] = _Sequence(
+                [*new.prompt_token_ids, *new.generated_token_ids],
+                list(new.block_ids),
+                len(new.prompt_token_ids),
+                new.sampling_params,
+            )
+            starts[new.request_id] = new.num_computed_tokens
+        for cached in step.cached_requests:
+            sequence = self.sequences[cached.request_id]
+            replaced = dict(cached.replaced_blocks)
+            sequence.block_ids = [replaced.get(block_id, block_id) for block_id in sequence.block_ids]
+            sequence.block_ids += cached.new_block_ids
+            start = starts[cached.request_id] = cached.num_computed_tokens
+            if cached.new_token_ids:
+                assert start <= len(sequence.token_ids)
+                sequence.token_ids[start : start + len(cached.new_token_ids)] = cached.new_token_ids
+        assert starts.keys() == step.num_scheduled_tokens.keys()
+        return starts
+
+    def _sample(
+        self,
+        request_id: str,
+        start: int,
+        num_tokens: int,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> None:
+        sequence, end = self.sequences[request_id], start + num_tokens
+        params = sequence.params
+        self.check(sequence, end)
+        if params.prompt_logprobs is not None and start + 1 < sequence.num_prompt:
+            predicted = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt)]
+            output.prompt_logprobs[request_id] = [TokenLogprobs(token_id, -1.0) for token_id in predicted]
+        if params.return_routed_experts:
+            experts = b"".join(position.to_bytes(2, "little") for position in range(start, end))
+            output.routed_experts[request_id] = RoutedExperts((num_tokens, 1, 1), experts)
+        if end < len(sequence.token_ids):
+            return
+        token_id = next_token(sequence.token_ids)
+        if grammar is not None and request_id in grammar.request_ids:
+            mask = grammar.bitmask[grammar.request_ids.index(request_id)]
+            while not int(mask[token_id // 32]) >> token_id % 32 & 1:
+                token_id = (token_id + 1) % VOCAB_SIZE
+        if params.beam_width:
+            top = candidates(sequence.token_ids, 2 * params.beam_width)
+            output.logprobs[request_id] = TokenLogprobs(token_id, top[0][1], 1, top)
+        output.sampled_token_ids[request_id] = token_id
+        if self.appends:
+            sequence.token_ids.append(token_id)
+
+
+def _copy(
+    copies: list[BlockCopy],
+    source: dict[tuple[int, int], list[int]],
+    target: dict[tuple[int, int], list[int]],
+    block_size: int,
+) -> None:
+    assert len({copy.target for copy in copies}) == len(copies), "two copies into one block"
+    for copy in copies:
+        for offset in range(block_size):
+            target[copy.target, offset] = source.get((copy.source, offset), [])
+
+
+class FakeConnector:
+    """Worker side without a network: tests end sends and loads themselves."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, str] = {}
+        self.sends: dict[str, list[int]] = {}
+        """Transfer id -> blocks published so far. The peer may read them until the send ends."""
+        self.send_complete: set[str] = set()
+        self.loads: dict[str, BlockLoad] = {}
+        self.cancelled: set[str] = set()
+        self.hashes: dict[str, list[bytes]] = {}
+        self._finished = ConnectorOutput()
+        self._ended: set[str] = set()
+
+    def step(self, step: SchedulerOutput) -> ConnectorOutput:
+        metadata = step.connector
+        for transfer_id, peer in metadata.offers.items():
+            assert transfer_id not in self.offers
+            self.offers[transfer_id] = peer
+            self.sends[transfer_id] = []
+        for load in metadata.loads:
+            assert load.transfer_id not in self.loads
+            assert len(load.block_ids) == len(load.block_hashes)
+            self.loads[load.transfer_id] = load
+        for transfer_id in metadata.cancels:
+            assert transfer_id in self.sends or transfer_id in self.loads or self._has_ended(transfer_id)
+            self.cancelled.add(transfer_id)
+        for save in metadata.saves:
+            if self._has_ended(save.transfer_id):
+                continue
+            blocks = self.sends[save.transfer_id]
+            assert save.first_block_index == len(blocks), "blocks are published in order, each once"
+            assert save.transfer_id not in self.send_complete
+            blocks += save.block_ids
+            self.hashes.setdefault(save.transfer_id, []).extend(save.block_hashes)
+            if save.last:
+                self.send_complete.add(save.transfer_id)
+        finished, self._finished = self._finished, ConnectorOutput()
+        return finished
+
+    def _has_ended(self, transfer_id: str) -> bool:
+        """It ended, but the scheduler had not heard of it when it made the step."""
+        return transfer_id in self._ended
+
+    def end_send(self, transfer_id: str) -> None:
+        del self.sends[transfer_id], self.offers[transfer_id]
+        self._ended.add(transfer_id)
+        self._finished.finished_sending.add(transfer_id)
+
+    def end_load(self, transfer_id: str, num_valid_blocks: int | None = None, error: str = "") -> None:
+        load = self.loads.pop(transfer_id)
+        self._ended.add(transfer_id)
+        valid = len(load.block_ids) if num_valid_blocks is None else num_valid_blocks
+        self._finished.load_results[transfer_id] = LoadResult(valid, error)

@@ -1,0 +1,183 @@
+"""Runs models without an engine: forward batches over a paged cache in chunks, ranks as threads; edits checkpoints."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton_engine.distributed.group import ParallelContext
+from baton_engine.models.config import load_checkpoint_config
+from baton_engine.models.layers import CausalLM, ForwardBatch
+from baton_engine.models.registry import load_model
+from baton_engine.models.sharding import ALONE, shard
+
+BLOCK_SIZE = 4
+DEADLINE_S = 60.0
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+def load(path: Path, parallel: ParallelContext = ALONE) -> CausalLM:
+    return load_model(path, load_checkpoint_config(path), torch.float32, CPU, parallel)
+
+
+def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
+    """Room for this rank's heads and layers. Poisoned: what nobody wrote must not be read."""
+    own = shard(model.config, model.parallel)
+    num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
+    return torch.full(
+        (num_blocks, own.num_kv_heads, own.num_layers, 2, BLOCK_SIZE, model.config.head_dim), float("nan")
+    )
+
+
+def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tensor) -> ForwardBatch:
+    """Tokens [start, end) of each sequence, of equal lengths; sequence s owns blocks s, s + n, s + 2n, ..."""
+    num_seqs, size = len(sequences), end - start
+    tables = torch.arange(kv_cache.shape[0], dtype=torch.int32).view(-1, num_seqs).T.contiguous()
+    positions = torch.arange(start, end)
+    slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    return ForwardBatch(
+        input_ids=torch.tensor([sequence[start:end] for sequence in sequences]).flatten(),
+        positions=positions.repeat(num_seqs),
+        slot_mapping=slots.flatten(),
+        block_tables=tables,
+        cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32) * size,
+        seq_lens=torch.full((num_seqs,), end, dtype=torch.int32),
+        kv_cache=kv_cache,
+    )
+
+
+@torch.inference_mode()
+def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor:
+    """Logits of every position, [num_seqs, num_tokens, vocab_size], computed `chunk` tokens of each sequence at a time.
+
+    A stage that is not the first receives its input from the one before; one that is not the last sends, and returns nothing.
+    """
+    num_tokens = len(sequences[0])
+    kv_cache = new_kv_cache(model, num_tokens, len(sequences))
+    pipeline = model.parallel.pipeline
+    logits: list[Tensor] = []
+    for start in range(0, num_tokens, chunk):
+        end = min(start + chunk, num_tokens)
+        batch = chunk_batch(sequences, start, end, kv_cache)
+        hidden = None
+        if not model.parallel.is_first_stage:
+            hidden = pipeline.recv(torch.empty(len(batch.input_ids), model.config.hidden_size), pipeline.rank - 1)
+        hidden = model(batch, hidden)
+        if model.parallel.is_last_stage:
+            logits.append(model.compute_logits(hidden).view(len(sequences), end - start, -1))
+        else:
+            pipeline.send(hidden, pipeline.rank + 1)
+    return torch.cat(logits, dim=1) if logits else torch.empty(0)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Of a checkpoint; None removes a field."""
+    config = json.loads((path / "config.json").read_text())
+    for name, value in changes.items():
+        if value is None:
+            config.pop(name, None)
+        else:
+            config[name] = value
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def with_biases(path: Path) -> Path:
+    """Turns a llama checkpoint into one with biases in every projection."""
+    edit_config(path, attention_bias=True, mlp_bias=True)
+    weights = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in list(weights.items()):
+        if name.endswith("_proj.weight"):
+            weights[name.replace("weight", "bias")] = torch.randn(len(weight), generator=generator)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@dataclass
+class _Meeting:
+    """What the threads of one group share."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    tensors: list[Tensor] = field(init=False)
+    mail: dict[tuple[int, int], queue.Queue[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=DEADLINE_S)
+        self.tensors = [torch.empty(0)] * self.size
+        self.mail = {(s, t): queue.Queue() for s in range(self.size) for t in range(self.size)}
+
+
+class ThreadGroup:
+    """A Group whose members are threads; counts its operations by name."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.calls: dict[str, int] = {}
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(torch.stack(self._exchange("all_reduce", tensor)).sum(dim=0))
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat(self._exchange("all_gather", tensor), dim=dim)
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        self._meeting.mail[self.rank, target].put(tensor.clone())
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor.copy_(self._meeting.mail[source, self.rank].get(timeout=DEADLINE_S))
+
+    def close(self) -> None:
+        pass
+
+    def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
+        self.calls[name] = self.calls.get(name, 0) + 1
+        self._meeting.tensors[self.rank] = tensor.clone()
+        self._meeting.barrier.wait()
+        tensors = list(self._meeting.tensors)
+        self._meeting.barrier.wait()
+        return tensors
+
+
+def run_ranks(work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1) -> list[T]:
+    """`work` on every rank, each in a thread; results in global rank order. The first failure ends all of them."""
+    tensor_groups = [_Meeting(tensor_size) for _ in range(pipeline_size)]
+    pipelines = [_Meeting(pipeline_size) for _ in range(tensor_size)]
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(stage: int, rank: int) -> None:
+        parallel = ParallelContext(
+            ThreadGroup(tensor_groups[stage], rank) if tensor_size > 1 else ALONE.tensor,
+            ThreadGroup(pipelines[rank], stage) if pipeline_size > 1 else ALONE.pipeline,
+        )
+        try:
+            results[stage * tensor_size + rank] = work(parallel)
+        except BaseException as error:
+            errors.append(error)
+            for meeting in (*tensor_groups, *pipelines):
+                meeting.barrier.abort()
+
+    threads = [
+        threading.Thread(target=run, args=(stage, rank), daemon=True)
+        for stage in range(pipeline_size)
+        for rank in range(tensor_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"ranks did not end within {DEADLINE_S} s"
+    return [results[rank] for rank in sorted(results)]

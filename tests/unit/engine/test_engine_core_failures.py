@@ -1,0 +1,236 @@
+"""Deaths of an engine process as its clients see them, and the calls that stop, pause and watch it. Real processes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from engine_fakes import continuation
+from engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
+
+from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_engine.protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
+
+DEATH_NOTICED_S = 5.0
+WORKER_PROCESS = ("--executor", "engine_fakes.WorkerProcessExecutor")
+HANGS = [14, 14, 14]
+
+
+async def assert_all_hear_of_it(waiting: list[asyncio.Task[object]], match: str) -> None:
+    """Every one of `waiting` ends with EngineDeadError and a reason, in time."""
+    async with asyncio.timeout(DEATH_NOTICED_S):
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, EngineDeadError), result
+        assert re.search(match, str(result)), result
+
+
+def add_long_ones(client: EngineClient, *prompts: list[int]) -> list[asyncio.Task[object]]:
+    """Requests that will not end by themselves."""
+    return [asyncio.create_task(collect(client.add(request(f"r{prompt}", prompt, 250)))) for prompt in prompts]
+
+
+def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
+    """A utility call that is answered when the running requests have ended."""
+    return asyncio.create_task(client.call("pause", "wait", timeout_s=None))
+
+
+async def until_running(client: EngineClient, number: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while client.status is None or client.status.num_running < number:
+            await asyncio.sleep(0.02)
+
+
+async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start):
+    engine = start(BATON_FAKE_STEP_S="0.2")
+    async with await connect(engine, heartbeat_interval_s=0.1) as one, await connect(engine) as two:
+        waiting = [*add_long_ones(one, [1], [2]), *add_long_ones(two, [3])]
+        await until_running(one, 3)
+        waiting.append(call_and_wait(two))
+        while not (await one.call("get_stats"))["paused"]:  # the call has come
+            assert not waiting[-1].done()
+        engine.process.send_signal(signal.SIGKILL)
+        await assert_all_hear_of_it(waiting, "connection lost")
+
+
+async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start):
+    engine = start(*WORKER_PROCESS)
+    async with await connect(engine) as one, await connect(engine) as two:
+        waiting = [*add_long_ones(one, HANGS, [1]), *add_long_ones(two, [3])]
+        async with asyncio.timeout(DEADLINE_S):
+            while "the step hangs" not in engine.text:
+                await asyncio.sleep(0.02)
+        waiting.append(call_and_wait(two))
+        pid = int(re.search(r"worker process (\d+)", engine.text)[1])
+        os.kill(pid, signal.SIGKILL)
+        await assert_all_hear_of_it(waiting, f"worker 0 .pid {pid}. ended with code -9")
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
+    assert "its input is in" in engine.text
+
+
+async def test_kill_9_of_a_worker_of_an_idle_engine_is_told_as_well(start):
+    engine = start(*WORKER_PROCESS)
+    async with await connect(engine) as client:
+        pid = int(wait_for(lambda: re.search(r"worker process (\d+)", engine.text), "the worker's pid", engine)[1])
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(DEATH_NOTICED_S):
+            assert "worker 0" in await client.wait_dead()
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
+
+
+async def test_a_failed_step_names_the_file_with_its_input(start, tmp_path):
+    engine = start("--crash-dump-dir", str(tmp_path / "dumps"))
+    async with await connect(engine) as client:
+        with pytest.raises(EngineDeadError, match=r"step \d+ failed: RuntimeError: the device is on fire") as dead:
+            await collect(client.add(request("r", [13, 13, 13])))
+    (path,) = (tmp_path / "dumps").iterdir()
+    assert str(path) in str(dead.value)
+    assert str(path) in engine.text
+    assert "r" in json.loads(Path(path).read_text())["step"]["num_scheduled_tokens"]
+
+
+async def test_a_second_sigterm_does_not_wait_for_running_requests(start):
+    engine = start("--drain-timeout-s", "60", BATON_FAKE_STEP_S="0.1")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 250))
+        await anext(stream)
+        engine.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "shutting down" in engine.text, "the first signal in the log", engine)
+        started = time.monotonic()
+        engine.process.send_signal(signal.SIGTERM)
+        last = (await collect(stream))[-1]
+        assert last.error_code is ErrorCode.DRAINING
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
+        assert time.monotonic() - started < 10
+
+
+async def test_sigterm_of_a_paused_engine_does_not_wait_for_what_cannot_end(start):
+    engine = start("--drain-timeout-s", "60", BATON_FAKE_STEP_S="0.02")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 250))
+        await anext(stream)
+        await client.call("pause", "keep")
+        engine.process.send_signal(signal.SIGTERM)
+        assert (await collect(stream))[-1].error_code is ErrorCode.DRAINING
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
+
+
+async def test_pausing_waits_without_stopping_the_loop(start):
+    engine = start(BATON_FAKE_STEP_S="0.02")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 30))
+        await anext(stream)
+        pause = call_and_wait(client)
+        await asyncio.sleep(0)  # it is sent before what follows
+        assert (await client.call("get_stats"))["paused"]
+        assert not pause.done()
+        late = client.add(request("late", [5, 6], 4))
+        assert len(tokens(await collect(stream))) == 29
+        assert await pause is None
+        await client.call("resume")
+        assert tokens(await collect(late)) == continuation([5, 6], 4, ignore_eos=True)
+
+
+async def test_a_wait_for_a_pause_ends_when_another_call_makes_it_void(start):
+    engine = start(BATON_FAKE_STEP_S="0.02")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 100))
+        await anext(stream)
+        pause = call_and_wait(client)
+        await asyncio.sleep(0)  # it is sent before what follows
+        assert (await client.call("is_paused")) is True
+        await client.call("resume")
+        with pytest.raises(UtilityError, match="resumed before the pause was complete"):
+            await pause
+        assert len(tokens(await collect(stream))) == 99
+
+
+async def test_sleep_over_the_admin_port_keeps_requests_and_wakes_again(start):
+    engine = start(BATON_FAKE_STEP_S="0.01")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2, 3], 60))
+        first = await anext(stream)
+        post = asyncio.to_thread
+        assert await post(engine.http, "POST", "/sleep?level=1&mode=keep") == (200, '{"result":null}')
+        assert await post(engine.http, "GET", "/is_sleeping") == (200, '{"result":true}')
+        metrics = (await post(engine.http, "GET", "/metrics"))[1]
+        assert 'baton:engine_sleep_state{model_name="nowhere",sleep_state="weights_offloaded"} 1.0' in metrics
+        status, body = await post(engine.http, "POST", "/resume")
+        assert (status, json.loads(body)["reason"]) == (409, "Failed")
+        assert "wake_up() first" in body
+        assert (await post(engine.http, "POST", "/wake_up?tags=weights"))[0] == 200
+        assert await post(engine.http, "GET", "/is_sleeping") == (200, '{"result":true}')
+        assert (await post(engine.http, "POST", "/wake_up?tags=kv_cache,scheduling"))[0] == 200
+        assert await post(engine.http, "GET", "/is_paused") == (200, '{"result":false}')
+        rest = tokens(await collect(stream))
+        assert [*first.new_token_ids, *rest] == continuation([1, 2, 3], 60, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/pause?mode=nonsense", 400, "Invalid enum value 'nonsense'"),
+        ("/pause?speed=3", 400, "pause takes mode, not speed"),
+        ("/sleep?level=7", 400, "Invalid enum value 7"),
+        ("/sleep?level=deep", 400, "level"),
+        ("/wake_up?tags=gpu", 400, "tags must be some of weights"),
+        ("/start_profile", 409, "--profiler-dir"),
+        ("/get_stats", 404, "/sleep"),
+        ("/is_paused", 404, "GET /health"),
+    ],
+)
+def test_the_admin_port_says_what_is_wrong_as_json(shared_engine, path, status, message):
+    got, body = shared_engine.http("POST", path)
+    assert got == status, body
+    assert message in json.loads(body)["message"]
+
+
+async def test_an_aborting_pause_ends_requests_and_metrics_count_them(start):
+    engine = start(BATON_FAKE_STEP_S="0.01")
+    async with await connect(engine) as client:
+        assert len(tokens(await collect(client.add(request("served", [1, 2], 5))))) == 5
+        stream = client.add(request("r", [1, 2], 200))
+        await anext(stream)
+        await client.call("pause")
+        assert (await collect(stream))[-1].finish_reason is FinishReason.ABORT
+        await client.call("resume")
+    metrics = engine.http("GET", "/metrics")[1]
+    assert 'baton:request_success_total{finished_reason="abort",model_name="nowhere"} 1.0' in metrics
+    assert 'baton:e2e_request_latency_seconds_count{model_name="nowhere"} 1.0' in metrics
+    assert 'baton:request_queue_time_seconds_count{model_name="nowhere"} 1.0' in metrics
+    assert 'baton:inter_token_latency_seconds_count{model_name="nowhere"}' in metrics
+
+
+async def test_subscribers_hear_what_the_prefix_cache_gains_without_gaps(start):
+    engine = start("--enable-kv-events")
+    early: list[KVEventBatch] = []
+    late: list[KVEventBatch] = []
+    async with await connect(engine, on_kv_events=early.append) as client:
+        await collect(client.add(request("a", list(range(1, 10)))))
+        async with await connect(engine, on_kv_events=late.append) as other, await connect(engine) as stranger:
+            await collect(stranger.add(request("b", list(range(20, 29)))))
+            assert await client.call("reset_prefix_cache")
+            async with asyncio.timeout(DEADLINE_S):
+                while not (early and late and early[-1] == late[-1] and "Cleared" in str(early[-1].events[-1])):
+                    await asyncio.sleep(0.01)
+            assert other.dead_reason is None
+    assert [batch.sequence for batch in early] == list(range(len(early)))
+    assert [batch.sequence for batch in late] == list(range(len(early) - len(late), len(early)))
+    stored = [event for batch in early for event in batch.events if isinstance(event, BlocksStored)]
+    assert sum(len(event.block_hashes) for event in stored) >= 4
+    assert {event.block_size for event in stored} == {4}
+
+
+def test_a_length_that_the_memory_cannot_hold_is_fatal_with_both_numbers(start):
+    engine = start("--max-model-len", "300")
+    assert engine.process.wait(DEADLINE_S) == 78
+    last = engine.text.splitlines()[-1]
+    assert re.match(
+        r"FATAL KVMemoryTooSmall: model\.max_model_len is 300 tokens, but the KV memory holds 256 ", last
+    ), last

@@ -1,0 +1,363 @@
+"""Pause and sleep: the text of requests does not change, whoever waits is answered, no order of calls leaves anything latched."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+from engine_fakes import FakeExecutor, continuation
+from fake_runner import FakeConnector
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.pause import PauseControl
+from baton_engine.core.scheduler import PauseState
+from baton_engine.protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, FinishReason, KVSide, KVTransferParams
+from baton_engine.protocol.sampling import SamplingParams
+
+PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}
+NUM_TOKENS = 12
+OVERLAPS = {
+    "one by one": {},
+    "pipeline": {"parallel": ParallelConfig(pipeline_parallel_size=2)},
+    "asynchronous": {"scheduler": SchedulerConfig(async_scheduling=True)},
+}
+
+
+class Texts:
+    """An engine core, and what its requests have said so far."""
+
+    def __init__(self, **sections: object) -> None:
+        config = EngineConfig(
+            model=ModelConfig(path="/nowhere"),
+            cache=CacheConfig(block_size=4, num_blocks=64),
+            **sections,  # type: ignore[arg-type]
+        )
+        self.executor = FakeExecutor(config, "instance", lambda: None)
+        self.core = EngineCore(config, self.executor)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+
+    def add(self, *request_ids: str) -> None:
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        for request_id in request_ids:
+            self.tokens[request_id] = []
+            assert self.core.add_request(EngineCoreRequest(request_id, PROMPTS[request_id], params)) is None
+
+    def run(self, max_steps: int = 1000) -> None:
+        """Until nothing more can be done."""
+        for _ in range(max_steps):
+            if not self.core.has_requests:
+                return
+            for output in self.core.step_fn():
+                self.tokens[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self.reasons[output.request_id] = output.finish_reason
+            if not self.core.made_progress:
+                return
+
+    def assert_complete(self) -> None:
+        for request_id, tokens in self.tokens.items():
+            assert tokens == continuation(PROMPTS[request_id], NUM_TOKENS, ignore_eos=True), request_id
+
+
+@pytest.fixture(params=OVERLAPS.values(), ids=OVERLAPS.keys())
+def texts(request: pytest.FixtureRequest) -> Texts:
+    return Texts(**request.param)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
+    texts.add(*PROMPTS)
+    texts.run(max_steps=5)
+    assert texts.core.sleep(level, "keep") is None
+    assert texts.core.is_sleeping()
+    assert texts.core.get_stats().sleep_level == level
+    before = {request_id: list(tokens) for request_id, tokens in texts.tokens.items()}
+    texts.run()  # takes what steps in flight had said
+    told = {request_id: list(tokens) for request_id, tokens in texts.tokens.items()}
+    texts.run()
+    assert texts.tokens == told
+    assert all(len(told[request_id]) - len(tokens) <= 2 for request_id, tokens in before.items())
+    texts.core.wake_up()
+    texts.run()
+    texts.assert_complete()
+    assert texts.executor.calls == ([("sleep", level), ("wake_up", ["kv_cache", "weights"])] if level else [])
+    assert not texts.core.is_paused()
+
+
+def test_what_arrives_during_a_pause_waits_for_resume(texts):
+    assert texts.core.pause("keep") is None
+    texts.add("r1")
+    texts.run()
+    assert texts.tokens == {"r1": []}
+    assert texts.core.has_requests
+    for _ in range(3):
+        texts.core.step_fn()
+        assert not texts.core.made_progress, "the loop would spin"
+    texts.core.resume()
+    texts.run()
+    texts.assert_complete()
+
+
+def test_waiting_for_the_running_requests_leaves_the_others_queued():
+    texts = Texts(scheduler=SchedulerConfig(max_num_seqs=1))
+    texts.add("r1", "r2")
+    texts.run(max_steps=2)
+    future = texts.core.pause("wait")
+    assert isinstance(future, Future)
+    assert not future.done()
+    texts.run()
+    assert future.done()
+    assert texts.reasons == {"r1": FinishReason.LENGTH}
+    texts.core.resume()
+    texts.run()
+    texts.assert_complete()
+
+
+def test_a_pause_that_aborts_ends_every_request(texts):
+    texts.add(*PROMPTS)
+    texts.run(max_steps=3)
+    assert texts.core.pause("abort") is None
+    texts.run()
+    assert set(texts.reasons.values()) == {FinishReason.ABORT}
+    assert texts.reasons.keys() == PROMPTS.keys()
+    assert texts.core.get_stats().kv_cache_usage == 0
+
+
+def test_resume_answers_whoever_waits_for_the_pause(texts):
+    texts.add("r1")
+    texts.run(max_steps=2)
+    first = texts.core.pause("wait")
+    texts.core.resume()
+    with pytest.raises(RuntimeError, match="resumed before"):
+        first.result(timeout=0)
+    texts.core.resume()
+    second = texts.core.pause("wait")
+    texts.run()
+    assert second is None or second.result(timeout=0) is None
+    assert texts.core.is_paused()
+
+
+def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
+    texts.add("r1")
+    texts.core.sleep(1, "keep")
+    with pytest.raises(RuntimeError, match=r"sleeps at level 1; wake_up\(\) first"):
+        texts.core.resume()
+    with pytest.raises(ValueError, match="tags must be some of weights, kv_cache, scheduling, got gpu"):
+        texts.core.wake_up(["gpu"])
+    texts.core.wake_up(["weights"])
+    texts.run()
+    assert texts.core.is_sleeping()
+    assert texts.tokens == {"r1": []}
+    texts.core.wake_up(["kv_cache"])
+    texts.run()
+    texts.assert_complete()
+
+
+def test_what_was_paused_before_it_slept_stays_paused(texts):
+    texts.core.pause("keep")
+    texts.core.sleep(1)
+    texts.core.wake_up()
+    assert texts.core.is_paused()
+    assert not texts.core.is_sleeping()
+
+
+def test_workers_that_cannot_sleep_leave_the_engine_paused_and_alive(texts, monkeypatch):
+    def fail(method: str, args: tuple[object, ...] = ()) -> list[object]:
+        raise RuntimeError("no host memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(texts.executor, "collective_rpc", fail)
+        with pytest.raises(RuntimeError, match="no host memory left"):
+            texts.core.sleep(1)
+    assert texts.core.is_paused()
+    assert not texts.core.is_sleeping()
+    texts.core.resume()
+    texts.add("r1")
+    texts.run()
+    texts.assert_complete()
+
+
+def test_a_reset_of_the_prefix_cache_may_take_the_running_requests_along(texts):
+    texts.add(*PROMPTS)
+    texts.run(max_steps=5)
+    assert texts.core.reset_prefix_cache(True)
+    texts.run()
+    texts.assert_complete()
+    assert texts.core.get_stats().num_preemptions > 0
+
+
+class FakePausedEngine:
+    def __init__(self) -> None:
+        self.state = PauseState.UNPAUSED
+        self.running = 0
+        self.held_blocks = False
+        self.awake = {"weights", "kv_cache"}
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.state = state
+
+    def abort_all(self) -> int:
+        self.running = 0
+        return 0
+
+    def finish_steps(self) -> None:
+        pass
+
+    def num_running(self) -> int:
+        return self.running
+
+    def free_kv_cache(self) -> bool:
+        return not self.held_blocks
+
+    def sleep_workers(self, level: int) -> None:
+        assert self.awake == {"weights", "kv_cache"}, "asleep already"
+        assert not self.held_blocks, "a transfer writes into memory that is given up"
+        self.awake = set()
+
+    def wake_workers(self, tags: list[str]) -> None:
+        assert tags
+        assert not self.awake & set(tags), "awake already"
+        self.awake |= set(tags)
+
+
+MODES = st.sampled_from(["abort", "wait", "keep"])
+
+
+class PauseMachine(RuleBasedStateMachine):
+    """Calls in any order, requests and transfers that come and end in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = FakePausedEngine()
+        self.control = PauseControl(self.engine)
+        self.futures: list[Future[None]] = []
+
+    def take(self, future: Future[None] | None) -> None:
+        if future is not None:
+            self.futures.append(future)
+
+    @rule(mode=MODES)
+    def pause(self, mode):
+        self.take(self.control.pause(mode))
+        assert self.control.is_paused
+
+    @rule(level=st.sampled_from([0, 1, 2]), mode=MODES)
+    def sleep(self, level, mode):
+        try:
+            self.take(self.control.sleep(level, mode))
+        except RuntimeError:
+            assert self.control.memory_dropped
+        assert self.control.is_paused
+
+    @rule()
+    def resume(self):
+        if self.control.memory_dropped:
+            with pytest.raises(RuntimeError, match="wake_up"):
+                self.control.resume()
+        else:
+            self.control.resume()
+            assert self.engine.state is PauseState.UNPAUSED
+
+    @rule(tags=st.none() | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"]), unique=True))
+    def wake_up(self, tags):
+        self.control.wake_up(tags)
+        if tags is None:
+            assert self.control.sleep_level is None
+
+    @precondition(lambda self: self.engine.state is PauseState.UNPAUSED)
+    @rule()
+    def requests_start(self):
+        self.engine.running = 3
+
+    @precondition(lambda self: self.engine.state is not PauseState.PAUSED_ALL)
+    @rule()
+    def requests_end(self):
+        self.engine.running = 0
+        self.control.advance()
+
+    @rule(held=st.booleans())
+    def transfers(self, held):
+        if self.engine.awake or not held:
+            self.engine.held_blocks = held
+            self.control.advance()
+
+    @invariant()
+    def states_agree(self):
+        assert (self.engine.state is not PauseState.UNPAUSED) == self.control.is_paused
+        assert self.control.memory_dropped == (self.engine.awake != {"weights", "kv_cache"})
+        if self.control.memory_dropped:
+            assert self.control.sleep_level in (1, 2)
+            assert self.control.is_paused
+
+    @invariant()
+    def whoever_waits_has_a_reason_to(self):
+        waits_for_requests = self.engine.state is PauseState.PAUSED_NEW and self.engine.running
+        if not waits_for_requests and not self.engine.held_blocks:
+            assert all(future.done() for future in self.futures)
+
+    def teardown(self):
+        self.control.wake_up()
+        self.control.resume()
+        assert all(future.done() for future in self.futures), "somebody waits for ever"
+        assert self.engine.state is PauseState.UNPAUSED
+        assert self.engine.awake == {"weights", "kv_cache"}
+
+
+PauseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPauseMachine = PauseMachine.TestCase
+
+
+class ProducingExecutor(FakeExecutor):
+    """With a KV connector whose peer lets go as soon as it is told to."""
+
+    def initialize(self):
+        self.connector = FakeConnector()
+        return super().initialize()
+
+    def sample_tokens(self, grammar):
+        step = self._step
+        future = super().sample_tokens(grammar)
+        future.result().connector = self.connector.step(step)
+        for transfer_id in self.connector.cancelled & self.connector.sends.keys():
+            self.connector.end_send(transfer_id)
+        return future
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_does_not_wait_for_requests_it_froze_that_compute_kv_for_a_peer(level):
+    config = EngineConfig(
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_batched_tokens=8),
+        kv_transfer=KVTransferConfig(role=KVRole.PRODUCER),
+    )
+    core = EngineCore(config, ProducingExecutor(config, "instance", lambda: None))
+    transfer = KVTransferParams(KVSide.PRODUCE, "t", "peer")
+    producing = EngineCoreRequest("p", list(range(1, 30)), SamplingParams(max_tokens=1), kv_transfer=transfer)
+    assert core.add_request(producing) is None
+    assert core.step_fn() == []
+    future = core.sleep(level, "keep")
+    assert future is not None, "the peer has not let go of the blocks"
+    outputs = core.take_outputs()
+    for _ in range(5):
+        outputs += core.step_fn()
+    assert future.done()
+    assert core.is_sleeping()
+    (output,) = outputs
+    assert (output.request_id, output.error_code) == ("p", ErrorCode.DRAINING)
+    assert "went to sleep" in output.error
+    core.wake_up()
+    assert not core.has_requests

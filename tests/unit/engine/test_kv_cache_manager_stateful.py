@@ -1,0 +1,205 @@
+"""Any order of manager calls, with the copies made in a model of both memories: everyone reads what was computed for them.
+
+A slot's content is the sequence of tokens up to its position, as KV depends on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton_engine.core.block_pool import BlockPool
+from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.request import Request
+from baton_engine.core.step import BlockCopy
+from baton_engine.protocol.block_hash import hash_blocks, root_hash
+from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
+from baton_engine.protocol.sampling import SamplingParams
+
+BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
+MAX_TOKENS = 20
+
+Memory = list[list[tuple[int, ...]]]
+
+
+class KVMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCacheManager(NUM_BLOCKS, BLOCK, "model", num_swap_blocks=NUM_SWAP_BLOCKS, enable_events=True)
+        self.device: Memory = [[()] * BLOCK for _ in range(NUM_BLOCKS)]
+        self.host: Memory = [[()] * BLOCK for _ in range(NUM_SWAP_BLOCKS)]
+        self.live: list[Request] = []
+        self.replayed: set[bytes] = set()
+
+    def _on_device(self) -> list[Request]:
+        return [request for request in self.live if not request.swapped_blocks]
+
+    def _pick(self, data: st.DataObject, requests: list[Request]) -> Request:
+        return data.draw(st.sampled_from(requests))
+
+    @staticmethod
+    def _copy(source: Memory, target: Memory, copies: list[BlockCopy]) -> None:
+        assert not {copy.source for copy in copies} & {copy.target for copy in copies} or source is not target
+        assert len({copy.target for copy in copies}) == len(copies)
+        for copy in copies:
+            target[copy.target] = list(source[copy.source])
+
+    def _state(self) -> object:
+        tables = [(request.block_ids, [b.block_id for b in request.swapped_blocks]) for request in self.live]
+        return tables, self.kv.num_free_blocks, self.kv.num_free_swap_blocks
+
+    @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS), keep_free=st.integers(0, 2))
+    def admit(self, tokens: list[int], keep_free: int) -> None:
+        request = Request(EngineCoreRequest("r", tokens, SamplingParams()))
+        cached = self.kv.find_cached_prefix(request, len(tokens) - 1)
+        before = self._state()
+        added = self.kv.allocate(request, len(tokens), cached, keep_free=keep_free)
+        if added is None:
+            assert self._state() == before
+            return
+        assert self.kv.num_free_blocks >= keep_free
+        assert added == request.block_ids
+        assert added[: len(cached)] == [block.block_id for block in cached]
+        request.num_computed_tokens = len(cached) * BLOCK
+        self.live.append(request)
+
+    @precondition(lambda self: self._on_device())
+    @rule(data=st.data(), num_tokens=st.integers(1, 10), token=st.integers(1, 3))
+    def write(self, data: st.DataObject, num_tokens: int, token: int) -> None:
+        """A step: computes known tokens, and then new ones."""
+        request = self._pick(data, self._on_device())
+        start = request.num_computed_tokens
+        end = min(start + num_tokens, MAX_TOKENS)
+        if self.kv.allocate(request, end) is None:
+            return
+        before = self._state()
+        copies = self.kv.make_writable(request, start, end)
+        if copies is None:
+            assert self._state() == before
+            return
+        self._copy(self.device, self.device, copies)
+        request.token_ids += [token] * (end - len(request.token_ids))
+        for position in range(start, end):
+            block = request.blocks[position // BLOCK]
+            assert block.ref_count == 1
+            assert block.block_hash is None
+            self.device[block.block_id][position % BLOCK] = tuple(request.token_ids[: position + 1])
+        request.num_computed_tokens = end
+        if data.draw(st.integers(0, 3)):
+            self.kv.cache_blocks(request, end)
+
+    @precondition(lambda self: self._on_device())
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = self._pick(data, self._on_device())
+        if parent.num_computed_tokens == 0 or len(self.live) >= 6:
+            return
+        num_tokens = data.draw(st.integers(1, parent.num_computed_tokens))
+        child = Request(EngineCoreRequest("child", parent.token_ids[:num_tokens], SamplingParams()))
+        self.kv.fork(parent, child, num_tokens)
+        child.num_computed_tokens = num_tokens
+        self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request = self._pick(data, self.live)
+        self.kv.free(request)
+        self.kv.free(request)
+        self.live.remove(request)
+
+    @precondition(lambda self: self._on_device())
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        requests = data.draw(st.lists(st.sampled_from(self._on_device()), min_size=1, max_size=3, unique_by=id))
+        before = self._state()
+        copies = self.kv.swap_out(requests)
+        if copies is None:
+            assert self._state() == before
+            return
+        self._copy(self.device, self.host, copies)
+
+    @precondition(lambda self: any(request.swapped_blocks for request in self.live))
+    @rule(data=st.data(), keep_free=st.integers(0, 2))
+    def swap_in(self, data: st.DataObject, keep_free: int) -> None:
+        swapped = [request for request in self.live if request.swapped_blocks]
+        requests = data.draw(st.lists(st.sampled_from(swapped), min_size=1, max_size=3, unique_by=id))
+        before = self._state()
+        copies = self.kv.swap_in(requests, keep_free=keep_free)
+        if copies is None:
+            assert self._state() == before
+            return
+        assert self.kv.num_free_blocks >= keep_free
+        self._copy(self.host, self.device, copies)
+
+    @rule()
+    def reset(self) -> None:
+        self.kv.reset_prefix_cache()
+        assert not self.kv.pool.cached_hashes
+
+    @invariant()
+    def everyone_reads_what_was_computed_for_them(self) -> None:
+        for request in self.live:
+            memory, blocks = (
+                (self.host, request.swapped_blocks) if request.swapped_blocks else (self.device, request.blocks)
+            )
+            for position in range(request.num_computed_tokens):
+                content = memory[blocks[position // BLOCK].block_id][position % BLOCK]
+                assert content == tuple(request.token_ids[: position + 1])
+
+    @invariant()
+    def what_is_findable_holds_the_tokens_of_its_hash(self) -> None:
+        root = root_hash("model")
+        for block_hash in self.kv.pool.cached_hashes:
+            block = self.kv.pool.find(block_hash)
+            assert block is not None
+            assert block.block_hash == block_hash
+            tokens = self.device[block.block_id][-1]
+            assert hash_blocks(root, tokens, BLOCK)[-1] == block_hash
+            assert self.device[block.block_id] == [tokens[: len(tokens) - BLOCK + 1 + slot] for slot in range(BLOCK)]
+
+    @invariant()
+    def every_block_is_held_or_free(self) -> None:
+        self._check_pool(self.kv.pool, [request.block_ids for request in self.live])
+        self._check_pool(self.kv.swap_pool, [[b.block_id for b in request.swapped_blocks] for request in self.live])
+
+    def _check_pool(self, pool: BlockPool, tables: list[list[int]]) -> None:
+        holders = Counter(block_id for table in tables for block_id in table)
+        assert [block.ref_count for block in pool.blocks] == [holders[index] for index in range(pool.num_blocks)]
+        free: list[int] = []
+        ring = pool._free._ring
+        node = ring.next
+        while node is not None and node is not ring:
+            assert node.next is not None
+            assert node.next.prev is node
+            free.append(node.block_id)
+            node = node.next
+        assert sorted(free) == sorted(set(range(pool.num_blocks)) - holders.keys())
+        assert len(free) == pool.num_free_blocks
+
+    @invariant()
+    def events_tell_the_caches_content(self) -> None:
+        for event in self.kv.take_events():
+            match event:
+                case BlocksStored(block_hashes=hashes):
+                    self.replayed.update(hashes)
+                case BlocksRemoved(block_hashes=hashes):
+                    assert self.replayed >= set(hashes)
+                    self.replayed.difference_update(hashes)
+                case AllBlocksCleared():
+                    self.replayed.clear()
+        assert self.replayed == self.kv.pool.cached_hashes
+
+    def teardown(self) -> None:
+        for request in self.live:
+            self.kv.free(request)
+        assert (self.kv.num_free_blocks, self.kv.num_free_swap_blocks) == (NUM_BLOCKS, NUM_SWAP_BLOCKS)
+
+
+TestKVMachine = KVMachine.TestCase
+TestKVMachine.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

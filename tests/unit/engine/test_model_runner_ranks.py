@@ -1,0 +1,102 @@
+"""Several ranks together generate what one worker generates: tensor parallel, pipeline parallel, both."""
+
+from __future__ import annotations
+
+import queue
+import random
+from pathlib import Path
+
+import pytest
+from model_cases import run_ranks
+from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.group import ParallelContext
+from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.worker.model_runner import ModelRunner
+
+VOCAB_SIZE = 512
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "qwen3_moe"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "vocab_size": VOCAB_SIZE}
+    return create_checkpoint(path, "qwen3_moe", seed=3, **sizes)
+
+
+class OneOfMany:
+    """A rank's runner whose outputs are those of the last rank, as an executor collects them: all ranks drive the same steps."""
+
+    def __init__(self, runner: ModelRunner, outputs: list[queue.Queue[ModelRunnerOutput]], rank: int) -> None:
+        self.runner, self.config = runner, runner.config
+        self._outputs, self._rank = outputs, rank
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self.runner.execute_model(step)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        own = self.runner.sample_tokens(grammar)
+        if self._rank == len(self._outputs) - 1:
+            for others in self._outputs:
+                others.put(own)
+        elif not self.runner.parallel.is_last_stage:
+            assert own == ModelRunnerOutput()
+        output = self._outputs[self._rank].get(timeout=DEADLINE_S)
+        if self.runner.parallel.is_last_stage:
+            assert own.sampled_token_ids == output.sampled_token_ids, "tensor ranks sampled different tokens"
+        return output
+
+
+def make_requests() -> list[Request]:
+    draw = random.Random(0)
+    reporting = SamplingParams(
+        temperature=0.7, seed=5, logprobs=2, prompt_logprobs=1, return_routed_experts=True, presence_penalty=0.2
+    )
+    return [
+        Request(str(n), [draw.randrange(3, VOCAB_SIZE) for _ in range(length)], 10, reporting if n % 2 else GREEDY)
+        for n, length in enumerate([1, 40, 17, 9])
+    ]
+
+
+@pytest.mark.parametrize(("tensor_size", "pipeline_size"), [(1, 2), (1, 3), (2, 1), (2, 2)])
+def test_ranks_together_are_one_worker(checkpoint: Path, tensor_size: int, pipeline_size: int) -> None:
+    expected = make_requests()
+    StepDriver(make_runner(checkpoint), seed=2).run(expected, max_chunk=13, join_probability=0.5)
+    outputs: list[queue.Queue[ModelRunnerOutput]] = [queue.Queue() for _ in range(tensor_size * pipeline_size)]
+
+    def serve(parallel: ParallelContext) -> list[Request]:
+        runner = ModelRunner(runner_config(checkpoint), parallel)
+        runner.load_model()
+        kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
+        assert kv_cache[0].nbytes == runner.kv_cache_layout(1).block_nbytes
+        runner.warm_up()
+        kv_cache.fill_(float("nan"))
+        rank = parallel.pipeline.rank * tensor_size + parallel.tensor.rank
+        requests = make_requests()
+        driver = StepDriver(OneOfMany(runner, outputs, rank), seed=2, send_token_ids=pipeline_size > 1)
+        driver.run(requests, max_chunk=13, join_probability=0.5)
+        return requests
+
+    for requests in run_ranks(serve, tensor_size, pipeline_size):
+        for request, reference in zip(requests, expected, strict=True):
+            assert request.generated == reference.generated
+            assert request.routed_experts == reference.routed_experts
+            assert [entry.token_id for entry in request.prompt_logprobs] == request.prompt[1 : len(request.prompt)] * (
+                request.params.prompt_logprobs is not None
+            )
+            for kind in ("logprobs", "prompt_logprobs"):
+                found, wanted = ([entry.logprob for entry in getattr(of, kind)] for of in (request, reference))
+                assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_ranks_have_room_for_the_same_blocks_of_an_engines_budget(checkpoint: Path) -> None:
+    """Half the heads and half the layers each: the budget holds as many blocks as for one worker."""
+    alone = make_runner(checkpoint).profile_num_blocks()
+
+    def profile(parallel: ParallelContext) -> tuple[int, int]:
+        return ModelRunner(runner_config(checkpoint), parallel).profile_num_blocks()
+
+    assert run_ranks(profile, tensor_size=2, pipeline_size=2) == [alone] * 4

@@ -1,0 +1,118 @@
+"""What the runner reports besides tokens: prompt log-probabilities, NaNs in logits, routed experts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from step_driver import Request, StepDriver, make_runner, runner_config
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.protocol.config import ObservabilityConfig
+from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.worker import reports
+from baton_engine.worker.model_runner import ModelRunner
+
+VOCAB_SIZE = 512
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts: everything there is to report."""
+    path = tmp_path_factory.mktemp("reports") / "qwen3_moe"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    return create_checkpoint(path, "qwen3_moe", seed=3, **sizes)
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint: Path) -> ModelRunner:
+    return make_runner(checkpoint)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def run(runner: ModelRunner, *requests: Request, max_chunk: int) -> None:
+    driver = StepDriver(runner)
+    driver.run(requests, max_chunk)
+    driver.step([], 1)
+
+
+@pytest.mark.parametrize("max_chunk", [1, 7, 100])
+@pytest.mark.parametrize("slice_rows", [1, 3, 1000])
+def test_prompt_logprobs_are_those_of_transformers(
+    checkpoint: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, max_chunk: int, slice_rows: int
+) -> None:
+    """Whatever the chunks, and however many logits are computed at a time; a batch mate asks for nothing."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(reports, "MAX_LOGITS_BYTES", slice_rows * VOCAB_SIZE * 4)
+    prompt = prompt_of(23)
+    asking = Request("asking", prompt, 3, SamplingParams(temperature=0.0, prompt_logprobs=2))
+    silent = Request("silent", prompt_of(30, seed=1), 3)
+    run(runner, silent, asking, max_chunk=max_chunk)
+    assert silent.prompt_logprobs == []
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert [entry.token_id for entry in asking.prompt_logprobs] == prompt[1:]
+    for position, entry in enumerate(asking.prompt_logprobs):
+        row = expected[position]
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
+        assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
+
+
+def test_prompt_of_one_token_has_no_logprobs(runner: ModelRunner) -> None:
+    asking = Request("asking", prompt_of(1), 2, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    run(runner, asking, max_chunk=9)
+    assert asking.prompt_logprobs == []
+    assert len(asking.generated) == 2
+
+
+@pytest.mark.parametrize("max_chunk", [1, 5, 100])
+def test_routed_experts_are_those_of_transformers(checkpoint: Path, runner: ModelRunner, max_chunk: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asking = Request("asking", prompt_of(21, seed=2), 4, SamplingParams(temperature=0.0, return_routed_experts=True))
+    silent = Request("silent", prompt_of(11, seed=3), 4)
+    run(runner, silent, asking, max_chunk=max_chunk)
+    assert silent.routed_experts == []
+    found = np.concatenate(
+        [np.frombuffer(part.expert_ids, dtype="<u2").reshape(part.shape) for part in asking.routed_experts]
+    )
+    ran = asking.prompt + asking.generated[:-1]  # the last token is sampled, not run
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        routers = model(torch.tensor([ran]), output_router_logits=True).router_logits
+    expected = torch.stack([logits.topk(found.shape[2]).indices for logits in routers], dim=1)
+    assert found.shape == (len(ran), NUM_LAYERS, 2)
+    assert (np.sort(found, axis=2) == expected.sort(dim=2).values.numpy()).all()
+
+
+def test_nans_in_logits_are_counted_if_configured(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The poisoned request ends with EOS, its neighbour goes on."""
+    config = msgspec.structs.replace(
+        runner_config(checkpoint), observability=ObservabilityConfig(count_nans_in_logits=True)
+    )
+    runner = ModelRunner(config)
+    runner.load_model()
+    kv_cache = runner.allocate_kv_cache(16)
+    driver = StepDriver(runner, num_blocks=16)
+    sound, poisoned = Request("sound", prompt_of(20), 9), Request("poisoned", prompt_of(20, seed=1), 9)
+    while not (sound.generated and poisoned.generated):
+        driver.step([r for r in (sound, poisoned) if not r.generated], 50)
+    kv_cache[poisoned.block_ids[0]] = float("nan")
+    step, _, _ = driver._schedule([sound, poisoned], 1)
+    runner.execute_model(step)
+    result = runner.sample_tokens(None)
+    assert result.num_nans_in_logits == {"sound": 0, "poisoned": VOCAB_SIZE}
+    assert result.sampled_token_ids["poisoned"] in runner.model_config.eos_token_ids
+    assert "request poisoned is ended" in caplog.text

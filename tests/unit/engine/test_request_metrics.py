@@ -1,0 +1,109 @@
+"""What latencies and lengths are counted, and how they read in Prometheus."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+
+from baton_engine.core.metrics import engine_registry
+from baton_engine.core.request_metrics import Histogram, RequestMetrics
+from baton_engine.core.stats import EngineStats
+from baton_engine.protocol.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+)
+from baton_engine.protocol.sampling import SamplingParams
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> RequestMetrics:
+    return RequestMetrics(clock)
+
+
+def observed(metrics: RequestMetrics, name: str) -> tuple[int, float]:
+    """(count, sum)"""
+    histogram = metrics.histograms[name]
+    return histogram.cumulative()[-1][1], pytest.approx(histogram.sum)  # type: ignore[return-value]
+
+
+def test_a_requests_life_is_cut_into_its_parts(metrics, clock):
+    metrics.on_add(EngineCoreRequest("r", [1] * 30, SamplingParams(max_tokens=3)))
+    scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 102.0)
+    again = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 104.5)
+    clock.now = 105.0
+    metrics.on_outputs([EngineCoreOutput("r", [7], events=[scheduled, again])])
+    clock.now = 106.0
+    metrics.on_outputs([EngineCoreOutput("r", [8])])
+    clock.now = 106.5
+    metrics.on_outputs([EngineCoreOutput("r", [9], finish_reason=FinishReason.LENGTH)])
+    seen = {name: observed(metrics, name) for name in metrics.histograms}
+    assert seen == {
+        "time_to_first_token_seconds": (1, 5.0),
+        "inter_token_latency_seconds": (2, 1.5),
+        "e2e_request_latency_seconds": (1, 6.5),
+        "request_queue_time_seconds": (1, 2.0),
+        "request_prefill_time_seconds": (1, 3.0),
+        "request_decode_time_seconds": (1, 1.5),
+        "request_inference_time_seconds": (1, 4.5),
+        "request_prompt_tokens": (1, 30.0),
+        "request_generation_tokens": (1, 3.0),
+        "request_params_max_tokens": (1, 3.0),
+        "iteration_tokens_total": (0, 0.0),
+    }
+
+
+def test_tokens_that_come_together_share_the_time_since_the_one_before(metrics, clock):
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
+    metrics.on_outputs([EngineCoreOutput("r", [7])])
+    clock.now += 0.75
+    metrics.on_outputs([EngineCoreOutput("r", [8, 9, 10])])
+    assert observed(metrics, "inter_token_latency_seconds") == (3, 0.75)
+    assert dict(metrics.histograms["inter_token_latency_seconds"].cumulative())[0.3] == 3
+
+
+def test_requests_that_were_aborted_do_not_count_as_served(metrics):
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
+    metrics.on_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT)])
+    assert observed(metrics, "e2e_request_latency_seconds") == (0, 0.0)
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))  # the id is free again
+
+
+def test_buckets_include_their_bound():
+    histogram = Histogram("text", [1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 2.5):
+        histogram.observe(value)
+    assert histogram.cumulative() == [(1.0, 2), (2.0, 3), (float("inf"), 4)]
+
+
+def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
+    stats = EngineStats(num_requests_swapped=2, requests_finished={"stop": 3}, sleep_level=1)
+    metrics.on_step(12)
+    text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
+    for line in (
+        'baton:num_requests_running{model_name="m"} 0.0',
+        'baton:num_requests_swapped{model_name="m"} 2.0',
+        'baton:kv_cache_usage_perc{model_name="m"} 0.0',
+        'baton:request_success_total{finished_reason="stop",model_name="m"} 3.0',
+        'baton:engine_sleep_state{model_name="m",sleep_state="awake"} 0.0',
+        'baton:engine_sleep_state{model_name="m",sleep_state="weights_offloaded"} 1.0',
+        'baton:iteration_tokens_total_bucket{le="8.0",model_name="m"} 0.0',
+        'baton:iteration_tokens_total_bucket{le="16.0",model_name="m"} 1.0',
+        'baton:iteration_tokens_total_sum{model_name="m"} 12.0',
+        'baton:time_to_first_token_seconds_count{model_name="m"} 0.0',
+    ):
+        assert line in text, f"{line} is not in\n{text}"

@@ -1,0 +1,190 @@
+"""Beam search: beams share blocks and wait for each other; the result is that of the search written with lists."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import beam_search, candidates
+from scheduler_engine import Engine
+
+from baton_engine.core.scheduler import RequestRefusedError
+from baton_engine.protocol.messages import ErrorCode, FinishReason
+from baton_engine.protocol.sampling import SamplingParams
+
+PROMPT = list(range(1, 11))
+
+
+def expected(prompt: list[int], max_tokens: int, width: int, stops: frozenset[int] = frozenset(), **params):
+    return beam_search(prompt, SamplingParams(max_tokens=max_tokens, beam_width=width, **params), stops)
+
+
+def beams_of(engine: Engine, request_id: str) -> list[list[int]]:
+    (output,) = engine.outputs[request_id]
+    assert output.beams is not None
+    assert output.new_token_ids == output.beams[0].token_ids
+    assert [beam.score for beam in output.beams] == sorted((beam.score for beam in output.beams), reverse=True)
+    return [beam.token_ids for beam in output.beams]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("width", "max_tokens"), [(1, 5), (2, 9), (4, 7), (3, 1)])
+def test_the_result_is_that_of_the_pure_search(width, max_tokens, prefix_caching):
+    engine = Engine(prefix_caching=prefix_caching)
+    engine.add("r", PROMPT, max_tokens, {"beam_width": width})
+    engine.run()
+    assert beams_of(engine, "r") == expected(PROMPT, max_tokens, width)
+    assert engine.last("r").finish_reason is FinishReason.LENGTH
+    assert engine.kv.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("early_stopping", [True, False])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+def test_stop_tokens_end_hypotheses(early_stopping, length_penalty):
+    engine = Engine()
+    first = candidates(PROMPT, 2)[0][0]
+    stops = [candidates([*PROMPT, first], 1)[0][0], candidates(PROMPT, 2)[1][0]]
+    params = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    engine.add("r", PROMPT, 8, {"beam_width": 2, "stop_token_ids": stops, **params})
+    engine.run()
+    assert beams_of(engine, "r") == expected(PROMPT, 8, 2, frozenset(stops), **params)
+    if length_penalty <= 1.0:  # otherwise the longest win
+        assert {beam.stop_token_id for beam in engine.last("r").beams or []} & set(stops)
+
+
+def test_eos_ends_a_hypothesis_unless_it_is_ignored():
+    for ignore_eos in (True, False):
+        engine = Engine()
+        eos = candidates(PROMPT, 1)[0][0]
+        engine.scheduler._stop_rules.eos_token_ids = frozenset([eos])
+        engine.add("r", PROMPT, 4, {"beam_width": 2, "ignore_eos": ignore_eos})
+        engine.run()
+        assert beams_of(engine, "r") == expected(PROMPT, 4, 2, frozenset() if ignore_eos else frozenset([eos]))
+
+
+def test_beams_run_beside_other_requests_and_within_the_budget():
+    engine = Engine(budget=4, max_num_seqs=4)
+    engine.add("r", PROMPT, 6, {"beam_width": 3})
+    engine.add("single", [5, 6], 9)
+    engine.run()
+    assert beams_of(engine, "r") == expected(PROMPT, 6, 3)
+    assert len(engine.text("single")) == 9
+
+
+def test_a_search_takes_as_many_places_as_it_has_beams():
+    engine = Engine(max_num_seqs=4)
+    engine.add("r", PROMPT, 6, {"beam_width": 3})
+    engine.add("a", [5], 4)
+    engine.add("b", [6], 4)
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    engine.run()
+    assert len(engine.text("b")) == 4
+    with pytest.raises(RequestRefusedError, match="beam_width=5 exceeds the 4") as refused:
+        engine.add("wide", PROMPT, 6, {"beam_width": 5})
+    assert refused.value.code is ErrorCode.INVALID
+
+
+@pytest.mark.parametrize("preemption_mode", ["auto", "recompute"])
+def test_a_preempted_search_finds_the_same(preemption_mode):
+    engine = Engine(num_blocks=14, num_swap_blocks=24, preemption_mode=preemption_mode)
+    engine.add("first", [50] * 8, 36, priority=-1)
+    engine.step()
+    engine.add("r", PROMPT, 16, {"beam_width": 4})
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swapped_out_blocks > 0) == (preemption_mode == "auto")
+    assert beams_of(engine, "r") == expected(PROMPT, 16, 4)
+    assert engine.kv.num_free_blocks == 14
+    assert engine.kv.num_free_swap_blocks == 24
+
+
+@pytest.mark.parametrize(("first", "length"), [(4, 7), (4, 9), (6, 8), (7, 4), (8, 5), (8, 10), (10, 6)])
+def test_a_search_that_is_swapped_out_while_a_step_is_in_flight_finds_the_same(first, length):
+    engine = Engine(num_blocks=12, num_swap_blocks=24)
+    engine.add("first", [50] * first, 28, priority=-1)
+    engine.schedule()  # from here on the two take turns
+    prompt = list(range(1, length + 1))
+    engine.add("r", prompt, 16, {"beam_width": 4})
+    swapped_in_flight = False
+    while engine.scheduler.requests:
+        step = engine.schedule()
+        before = engine.in_flight[-2][0].num_scheduled_tokens
+        swapped_in_flight |= bool(step.swap_out) and any(name.startswith("r#") for name in before)
+        engine.update()
+    assert swapped_in_flight
+    assert beams_of(engine, "r") == expected(prompt, 16, 4)
+
+
+def test_a_search_that_uses_up_all_memory_is_ended_with_an_error():
+    engine = Engine(num_blocks=6)
+    engine.add("r", PROMPT, 12, {"beam_width": 4})
+    engine.run()
+    assert engine.last("r").error_code is ErrorCode.LENGTH
+    assert "beam_width=4 has used up all 6 KV blocks" in engine.last("r").error
+    assert engine.kv.num_free_blocks == 6
+
+
+def test_a_search_whose_first_tokens_do_not_fit_is_refused():
+    engine = Engine(num_blocks=6)
+    with pytest.raises(RequestRefusedError, match=r"10 prompt tokens .* 5 beams need 7 KV blocks.* has 6") as refused:
+        engine.add("r", PROMPT, 4, {"beam_width": 5})
+    assert refused.value.code is ErrorCode.LENGTH
+    assert refused.value.finish_reason is FinishReason.LENGTH
+
+
+def test_an_aborted_search_leaves_nothing():
+    engine = Engine()
+    engine.add("r", PROMPT, 12, {"beam_width": 4})
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.abort_requests(["r"])
+    assert engine.kv.num_free_blocks == 32
+    engine.add("next", [1], 2)
+    engine.run()
+    assert list(engine.runner.sequences) == ["next"], "the worker has forgotten the beams"
+
+
+def test_chosen_tokens_are_reported_with_their_logprobs():
+    engine = Engine()
+    engine.add("r", PROMPT, 3, {"beam_width": 2, "logprobs": 1})
+    engine.run()
+    for beam in engine.last("r").beams or []:
+        assert beam.logprobs is not None
+        assert [entry.token_id for entry in beam.logprobs] == beam.token_ids
+        assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(beam.cumulative_logprob)
+        assert all(len(entry.top) == 1 for entry in beam.logprobs)
+
+
+def test_no_request_can_be_mistaken_for_a_beam():
+    engine = Engine()
+    engine.add("r", PROMPT, 3, {"beam_width": 2})
+    with pytest.raises(RequestRefusedError, match="r#1 could be that of a beam") as refused:
+        engine.add("r#1", [1, 2], 3)
+    assert refused.value.code is ErrorCode.INVALID
+    engine.add("s#1", [1, 2], 3)
+    with pytest.raises(RequestRefusedError, match="s could be that of a beam"):
+        engine.add("s", PROMPT, 3, {"beam_width": 2})
+    engine.add("s", PROMPT, 3)
+    engine.add("r#x", [1, 2], 3)
+    engine.run()
+    assert beams_of(engine, "r") == expected(PROMPT, 3, 2)
+    engine.add("r#1", [1, 2], 3)
+    engine.run()
+    assert engine.text("r#1") == engine.text("s#1")
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_blocks", [7, 8, 10])
+def test_a_budget_smaller_than_the_search_never_counts_blocks_wrongly(budget, num_blocks):
+    engine = Engine(budget=max(budget, 4), num_blocks=num_blocks, prefix_caching=False)
+    engine.add("other", [5, 6, 7], 8)
+    engine.add("r", PROMPT, 6, {"beam_width": 4})
+    engine.scheduler.max_num_batched_tokens = budget  # of a step; the places in the batch are those of 4
+    engine.run()
+    assert engine.text("other")
+    last = engine.last("r")
+    if last.error_code is None:
+        assert beams_of(engine, "r") == expected(PROMPT, 6, 4)
+    else:
+        assert "has used up all" in last.error
+    assert engine.kv.num_free_blocks == num_blocks

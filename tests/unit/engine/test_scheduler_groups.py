@@ -1,0 +1,184 @@
+"""Samples of one prompt: it is computed once, its blocks are shared, and whoever writes to one gets a copy."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import continuation
+from scheduler_engine import Engine
+
+from baton_engine.core.scheduler import RequestRefusedError
+from baton_engine.protocol.messages import ErrorCode, FinishReason
+
+PROMPT = list(range(1, 11))  # two blocks and a half
+
+
+def group(engine: Engine, num_samples: int, max_tokens: int = 6, prompt: list[int] = PROMPT) -> list[str]:
+    names = [f"s{index}" for index in range(num_samples)]
+    for index, name in enumerate(names):
+        engine.add(name, prompt, max_tokens, group_id="g", sample_index=index)
+    return names
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(prefix_caching):
+    engine = Engine(prefix_caching=prefix_caching)
+    names = group(engine, 4)
+    first = engine.step()
+    assert first.num_scheduled_tokens == {"s0": 10}
+    second = engine.step()
+    assert second.num_scheduled_tokens == dict.fromkeys(names, 1)
+    assert {new.num_computed_tokens for new in second.new_requests} == {9}, "the last prompt token gives the logits"
+    assert len(second.block_copies) == 3, "everybody but one copies the partial block"
+    assert 32 - engine.kv.num_free_blocks == 2 + 4
+    engine.run()
+    for name in names:
+        assert engine.text(name) == continuation(PROMPT, 6, ignore_eos=True)
+    assert engine.kv.num_free_blocks == 32
+
+
+def test_members_wait_for_the_prompt_without_blocking_others():
+    engine = Engine(budget=4)
+    group(engine, 3)
+    engine.add("other", [7, 8], 2)
+    engine.step()
+    step = engine.step()
+    assert "other" in step.num_scheduled_tokens or "other" in engine.step().num_scheduled_tokens
+    engine.run()
+    assert engine.text("other") == continuation([7, 8], 2, ignore_eos=True)
+    assert (
+        engine.scheduler.stats().prompt_tokens_computed == 10 + 2 + 2
+    )  # of the others the last token each, and `other`
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_the_next_member_takes_over_if_the_leader_goes_before_the_prompt_is_done(how):
+    engine = Engine(budget=4, prefix_caching=False)
+    names = group(engine, 3)
+    engine.step()
+    if how == "abort":
+        engine.scheduler.abort_requests(["s0"])
+        names.remove("s0")
+    else:
+        engine.scheduler.preempt_all()
+    engine.run()
+    for name in names:
+        assert engine.text(name) == continuation(PROMPT, 6, ignore_eos=True)
+    assert engine.kv.num_free_blocks == 32
+
+
+def test_a_member_that_ends_leaves_the_others_their_blocks():
+    engine = Engine()
+    names = group(engine, 3, max_tokens=9)
+    engine.step()
+    engine.step()
+    engine.scheduler.abort_requests(["s0"])
+    engine.add("reuses", [99] * 30, 3)
+    engine.run()
+    assert engine.last("s0").finish_reason is FinishReason.ABORT
+    for name in names[1:]:
+        assert engine.text(name) == continuation(PROMPT, 9, ignore_eos=True)
+
+
+def test_a_late_member_shares_what_the_first_one_has_filled_meanwhile():
+    engine = Engine()
+    engine.add("s0", PROMPT, 12, group_id="g")
+    for _ in range(5):
+        engine.step()
+    engine.add("s1", PROMPT, 12, group_id="g", sample_index=1)
+    step = engine.step()
+    assert step.num_scheduled_tokens["s1"] == 1
+    engine.scheduler.abort_requests(["s0"])  # s1 is now the only holder of what it shared
+    engine.run()
+    assert engine.text("s1") == continuation(PROMPT, 12, ignore_eos=True)
+
+
+def test_members_with_another_prompt_are_refused():
+    engine = Engine()
+    engine.add("a", [1, 2], group_id="g")
+    with pytest.raises(RequestRefusedError, match="equal prompts") as refused:
+        engine.add("b", [1, 3], group_id="g")
+    assert refused.value.code is ErrorCode.INVALID
+    engine.run()
+    engine.add("c", [1, 3], group_id="g")  # the group has ended, its name is free
+
+
+def test_a_group_is_swapped_out_as_a_whole_and_comes_back_sharing():
+    engine = Engine(num_blocks=12, num_swap_blocks=24, prefix_caching=False)
+    engine.add("first", [50] * 10, 24, priority=-1)
+    engine.step()
+    names = group(engine, 3, max_tokens=10)
+    steps = [engine.step() for _ in range(60)]
+    (out,) = [step.swap_out for step in steps if step.swap_out]
+    (back,) = [step.swap_in for step in steps if step.swap_in]
+    assert sorted(copy.target for copy in out) == sorted(copy.source for copy in back)
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.num_swapped_out_blocks == stats.num_swapped_in_blocks == len(out)
+    assert stats.num_preemptions == 3
+    assert stats.prompt_tokens_computed == 10 + 10 + 2, "nothing was computed again"
+    for name in names:
+        assert engine.text(name) == continuation(PROMPT, 10, ignore_eos=True)
+    assert engine.kv.num_free_swap_blocks == 24
+
+
+def test_a_group_that_is_short_of_memory_itself_gives_up_its_last_member_alone():
+    engine = Engine(num_blocks=8, num_swap_blocks=24, preemption_mode="swap", prefix_caching=False)
+    names = group(engine, 3, max_tokens=16)
+    for _ in range(100):
+        assert not engine.step().swap_out, "it would take away what it is swapped out for"
+    assert engine.scheduler.stats().num_preemptions > 0
+    for name in names:
+        assert engine.text(name) == continuation(PROMPT, 16, ignore_eos=True)
+    assert engine.last("s0").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "pepper"}, {"lora_name": "adapter"}])
+def test_members_whose_kv_is_not_the_groups_are_refused(other):
+    engine = Engine()
+    engine.add("s0", PROMPT, group_id="g", cache_salt="salt")
+    with pytest.raises(RequestRefusedError, match="the same cache_salt and lora_name") as refused:
+        engine.add("s1", PROMPT, group_id="g", **{"cache_salt": "salt", **other})
+    assert refused.value.code is ErrorCode.INVALID
+    engine.add("s2", PROMPT, group_id="g", cache_salt="salt")
+    engine.run()
+    assert engine.text("s0") == engine.text("s2")
+    assert "s1" not in engine.outputs
+
+
+def source_after(*, async_scheduling: bool, steps: int) -> set[int]:
+    """Where samples begin that arrive when the first one has run `steps` steps of a prompt in two chunks."""
+    engine = Engine(budget=6, async_scheduling=async_scheduling, prefix_caching=False)
+    group(engine, 1)
+    for _ in range(steps):
+        engine.schedule()
+    if not async_scheduling:
+        while engine.in_flight:
+            engine.update()
+    engine.add("s1", PROMPT, 6, group_id="g", sample_index=1)
+    started: set[int] = set()
+    for _ in range(20):
+        step = engine.schedule()
+        started |= {new.num_computed_tokens for new in step.new_requests if new.request_id == "s1"}
+        engine.update()
+    while engine.in_flight:
+        engine.update()
+    engine.run()
+    assert engine.text("s0") == engine.text("s1") == continuation(PROMPT, 6, ignore_eos=True)
+    return started
+
+
+def test_a_late_member_shares_a_prompt_that_an_earlier_step_computes_even_if_it_is_in_flight():
+    assert source_after(async_scheduling=True, steps=2) == {9}
+    assert source_after(async_scheduling=True, steps=1) == {9}, "it waits for the chunk that is still to be scheduled"
+
+
+def test_a_member_that_was_preempted_is_no_source_until_its_prompt_is_back():
+    engine = Engine(prefix_caching=False)
+    group(engine, 1)
+    engine.step()
+    engine.scheduler.preempt_all()
+    engine.add("s1", PROMPT, 6, group_id="g", sample_index=1)
+    step = engine.step()
+    assert step.num_scheduled_tokens == {"s0": 11}, "s1 waits for the prompt, which is computed again"
+    engine.run()
+    assert engine.text("s0") == engine.text("s1") == continuation(PROMPT, 6, ignore_eos=True)

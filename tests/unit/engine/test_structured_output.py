@@ -1,0 +1,279 @@
+"""Structured output: the bitmask allows exactly the tokens after which the text can still match."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.core.structured_output import Grammar, StructuredOutputManager
+from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_engine.text.tokenizer import Tokenizer
+
+TOKENIZER_SIZE = 512
+VOCAB_SIZE = 600  # a padded embedding
+EOS = [2, 0]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(
+        tmp_path_factory.mktemp("checkpoint") / "llama",
+        "llama",
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        vocab_size=TOKENIZER_SIZE,
+        seed=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_folder(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def manager(checkpoint: Path) -> StructuredOutputManager:
+    return StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
+
+
+def compiled(manager: StructuredOutputManager, kind: str, spec: str = "") -> Grammar:
+    return manager.compile(StructuredOutput(StructuredOutputKind(kind), spec)).result(timeout=30)
+
+
+def refusal(manager: StructuredOutputManager, kind: str, spec: str = "") -> str:
+    with pytest.raises(ValueError, match="structured_output") as raised:
+        compiled(manager, kind, spec)
+    return str(raised.value)
+
+
+def allowed(manager: StructuredOutputManager, grammar: Grammar, vocab_size: int = VOCAB_SIZE) -> set[int]:
+    row = manager.bitmask([grammar])[0]
+    return {token for token in range(vocab_size) if row[token // 32] >> (token % 32) & 1}
+
+
+def random_text(manager: StructuredOutputManager, tokenizer: Tokenizer, grammar: Grammar, seed: int) -> str:
+    """Tokens drawn from what the bitmask allows, until the end; ends as soon as it may after 40 tokens."""
+    draw = random.Random(seed)
+    token_ids: list[int] = []
+    for _ in range(400):
+        choices = allowed(manager, grammar)
+        assert choices, f"no token allowed after {token_ids}"
+        if choices & set(EOS) and (len(token_ids) >= 40 or choices <= set(EOS)):
+            assert grammar.accept([EOS[0]])
+            return tokenizer.decode(token_ids)
+        token_ids.append(draw.choice(sorted(choices - set(EOS))))
+        assert grammar.accept(token_ids[-1:])
+    pytest.fail(f"no end after 400 tokens: {tokenizer.decode(token_ids)!r}")
+
+
+def test_a_schema_yields_nothing_but_matching_json(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    for seed in range(5):
+        value = json.loads(random_text(manager, tokenizer, compiled(manager, "json", SCHEMA), seed))
+        assert set(value) == {"name", "age"}
+        assert len(value["name"]) <= 8
+        assert 0 <= value["age"] <= 130
+
+
+def test_json_object_is_any_object(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    grammar = compiled(manager, "json_object")
+    assert grammar.accept(tokenizer.encode('{"a": [1, {"b": null}], "c": "d"}', add_special_tokens=False))
+    assert grammar.is_terminated
+    assert not compiled(manager, "json_object").accept(tokenizer.encode("[1]", add_special_tokens=False))
+
+
+def test_a_regex_yields_nothing_but_matches(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    pattern = r"[a-f]{2,5}-(cat|dog)+ é?"
+    for seed in range(5):
+        text = random_text(manager, tokenizer, compiled(manager, "regex", pattern), seed)
+        assert re.fullmatch(pattern, text), text
+
+
+def test_a_choice_is_one_of_its_strings_whatever_they_contain(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    choices = ['say "hi"', "a\\b\n", "naïve 日本", "/x/ | y"]
+    seen = {
+        random_text(manager, tokenizer, compiled(manager, "choice", json.dumps(choices)), seed) for seed in range(40)
+    }
+    assert seen == set(choices)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        'start: expr\nexpr: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/',
+        'root ::= num ("+" num)*\nnum ::= [0-9] [0-9]? [0-9]?',
+    ],
+    ids=["lark", "gbnf"],
+)
+def test_a_grammar_yields_nothing_but_its_sentences(
+    manager: StructuredOutputManager, tokenizer: Tokenizer, spec: str
+) -> None:
+    for seed in range(3):
+        text = random_text(manager, tokenizer, compiled(manager, "grammar", spec), seed)
+        assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text), text
+
+
+def test_eos_is_allowed_exactly_where_the_text_may_end(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    ab, c = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "c"))
+    grammar = compiled(manager, "regex", "ab(c)?")
+    assert not allowed(manager, grammar) & set(EOS)
+    assert not compiled(manager, "regex", "ab(c)?").accept([EOS[0]])
+    assert grammar.accept(ab)
+    assert allowed(manager, grammar) == {*EOS, *c}
+    assert not grammar.is_terminated
+    ended = grammar.copy()
+    assert grammar.accept(c)
+    assert grammar.is_terminated
+    assert allowed(manager, grammar) == set(EOS)
+    assert ended.accept([EOS[1]])
+    assert ended.is_terminated
+    assert allowed(manager, ended) == set(EOS)
+    assert ended.accept([EOS[0]])
+    assert not ended.accept(c)
+
+
+def test_ids_without_a_token_are_never_allowed(manager: StructuredOutputManager) -> None:
+    grammar = compiled(manager, "regex", r"(?s:.*)")
+    choices = allowed(manager, grammar, vocab_size=608)
+    assert len(choices) > TOKENIZER_SIZE // 2
+    assert max(choices) < TOKENIZER_SIZE
+    assert manager.bitmask([grammar]).shape == (1, 19)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_cuts_the_ids_past_it(checkpoint: Path) -> None:
+    manager = StructuredOutputManager(checkpoint, 320, EOS, lambda: None)
+    bitmask = manager.bitmask([compiled(manager, "regex", r"(?s:.*)")])
+    assert bitmask.shape == (1, 10)
+    assert bitmask.flags["C_CONTIGUOUS"]
+
+
+def test_many_requests_get_their_own_rows(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    grammars = [compiled(manager, "regex", letter * 3) for letter in "abcde"]
+    assert grammars[2].accept(tokenizer.encode("c", add_special_tokens=False)[:1])
+    together = manager.bitmask(grammars)
+    for row, grammar in enumerate(grammars):
+        assert np.array_equal(together[row], manager.bitmask([grammar])[0])
+    assert manager.bitmask([]).shape == (0, 19)
+
+
+def test_requests_with_one_specification_do_not_share_their_state(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    first, second = (compiled(manager, "choice", '["xyz"]') for _ in range(2))
+    assert first.accept(tokenizer.encode("xyz", add_special_tokens=False))
+    assert first.is_terminated
+    assert not second.is_terminated
+    copy = second.copy()
+    assert copy.accept(tokenizer.encode("xyz", add_special_tokens=False))
+    assert not second.is_terminated
+
+
+def test_a_token_that_breaks_the_grammar_is_refused_with_a_reason(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    grammar = compiled(manager, "regex", "abc")
+    assert not grammar.accept(tokenizer.encode("b", add_special_tokens=False))
+    assert "doesn't satisfy the grammar" in grammar.error
+    assert not grammar.accept([EOS[0]])
+    assert allowed(manager, grammar) == set(EOS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "reason"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("json", '{"type": "strin"}', "strin"),
+        ("json", '{"type": ', "Expecting value"),
+        ("json", '{"$ref": "http://127.0.0.1:1/x"}', "not fetch"),
+        ("json", "[" * 60_000, "recursion"),
+        ("grammar", "start: missing", "missing"),
+        ("grammar", "root ::= (", "Expected"),
+        ("grammar", 'start: "' + '" "'.join("ab" * 100_000) + '"', "too big"),
+    ],
+)
+def test_a_bad_specification_is_refused_with_the_reason(
+    manager: StructuredOutputManager, kind: str, spec: str, reason: str
+) -> None:
+    message = refusal(manager, kind, spec)
+    assert reason in message
+    assert len(message) < 1000
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
+    assert f"{tmp_path / 'tokenizer.json'} does not exist" in refusal(manager, "json_object")
+
+
+def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
+    assert f"cannot use {tmp_path / 'tokenizer.json'}" in refusal(manager, "json_object")
+
+
+def test_a_model_without_eos_is_refused(checkpoint: Path) -> None:
+    assert "eos_token_id" in refusal(StructuredOutputManager(checkpoint, VOCAB_SIZE, [], lambda: None), "json_object")
+
+
+def test_compiling_wakes_the_engine_up_with_the_result_there(checkpoint: Path) -> None:
+    woken = threading.Event()
+    done_when_woken: list[bool] = []
+    futures: list[Future[Grammar]] = []
+
+    def wakeup() -> None:
+        done_when_woken.append(all(future.done() for future in futures))
+        woken.set()
+
+    manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, wakeup)
+    futures.append(manager.compile(StructuredOutput(StructuredOutputKind.REGEX, "x+")))
+    assert woken.wait(30), "the end of a compilation was not reported"
+    assert done_when_woken == [True]
+    woken.clear()
+    bad = manager.compile(StructuredOutput(StructuredOutputKind.REGEX, "("))
+    assert woken.wait(30), "the end of a failed compilation was not reported"
+    assert bad.exception(timeout=30) is not None
+    manager.shutdown()
+
+
+def test_the_same_specification_is_compiled_once(checkpoint: Path, tmp_path: Path) -> None:
+    """A cached one needs no tokenizer file any more; nor does any other, once it is read."""
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path / "tokenizer.json")
+    manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
+    compiled(manager, "regex", "[a-z]{1,9}")
+    (tmp_path / "tokenizer.json").unlink()
+    assert allowed(manager, compiled(manager, "regex", "[a-z]{1,9}"))
+    assert allowed(manager, compiled(manager, "regex", "[0-9]"))
+
+
+def test_engines_without_structured_requests_never_load_the_library(checkpoint: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from baton_engine.core.structured_output import StructuredOutputManager\n"
+        f"manager = StructuredOutputManager(pathlib.Path({str(checkpoint)!r}), 512, [2], lambda: None)\n"
+        "manager.bitmask([]); manager.shutdown()\n"
+        "assert 'llguidance' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
