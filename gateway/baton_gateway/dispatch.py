@@ -45,8 +45,16 @@ _ELSEWHERE = frozenset({ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTE
 
 
 @dataclass
+class SampleGroup:
+    """Samples of one prompt. The first that is sent off picks the engine for all, which computes the prompt once."""
+
+    group_id: str
+    member: Member | None = None
+
+
+@dataclass
 class Sequence:
-    """One sample of one prompt, and what has been generated of it."""
+    """One sample of one prompt, and what has been generated of it. A beam search is one sequence whose output has beams."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -56,8 +64,17 @@ class Sequence:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str = ""
+    group: SampleGroup | None = None
+    """None: it is alone."""
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
+
+    @property
+    def may_take_leg(self) -> bool:
+        """Whether another engine may compute its prompt and sample its first token. Beams share blocks and are chosen in one
+        place, and a prompt's logprobs are needed where the answer is made; one that goes on elsewhere has no leg either."""
+        params = self.sampling_params
+        return not self.generated_token_ids and not params.beam_width and params.prompt_logprobs is None
 
 
 class _AttemptError(Exception):
@@ -74,6 +91,11 @@ class _AttemptError(Exception):
 
 class Dispatcher:
     """Sends sequences through the pool.
+
+    Samples of one prompt that take no prefill leg go to one decode engine as a group: it computes the prompt once and they share
+    its blocks. With prefill engines each sample is a leg of its own: the blocks of a leg belong to one transfer between one pair of
+    engines, and samples that are spread over decode engines use more than one engine's memory bandwidth. A sample whose engine
+    fails goes on alone.
 
     Args:
         prefill_threshold_tokens: shorter prompts take no prefill leg.
@@ -97,7 +119,7 @@ class Dispatcher:
         self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Outputs of `sequence` in order, without gap or repeat; the last one is finished with STOP or LENGTH.
+        """Outputs of `sequence` in order, without gap or repeat; the last one is finished with STOP, LENGTH or REPETITION.
 
         Closing the iterator early aborts the work on the engines.
 
@@ -108,7 +130,10 @@ class Dispatcher:
         config_hash: str | None = None
         failure: _AttemptError | None = None
         for attempt in range(MAX_ATTEMPTS):
-            decode = await self._next_decode(sequence, excluded, config_hash, failure)
+            decode = self._group_member(sequence) if failure is None else None
+            grouped = decode is not None
+            if decode is None:
+                decode = await self._next_decode(sequence, excluded, config_hash, failure)
             config_hash = decode.ready_client.init.config_hash
             excluded.add(decode.ready_client.instance_id)
             if failure is not None:
@@ -116,7 +141,7 @@ class Dispatcher:
                 if sequence.generated_token_ids:
                     self._metrics.resumed.inc()
             try:
-                async with aclosing(self._attempt(sequence, decode, attempt)) as outputs:
+                async with aclosing(self._attempt(sequence, decode, attempt, grouped=grouped)) as outputs:
                     async for output in outputs:
                         yield output
                 return
@@ -131,6 +156,21 @@ class Dispatcher:
                 )
         assert failure is not None
         raise self._final(sequence, failure)
+
+    def _group_member(self, sequence: Sequence) -> Member | None:
+        """The engine of the sequence's group, if it is to go with it."""
+        group = sequence.group
+        if group is None or self._wants_leg(sequence):
+            return None
+        if group.member is None:
+            group.member = self._pool.pick_decode()
+        if group.member is None or not group.member.available:
+            return None
+        return group.member
+
+    def _wants_leg(self, sequence: Sequence) -> bool:
+        long_enough = len(sequence.prompt_token_ids) >= self._threshold
+        return sequence.may_take_leg and long_enough and bool(self._pool.available("prefill"))
 
     async def _next_decode(
         self, sequence: Sequence, excluded: set[str], config_hash: str | None, failure: _AttemptError | None
@@ -155,22 +195,23 @@ class Dispatcher:
             return unavailable(f"The engine serving this request was lost, and no other took it over: {failure}")
         return engine_failure(str(failure), failure.code)
 
-    def _attempt(self, sequence: Sequence, decode: Member, attempt: int) -> AsyncGenerator[EngineCoreOutput, None]:
+    def _attempt(
+        self, sequence: Sequence, decode: Member, attempt: int, *, grouped: bool
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
         attempt_id = f"{sequence.request_id}-{attempt}"
-        wants_leg = not sequence.generated_token_ids and len(sequence.prompt_token_ids) >= self._threshold
-        if wants_leg and self._pool.available("prefill"):
+        if not grouped and self._wants_leg(sequence):
             prefill = self._pool.pick_prefill(decode)
             if prefill is not None:
                 return self._disaggregated(sequence, prefill, decode, attempt_id)
             self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
-        return self._aggregated(sequence, decode, attempt_id)
+        return self._aggregated(sequence, decode, attempt_id, grouped=grouped)
 
     async def _aggregated(
-        self, sequence: Sequence, decode: Member, attempt_id: str
+        self, sequence: Sequence, decode: Member, attempt_id: str, *, grouped: bool
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """One ADD; the decode engine prefills for itself."""
         client = decode.ready_client
-        stream = self._add(client, self._request(sequence, attempt_id, None))
+        stream = self._add(client, self._request(sequence, attempt_id, None, grouped=grouped))
         try:
             async with aclosing(self._rest(sequence, stream)) as outputs:
                 async for output in outputs:
@@ -272,7 +313,7 @@ class Dispatcher:
 
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raises what a failed output means, and APIError for one that does not follow the tokens seen so far."""
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason is FinishReason.ERROR or output.error:
             if output.error_code in _ELSEWHERE:
                 raise _AttemptError(output.error, output.error_code)
             raise engine_failure(output.error, output.error_code)
@@ -303,8 +344,12 @@ class Dispatcher:
         except EngineDeadError as error:
             return error
 
-    def _request(self, sequence: Sequence, attempt_id: str, kv: KVTransferParams | None) -> EngineCoreRequest:
+    def _request(
+        self, sequence: Sequence, attempt_id: str, kv: KVTransferParams | None, *, grouped: bool = False
+    ) -> EngineCoreRequest:
         params = sequence.sampling_params
+        if sequence.generated_token_ids and params.prompt_logprobs is not None:  # they came with the first token
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
         if kv is not None and kv.side is KVSide.PRODUCE:
             one_token = len(sequence.generated_token_ids) + 1
             params = msgspec.structs.replace(params, max_tokens=one_token, min_tokens=min(params.min_tokens, one_token))
@@ -318,6 +363,7 @@ class Dispatcher:
             priority=sequence.priority,
             cache_salt=sequence.cache_salt,
             kv_transfer=kv,
+            group_id=sequence.group.group_id if grouped and sequence.group is not None else "",
         )
 
 
@@ -336,8 +382,8 @@ def _result_or_attempt_error(task: asyncio.Task[EngineCoreOutput]) -> EngineCore
 
 def _ends(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
     """P stops after one token anyway; this is whether that was the request's end."""
-    if output.finish_reason is FinishReason.STOP:
-        return FinishReason.STOP
+    if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
+        return output.finish_reason
     generated = len(sequence.generated_token_ids) + len(output.new_token_ids)
     limit = sequence.sampling_params.max_tokens
     return FinishReason.LENGTH if limit is not None and generated >= limit else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton_engine.protocol.messages import ErrorCode
+from baton_engine.text.errors import RequestError
 from baton_engine.text.responses import ErrorBody, ErrorDetail
-from baton_engine.text.schema import RequestError
 
 RETRY_AFTER_S = 1
 
@@ -95,6 +95,8 @@ def engine_failure(message: str, code: ErrorCode | None) -> APIError:
     """What an engine's last word on a request means to the client."""
     if code is ErrorCode.INVALID:
         return APIError(400, message)
+    if code is ErrorCode.LENGTH:
+        return APIError(400, message, code="context_length_exceeded")
     if code is ErrorCode.OVERLOADED:
         return overloaded(message)
     if code is ErrorCode.DRAINING:

@@ -1,6 +1,7 @@
 """One HTTP request as sequences: tokenize, check lengths, run them side by side, give back text.
 
-A request of `n` samples of several prompts is one sequence per (prompt, sample), each dispatched by itself.
+A request of `n` samples of several prompts is one sequence per (prompt, sample); a beam search is one sequence per prompt, whose
+beams become choices at its end.
 """
 
 from __future__ import annotations
@@ -12,17 +13,25 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
+from baton_engine.protocol.messages import BeamOutput, EngineCoreOutput, FinishReason, PromptLogprobs
+from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.text.chat_template import ChatTemplateError
-from baton_engine.text.responses import Usage
-from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestError
+from baton_engine.text.errors import RequestError
+from baton_engine.text.messages import template_messages
+from baton_engine.text.output import OutputProcessor, TextOutput
+from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse, Usage
+from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from baton_engine.text.structured_outputs import bad_words_token_ids
+from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
-from baton_gateway.dispatch import Dispatcher, Sequence
-from baton_gateway.errors import APIError, context_length_exceeded, internal, prompt_too_long, unavailable
+from baton_gateway.dispatch import Dispatcher, SampleGroup, Sequence
+from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, prompt_too_long, unavailable
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.output import OutputProcessor, TextOutput
 from baton_gateway.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -35,12 +44,36 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Choice:
-    """One sequence of the answer."""
+    """One sequence of text that may be part of the answer."""
 
     index: int
-    sequence: Sequence
     processor: OutputProcessor
+    prompt_token_ids: list[int]
     echo: str = ""
+
+
+@dataclass
+class Run:
+    """What is dispatched as one, and the choices it fills: one, or a beam search's beams."""
+
+    sequence: Sequence
+    choices: list[Choice]
+
+
+@dataclass
+class PromptJob:
+    """One prompt of a request."""
+
+    token_ids: list[int]
+    runs: list[Run]
+    """The candidates of best_of, in their order; else the samples, or one beam search."""
+    logprobs: PromptLogprobs = field(default_factory=list)
+    """If they were asked for: the first run brings them, for all."""
+    logprobs_known: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for run in self.runs for choice in run.choices]
 
 
 @dataclass
@@ -48,25 +81,48 @@ class Job:
     """One HTTP request, ready to run."""
 
     id: str
-    model: str
+    request: GenerationRequest
     created: int
     started: float
     """Monotonic arrival time."""
-    choices: list[Choice]
-    num_prompts: int
+    prompts: list[PromptJob]
+
+    @property
+    def model(self) -> str:
+        return self.request.model
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for prompt in self.prompts for choice in prompt.choices]
+
+    def best_choices(self) -> list[Choice]:
+        """Those that are the answer, once all have ended: with best_of the most likely ones, best first."""
+        best: list[Choice] = []
+        num_samples = self.request.num_samples
+        for index, prompt in enumerate(self.prompts):
+            choices = prompt.choices
+            if len(choices) > num_samples:
+                choices = sorted(choices, key=lambda choice: choice.processor.mean_logprob, reverse=True)
+            for place, choice in enumerate(choices[:num_samples]):
+                choice.index = index * num_samples + place
+                best.append(choice)
+        return best
 
     def usage(self) -> Usage:
-        """Every prompt counts once, however many samples are drawn from it."""
-        per_prompt = len(self.choices) // self.num_prompts
-        firsts = self.choices[::per_prompt]
-        prompt_tokens = sum(len(choice.sequence.prompt_token_ids) for choice in firsts)
+        """Every prompt counts once, however many samples are drawn from it; every sample counts, also those left out."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.processor.num_tokens for choice in self.choices)
+        cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details={"cached_tokens": sum(choice.sequence.num_cached_tokens for choice in firsts)},
+            prompt_tokens_details={"cached_tokens": cached_tokens},
         )
+
+
+_Event = tuple[Choice, TextOutput] | Exception | None
+"""What a run tells: an output, its failure, or that it has ended."""
 
 
 class GenerationService:
@@ -77,7 +133,7 @@ class GenerationService:
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._running: set[asyncio.Queue[tuple[Choice, TextOutput] | Exception]] = set()
+        self._running: set[asyncio.Queue[_Event]] = set()
 
     def fail_all(self, error: APIError) -> None:
         """Ends everything that runs with `error`; engines are told to abort."""
@@ -110,7 +166,8 @@ class GenerationService:
             token_ids = await _offload(tokenize, sum(len(message["content"]) for message in messages))
         except ChatTemplateError as error:
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
-        return self._job(request, "chatcmpl", [token_ids], [""], "messages", started)
+        bad_words = await self._bad_words(request)
+        return self._job(request, "chatcmpl", [token_ids], [""], bad_words, "messages", started)
 
     async def prepare_completion(self, request: CompletionRequest, started: float) -> Job:
         """Raises RequestError or APIError: a prompt cannot be used, does not fit, or nobody can serve it."""
@@ -133,7 +190,40 @@ class GenerationService:
             lambda: ([tokenize(prompt) for prompt in prompts], [echo(prompt) for prompt in prompts]),
             sum(map(len, prompts)),  # together: many short prompts take as long as one long one
         )
-        return self._job(request, "cmpl", token_ids, echoes, "prompt", started)
+        bad_words = await self._bad_words(request)
+        return self._job(request, "cmpl", token_ids, echoes, bad_words, "prompt", started)
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a prompt or of rendered messages, as a generation request would use them. Raises RequestError."""
+        text, add_special = request.prompt, request.add_special_tokens is not False
+        if request.messages is not None:
+            if self.tokenizer.chat_template is None:
+                raise RequestError("This model has no chat template; send a prompt instead.", param="messages")
+            add_special = bool(request.add_special_tokens)  # the template writes them
+            try:
+                text = self.tokenizer.chat_template.render(
+                    template_messages(request.messages),
+                    add_generation_prompt=request.add_generation_prompt is not False,
+                    **(request.chat_template_kwargs or {}),
+                )
+            except ChatTemplateError as error:
+                raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
+        if text is None:
+            raise RequestError("prompt or messages is required", param="prompt", code="missing_required_parameter")
+        prompt = text
+        token_ids = await _offload(lambda: self.tokenizer.encode(prompt, add_special_tokens=add_special), len(prompt))
+        response = TokenizeResponse(count=len(token_ids), tokens=token_ids, max_model_len=self._pool.max_model_len)
+        if request.return_token_strs:
+            response.token_strs = [self.tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
+        return response
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """Raises RequestError: ids outside the vocabulary."""
+        self._check_ids(request.tokens, "tokens")
+        text = await _offload(
+            lambda: self.tokenizer.decode(request.tokens, skip_special_tokens=False), len(request.tokens)
+        )
+        return DetokenizeResponse(prompt=text)
 
     async def run(self, job: Job) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Outputs of all choices as they come; of each, in order up to the finished one.
@@ -143,17 +233,20 @@ class GenerationService:
         Raises:
             APIError: one of the sequences failed; the others are aborted.
         """
-        queue: asyncio.Queue[tuple[Choice, TextOutput] | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._run_choice(job, choice, queue)) for choice in job.choices]
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
+        tasks = [asyncio.create_task(self._run(job, prompt, run, queue)) for prompt, run in runs]
         unfinished = len(tasks)
         self._running.add(queue)
         try:
             while unfinished:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                unfinished -= item[1].finish_reason is not None
-                yield item
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    unfinished -= 1
+                else:
+                    yield event
         finally:
             self._running.discard(queue)
             for task in tasks:
@@ -161,14 +254,14 @@ class GenerationService:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.e2e_latency.observe(time.monotonic() - job.started)
 
-    async def _run_choice(
-        self, job: Job, choice: Choice, queue: asyncio.Queue[tuple[Choice, TextOutput] | Exception]
-    ) -> None:
+    async def _run(self, job: Job, prompt: PromptJob, run: Run, queue: asyncio.Queue[_Event]) -> None:
         last = job.started
         first = True
+        prompt_only = isinstance(job.request, CompletionRequest) and job.request.is_prompt_only
         try:
-            async with aclosing(self._dispatcher.generate(choice.sequence)) as outputs:
+            async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:
                 async for output in outputs:
+                    first_token = first and bool(output.new_token_ids)
                     if output.new_token_ids:
                         now = time.monotonic()
                         if first:
@@ -177,14 +270,32 @@ class GenerationService:
                             self._metrics.inter_token_latency.observe((now - last) / len(output.new_token_ids))
                         last, first = now, False
                         self._metrics.generation_tokens.inc(len(output.new_token_ids))
+                    if output.beams is not None:
+                        _push_beams(run, output.beams, queue)
+                        break
+                    if first_token and job.request.requested_prompt_logprobs() is not None:
+                        if run is prompt.runs[0]:
+                            prompt.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
+                            prompt.logprobs_known.set()
+                        await prompt.logprobs_known.wait()  # if the first run fails, all do
+                        output.prompt_logprobs = prompt.logprobs
+                    if prompt_only:
+                        reason = FinishReason.LENGTH if output.finished else None
+                        output = EngineCoreOutput(
+                            output.request_id, [], finish_reason=reason, prompt_logprobs=output.prompt_logprobs
+                        )
+                    [choice] = run.choices
                     result = choice.processor.push(output)
                     queue.put_nowait((choice, result))
                     if result.finish_reason is not None:
-                        return
+                        break
+            queue.put_nowait(None)
         except APIError as error:
+            if error.status == 400 and error.code is None:  # the engine's words
+                error = bad_request(job.request.refusal(error.message))
             queue.put_nowait(error)
         except Exception as error:  # a bug here must not leave the client waiting for ever
-            logger.exception("request %s: choice %d failed", job.id, choice.index)
+            logger.exception("request %s: %s failed", job.id, run.sequence.request_id)
             queue.put_nowait(internal(f"The gateway failed: {error!r}"))
 
     def _job(
@@ -193,38 +304,61 @@ class GenerationService:
         prefix: str,
         prompts: list[list[int]],
         echoes: list[str],
+        bad_words: list[list[int]],
         field: str,
         started: float,
     ) -> Job:
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        choices = []
+        self._check_ids(request.allowed_token_ids or [], "allowed_token_ids")
+        request.check_prompt_logprobs(sum(map(len, prompts)))
+        jobs = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = request.sampling_params(seed=seed, max_tokens=self._max_tokens(request, len(token_ids), field))
+            max_tokens = self._max_tokens(request, len(token_ids), field)
+            # A seed of the client's own is the same for all prompts; of equal prompts it makes equal answers.
+            seed = secrets.randbits(63) if request.seed is None else request.seed
+            params = request.sampling_params(seed=seed, max_tokens=max_tokens, bad_words_token_ids=bad_words)
             self._check_ids(list(params.logit_bias or {}), "logit_bias")
             self._check_ids(params.stop_token_ids, "stop_token_ids")
             self._metrics.prompt_tokens.inc(len(token_ids))
-            for sample_index in range(request.num_samples):
-                index = prompt_index * request.num_samples + sample_index
+            first_index = prompt_index * request.num_candidates
+            choices = [
+                Choice(first_index + index, self._processor(request, params), token_ids, echoes[prompt_index])
+                for index in range(request.num_candidates)
+            ]
+            num_runs = 1 if params.beam_width else request.num_candidates
+            group = SampleGroup(f"{job_id}-p{prompt_index}") if num_runs > 1 else None
+            silent = msgspec.structs.replace(params, prompt_logprobs=None)
+            runs = []
+            for sample_index in range(num_runs):
                 sequence = Sequence(
-                    request_id=job_id if len(prompts) * request.num_samples == 1 else f"{job_id}-c{index}",
+                    request_id=job_id if len(prompts) * num_runs == 1 else f"{job_id}-c{first_index + sample_index}",
                     prompt_token_ids=token_ids,
-                    sampling_params=params,
+                    # One of them tells what the prompt's tokens were worth; the others share its blocks.
+                    sampling_params=params if sample_index == 0 else silent,
                     sample_index=sample_index,
                     arrival_time=arrival,
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
+                    group=group,
                 )
-                processor = OutputProcessor(
-                    self.tokenizer,
-                    stops=request.stops,
-                    include_stop=bool(request.include_stop_str_in_output),
-                    skip_special_tokens=request.skip_special_tokens is not False,
-                    min_tokens=params.min_tokens,
-                )
-                choices.append(Choice(index, sequence, processor, echoes[prompt_index]))
-        return Job(job_id, request.model, int(arrival), started, choices, len(prompts))
+                runs.append(Run(sequence, choices if params.beam_width else [choices[sample_index]]))
+            jobs.append(PromptJob(token_ids, runs))
+        return Job(job_id, request, int(arrival), started, jobs)
+
+    async def _bad_words(self, request: GenerationRequest) -> list[list[int]]:
+        words = request.bad_words or []
+        return await _offload(lambda: bad_words_token_ids(self.tokenizer, words), sum(map(len, words)))
+
+    def _processor(self, request: GenerationRequest, params: SamplingParams) -> OutputProcessor:
+        return OutputProcessor(
+            self.tokenizer,
+            stops=request.stops,
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+        )
 
     def _encode(self, text: str, field: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)
@@ -252,6 +386,13 @@ class GenerationService:
         wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
         if wrong is not None:
             raise RequestError(f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field)
+
+
+def _push_beams(run: Run, beams: list[BeamOutput], queue: asyncio.Queue[_Event]) -> None:
+    """The beams, best first, as choices. A search may end with fewer than its width: then the answer has fewer, too."""
+    del run.choices[len(beams) :]
+    for choice, beam in zip(run.choices, beams, strict=False):
+        queue.put_nowait((choice, choice.processor.push_beam(run.sequence.request_id, beam)))
 
 
 async def _offload(work: Callable[[], _Result], num_chars: int) -> _Result:

@@ -14,6 +14,9 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http import HttpProcessingError
 
+from baton_engine.text.errors import RequestError
+from baton_engine.text.output import TextOutput, chat_logprobs, completion_logprobs, prompt_token_logprobs
+from baton_engine.text.parsing import parse_request
 from baton_engine.text.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -25,18 +28,13 @@ from baton_engine.text.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptTokenLogprob,
 )
-from baton_engine.text.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    RequestError,
-    parse_request,
-)
+from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.errors import APIError, bad_request, overloaded, timed_out, unavailable, unknown_model
 from baton_gateway.generation import Choice, GenerationService, Job
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.output import TextOutput, chat_logprobs, completion_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +43,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 FINAL_STATUS = web.RequestKey("final_status", int)
 """Status for the metrics when a stream that began as 200 failed later."""
+
+INLINE_LOGPROBS = 1024
+"""Positions. An answer with the log-probabilities of more is written in a thread."""
 
 _LAST_WORDS_S = 1.0
 """A stream that failed waits this long for its client to take the error."""
@@ -169,8 +170,15 @@ class Endpoint(abc.ABC, Generic[_Request]):
                     outputs[choice.index].append(output)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
-        merged = [(choice, _merge(outputs[choice.index])) for choice in job.choices]
-        return web.Response(body=self._encode(self.response(request, job, merged)), content_type="application/json")
+        merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
+        indices = {id(choice): choice.index for choice in job.choices}
+        merged = [(choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()]
+        num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for _, output in merged)
+        if num_logprobs <= INLINE_LOGPROBS:
+            body = self._encode(self.response(request, job, merged))
+        else:  # the event loop must not stand still for other streams
+            body = await asyncio.to_thread(lambda: msgspec.json.encode(self.response(request, job, merged)))
+        return web.Response(body=body, content_type="application/json")
 
     async def _stream(
         self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
@@ -223,8 +231,10 @@ class Endpoint(abc.ABC, Generic[_Request]):
         async def send_output(choice: Choice, output: TextOutput) -> None:
             # A held back text is no news; the end of a choice is, and so is a token's logprob.
             wants_ids = bool(request.return_token_ids and output.token_ids)
-            if output.text or output.logprobs or wants_ids or output.finish_reason is not None:
+            if output.text or _has_logprobs(output) or wants_ids or output.finish_reason is not None:
                 await send(self.chunk(request, job, choice, output, offsets[choice.index]))
+            if output.prompt_logprobs is not None:  # only with echo may they be streamed
+                offsets[choice.index] += sum(map(self._length, choice.prompt_token_ids))
             offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
 
         for chunk in self.opening(request, job):
@@ -236,7 +246,7 @@ class Endpoint(abc.ABC, Generic[_Request]):
             await send(self.usage_chunk(job))
 
     def _length(self, token_id: int) -> int:
-        return len(self._service.tokenizer.decode([token_id], skip_special_tokens=False))
+        return len(self._service.tokenizer.token_text(token_id))
 
     @abc.abstractmethod
     async def prepare(self, request: _Request, started: float) -> Job: ...
@@ -271,11 +281,15 @@ class ChatEndpoint(Endpoint[ChatCompletionRequest]):
                 message=ChatResponseMessage(content=output.text),
                 logprobs=self._logprobs(request, output),
                 finish_reason=output.finish_reason or "stop",
+                stop_reason=output.stop_reason,
                 token_ids=_token_ids(request, output),
             )
             for choice, output in outputs
         ]
-        return ChatCompletion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+        answer = ChatCompletion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+        if request.prompt_logprobs is not None:
+            answer.prompt_logprobs = _prompt_logprobs(self._service.tokenizer, outputs[0][1])
+        return answer
 
     def opening(self, request: ChatCompletionRequest, job: Job) -> list[msgspec.Struct]:
         delta = ChatDelta(role="assistant", content="")
@@ -289,6 +303,7 @@ class ChatEndpoint(Endpoint[ChatCompletionRequest]):
             delta=ChatDelta(content=output.text) if output.text else ChatDelta(),
             logprobs=self._logprobs(request, output) if output.logprobs else None,
             finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
             token_ids=_token_ids(request, output),
         )
         return self._chunk(request, job, piece)
@@ -311,19 +326,24 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         return await self._service.prepare_completion(request, started)
 
     def response(self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> Completion:
-        choices = [
-            CompletionChoice(
+        choices = []
+        for choice, output in outputs:
+            piece = CompletionChoice(
                 index=choice.index,
                 text=choice.echo + output.text,
-                logprobs=self._logprobs(request, output, 0),
+                logprobs=self._logprobs(request, choice, output, 0),
                 finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
                 token_ids=_token_ids(request, output),
             )
-            for choice, output in outputs
-        ]
+            if request.prompt_logprobs is not None:
+                piece.prompt_logprobs = _prompt_logprobs(self._service.tokenizer, output)
+            choices.append(piece)
         return Completion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
 
     def opening(self, request: CompletionRequest, job: Job) -> list[msgspec.Struct]:
+        if request.logprobs is not None:
+            return []  # the prompt's text goes with its logprobs, in each choice's first chunk
         return [
             self._chunk(request, job, CompletionChoice(index=choice.index, text=choice.echo))
             for choice in job.choices
@@ -335,9 +355,10 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
     ) -> Completion:
         piece = CompletionChoice(
             index=choice.index,
-            text=output.text,
-            logprobs=self._logprobs(request, output, offset) if output.logprobs else None,
+            text=(choice.echo if output.prompt_logprobs is not None else "") + output.text,
+            logprobs=self._logprobs(request, choice, output, offset) if _has_logprobs(output) else None,
             finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
             token_ids=_token_ids(request, output),
         )
         return self._chunk(request, job, piece)
@@ -349,10 +370,18 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         usage = None if request.include_usage else msgspec.UNSET
         return Completion(id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage)
 
-    def _logprobs(self, request: CompletionRequest, output: TextOutput, offset: int) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, request: CompletionRequest, choice: Choice, output: TextOutput, offset: int
+    ) -> CompletionLogprobs | None:
+        """`offset`: characters of the tokens before; those of an echoed prompt come with the first of the answer."""
         if request.logprobs is None:
             return None
-        return completion_logprobs(self._service.tokenizer, output.logprobs, offset)
+        tokenizer = self._service.tokenizer
+        if request.echo and output.prompt_logprobs is not None:
+            first_token_id = choice.prompt_token_ids[0]
+            items = [*output.prompt_logprobs, *output.logprobs]
+            return completion_logprobs(tokenizer, items, offset, first_token_id=first_token_id)
+        return completion_logprobs(tokenizer, output.logprobs, offset)
 
 
 def _unread(http: web.Request) -> bool:
@@ -364,10 +393,20 @@ def _token_ids(request: GenerationRequest, output: TextOutput) -> list[int] | ms
     return output.token_ids if request.return_token_ids else msgspec.UNSET
 
 
+def _has_logprobs(output: TextOutput) -> bool:
+    return bool(output.logprobs) or output.prompt_logprobs is not None
+
+
+def _prompt_logprobs(tokenizer: Tokenizer, output: TextOutput) -> list[dict[int, PromptTokenLogprob] | None]:
+    return prompt_token_logprobs(tokenizer, output.prompt_logprobs or [])
+
+
 def _merge(outputs: list[TextOutput]) -> TextOutput:
     return TextOutput(
         text="".join(output.text for output in outputs),
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
         logprobs=[item for output in outputs for item in output.logprobs],
         finish_reason=outputs[-1].finish_reason,
+        stop_reason=outputs[-1].stop_reason,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
     )

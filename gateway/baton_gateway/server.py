@@ -8,17 +8,21 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton_engine.protocol.config import GatewayConfig
+from baton_engine.text.errors import RequestError
+from baton_engine.text.parsing import parse_request
 from baton_engine.text.responses import Model, ModelList
+from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.discovery import Discovery
 from baton_gateway.dispatch import PREFILL_TIMEOUT_S, RESUME_WAIT_S, Dispatcher
-from baton_gateway.errors import APIError, internal, unavailable, unknown_model
+from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
 from baton_gateway.generation import GenerationService
 from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, Admission, ChatEndpoint, CompletionEndpoint
 from baton_gateway.metrics import GatewayMetrics
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 
+_TextRequest = TypeVar("_TextRequest", TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -64,6 +69,8 @@ class Gateway:
         )
         self._service = GenerationService(tokenizer, self.pool, dispatcher, self.metrics)
         self._created = int(time.time())
+        self._hurry = asyncio.Event()
+        """Set: a drain ends now."""
         self._runner: web.AppRunner | None = None
         self._pool_task: asyncio.Task[None] | None = None
 
@@ -82,8 +89,13 @@ class Gateway:
     async def stop(self) -> None:
         """Takes no new work, lets running requests end for drain_timeout_s, fails the rest clearly, and closes."""
         self._admission.draining = True
-        if not await self._admission.wait_idle(self.config.drain_timeout_s):
-            logger.warning("requests still run after %g s: ending them", self.config.drain_timeout_s)
+        idle = asyncio.create_task(self._admission.wait_idle(self.config.drain_timeout_s))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([idle, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not (idle.done() and idle.result()):
+            idle.cancel()
+            logger.warning("requests still run: ending them")
             self._service.fail_all(unavailable("This gateway shut down before the request ended.", code="draining"))
             await self._admission.wait_idle(timeout_s=2.0)
         if self._pool_task is not None:
@@ -93,11 +105,18 @@ class Gateway:
             await self._runner.cleanup()
 
     async def serve_until_signal(self, host: str) -> None:
-        """Runs until SIGTERM or SIGINT, then stops. Raises RuntimeError if discovery ends by a bug."""
+        """Runs until SIGTERM or SIGINT, then stops; another signal ends the drain. Raises RuntimeError if discovery ends by a
+        bug."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if stop.is_set():
+                self._hurry.set()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, on_signal)
         await self.start(host)
         assert self._pool_task is not None
         stopped = asyncio.create_task(stop.wait())
@@ -117,6 +136,8 @@ class Gateway:
         )
         app.router.add_post("/v1/chat/completions", chat.handle)
         app.router.add_post("/v1/completions", completion.handle)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/health", self._health)
@@ -132,6 +153,8 @@ class Gateway:
         try:
             try:
                 response = await handler(request)
+            except RequestError as error:
+                response = _error_response(bad_request(error))
             except APIError as error:
                 response = _error_response(error)
             except web.HTTPException as error:
@@ -157,6 +180,19 @@ class Gateway:
 
     def _served_model(self) -> Model:
         return Model(id=self.served_name, created=self._created, max_model_len=self.pool.max_model_len)
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        return _json(await self._service.tokenize(await self._text_request(http, TokenizeRequest)))
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        return _json(await self._service.detokenize(await self._text_request(http, DetokenizeRequest)))
+
+    async def _text_request(self, http: web.Request, kind: type[_TextRequest]) -> _TextRequest:
+        """Raises RequestError, or APIError for another model's name."""
+        request = parse_request(await http.read(), kind)
+        if request.model not in (None, self.served_name):
+            raise unknown_model(str(request.model), self.served_name)
+        return request
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

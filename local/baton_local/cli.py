@@ -1,5 +1,6 @@
 """The `baton` command.
 
+baton serve MODEL [FLAGS]                              one engine and its OpenAI endpoint, without Kubernetes
 baton up -f FILE [--model DIR] [--once] [--detach]     a local cluster around one LLMService
 baton status [-o json] · baton logs [POD] [-f] · baton down
 baton checkpoint create --arch ARCH --out DIR          a checkpoint with random weights
@@ -48,6 +49,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton", description="LLM serving on Kubernetes, and on this one machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    serve = commands.add_parser(
+        "serve",
+        help="one engine and its OpenAI endpoint",
+        usage="baton serve MODEL [FLAGS]",
+        epilog="FLAGS are those of `baton serve MODEL --help`, and the engine's own (`baton-engine --help`).",
+    )
+    serve.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    serve.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL")
+    serve.set_defaults(run=_run_serve)
+
     # No abbreviations: --detach is taken out of the command line by name.
     up = commands.add_parser("up", help="start a local cluster around one LLMService", allow_abbrev=False)
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
@@ -87,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         checkpoint_module.add_arguments(create)
         create.set_defaults(run=checkpoint_module.run)
     return parser
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from baton_local.serve import run_serve
+
+    return run_serve(args.model, args.flags)
 
 
 def _run_up(args: argparse.Namespace) -> int:

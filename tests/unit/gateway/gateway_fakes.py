@@ -24,6 +24,7 @@ from baton_engine.protocol.config import (
 )
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
+    BeamOutput,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -78,6 +79,8 @@ class FakeEngine:
         """No more tokens come once this many exist, until `released` is set."""
         self.released = asyncio.Event()
         self.offset_error = 0
+        self.repeats = False
+        """Ends with REPETITION instead of LENGTH."""
         self.tokens_per_output = 1
         self.adds: list[EngineCoreRequest] = []
         self.aborts: list[str] = []
@@ -154,10 +157,14 @@ class FakeEngine:
             return
         if self.refuse is not None:
             code, text = self.refuse
-            output = EngineCoreOutput(
-                request.request_id, [], finish_reason=FinishReason.ERROR, error=text, error_code=code
-            )
+            reason = FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR
+            output = EngineCoreOutput(request.request_id, [], finish_reason=reason, error=text, error_code=code)
             self._output(peer, output)
+            return
+        if request.sampling_params.beam_width:
+            if self.hold_after is not None:
+                await self.released.wait()
+            self._output(peer, self._beams(request))
             return
         done = len(request.generated_token_ids)
         if request.kv_transfer is not None and request.kv_transfer.side is KVSide.CONSUME:
@@ -171,19 +178,32 @@ class FakeEngine:
             stop = self._stop_token(request, tokens)
             finish = FinishReason.STOP if stop is not None else None
             if finish is None and done + len(tokens) >= limit:
-                finish = FinishReason.LENGTH
+                finish = FinishReason.REPETITION if self.repeats else FinishReason.LENGTH
             logprobs = None
             if request.sampling_params.logprobs is not None:
                 top = [(token, -0.5) for token in range(request.sampling_params.logprobs)]
-                logprobs = [TokenLogprobs(token, -0.25, 1, top) for token in tokens]
+                # Samples differ in their probability: the higher the index, the likelier.
+                logprob = -0.25 / (request.sample_index + 1)
+                logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
             offset = done + self.offset_error
-            self._output(
-                peer, EngineCoreOutput(request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs)
-            )
+            output = EngineCoreOutput(request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs)
+            if done == 0 and request.sampling_params.prompt_logprobs is not None:
+                output.prompt_logprobs = [
+                    TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]
+                ]
+            self._output(peer, output)
             done += len(tokens)
             if finish is not None:
                 return
             await asyncio.sleep(0)
+
+    def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
+        """Beam i is the answer without its last i tokens."""
+        beams = [
+            BeamOutput(self.answer[: len(self.answer) - index], -1.0 - index, -0.1 - index, FinishReason.LENGTH)
+            for index in range(request.sampling_params.beam_width)
+        ]
+        return EngineCoreOutput(request.request_id, beams[0].token_ids, finish_reason=FinishReason.LENGTH, beams=beams)
 
     def _stop_token(self, request: EngineCoreRequest, tokens: list[int]) -> int | None:
         stops = {*request.sampling_params.stop_token_ids, EOS_ID}

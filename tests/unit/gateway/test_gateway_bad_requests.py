@@ -70,7 +70,23 @@ BAD_CHATS = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [100000]}, "allowed_token_ids"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+    ({"best_of": 3, "n": 2, "use_beam_search": True}, "best_of"),
+    ({"use_beam_search": True, "n": 65}, "n"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"guided_json": {}} | {"guided_regex": "a+"}, "guided_regex"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -86,8 +102,6 @@ BAD_COMPLETIONS = [
     ({"prompt": [1, 100000]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"suffix": "end"}, "suffix"),
-    ({"echo": True, "logprobs": 1}, "echo"),
-    ({"best_of": 2}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
 ]
@@ -148,7 +162,8 @@ async def test_malformed_json(ready: Stand):
 
 async def test_json_that_is_nested_too_deeply(ready: Stand):
     for field in ("guided_json", "a_field_nobody_knows"):
-        body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + b"[" * 50_000 + b"]" * 50_000 + b"}"
+        nested = b'{"a": ' * 50_000 + b"1" + b"}" * 50_000
+        body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + nested + b"}"
         status, answer, _ = await ready.post("/v1/completions", body, headers={"Content-Type": "application/json"})
         assert (status, answer["error"]["code"]) == (400, "invalid_json")
 

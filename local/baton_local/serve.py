@@ -1,0 +1,363 @@
+"""`baton serve MODEL`: one engine and the OpenAI endpoint as two child processes, without Kubernetes.
+
+The engine listens on 127.0.0.1 only, the gateway on --host; they find each other through a discovery file in a temporary folder.
+The children never outlive this process, not even kill -9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from baton_engine.protocol.config import (
+    DiscoveryConfig,
+    EngineEndpoint,
+    EngineEndpoints,
+    GatewayConfig,
+    ModelConfig,
+)
+from baton_local.lifeline import set_parent_death_signal
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.2
+PROGRESS_S = 5.0
+"""A wait is mentioned again after this long."""
+_EXIT_GRACE_S = 10.0
+"""A child may take this long to end after its own drain timeout; then it is killed."""
+_LINE_BYTES = 2**20
+_OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
+"""Engine flags that `serve` sets itself, or that have no meaning here."""
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """Flags of `serve` itself; the others are the engine's."""
+    parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="of the endpoint (default 8000; 0: a free one)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
+    parser.add_argument("--max-concurrent-requests", type=int, metavar="N", help="sequences served at once")
+    parser.add_argument("--request-timeout-s", type=float, metavar="SECONDS", help="a request that takes longer fails")
+    parser.add_argument(
+        "--drain-timeout-s", type=float, default=30.0, metavar="SECONDS", help="at the end (default 30)"
+    )
+    parser.add_argument("--ready-timeout-s", type=float, default=600.0, metavar="SECONDS", help="default 600")
+    return parser
+
+
+def run_serve(model: str, flags: list[str]) -> int:
+    """Serves until SIGTERM or Ctrl-C. Returns the exit code: 0 after a drain; the engine's own (78: its configuration is wrong) or
+    1 if a child ended."""
+    parser = flags_parser()
+    if {"-h", "--help"} & set(flags):
+        parser.print_help()
+        print("\nAll other flags are the engine's: see baton-engine --help.")
+        return 0
+    options, engine_flags = parser.parse_known_args(flags)
+    for flag in engine_flags:
+        if flag.split("=", 1)[0] in _OURS:
+            parser.error(f"{flag.split('=', 1)[0]} cannot be given: baton serve sets it")
+    for name in ("drain_timeout_s", "ready_timeout_s"):
+        if not 0 < getattr(options, name) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be a positive number of seconds")
+    try:
+        options.port = _free_port(options.host, options.port)
+    except OSError as error:
+        _say(f"cannot listen on {options.host}:{options.port}: {error.strerror}; see --host and --port")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
+        return asyncio.run(_Server(model, options, engine_flags, Path(folder)).run())
+
+
+@dataclass
+class _Child:
+    """A process whose log lines are passed on with its name before them."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    last_line: str = ""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, name: str, command: list[str], env: dict[str, str]) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for us: we end the children in order
+            preexec_fn=_dies_with(os.getpid()),
+        )
+        child = cls(name, process)
+        child.tasks.append(asyncio.create_task(child._pass_on()))
+        return child
+
+    async def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        while True:
+            try:
+                line = await self.process.stdout.readline()
+            except ValueError:  # a line over the limit; the rest of it follows
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip("\n")
+            if text.strip():
+                self.last_line = text
+            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+    async def wait(self) -> int:
+        """Its exit code, once all it said was passed on; negative: the signal that ended it."""
+        code = await self.process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):  # a grandchild may hold the pipe open
+                await asyncio.gather(*self.tasks)
+        return code
+
+    def signal(self, signum: int) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signum)
+
+    async def end(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL to all of its session if that does not end it."""
+        self.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.process.wait()
+        except TimeoutError:
+            _say(f"the {self.name} has not ended within {timeout_s:g} s: killing it")
+            self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class _ChildEndedError(Exception):
+    def __init__(self, child: _Child, code: int) -> None:
+        super().__init__(f"the {child.name} {_how(code)}")
+        self.child = child
+        self.code = code
+
+
+class _Server:
+    def __init__(self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path) -> None:
+        self._model = model
+        self._options = options
+        self._engine_flags = engine_flags
+        self._folder = folder
+        self._children: list[_Child] = []
+        self._name = options.served_model_name or Path(model).resolve().name
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._on_signal)
+        stopped = asyncio.create_task(self._stop.wait())
+        serving = asyncio.create_task(self._serve())
+        try:
+            await asyncio.wait([stopped, serving], return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+                await self._drain()
+                return 0
+            serving.result()
+        except _ChildEndedError as error:
+            await self._fail(error)
+            return error.code if error.code > 0 else 1
+        except TimeoutError as error:
+            _say(str(error))
+            return 1
+        finally:
+            stopped.cancel()
+            for child in self._children:
+                child.kill()
+                await child.wait()
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _serve(self) -> None:
+        """Raises _ChildEndedError, or TimeoutError: not ready in time. Never returns."""
+        engine_port, http_port = _free_port(LOOPBACK), _free_port(LOOPBACK)
+        engine = await self._start_engine(engine_port, http_port)
+        gateway = await self._start_gateway(engine_port)
+        watch = [asyncio.create_task(_until_ended(child)) for child in (engine, gateway)]
+        ready = asyncio.create_task(self._until_ready(http_port))
+        try:
+            await asyncio.wait([*watch, ready], return_when=asyncio.FIRST_COMPLETED)
+            for task in watch:
+                if task.done():
+                    task.result()
+            ready.result()
+            self._announce()
+            await asyncio.wait(watch, return_when=asyncio.FIRST_COMPLETED)
+            for task in watch:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (*watch, ready):
+                task.cancel()
+            await asyncio.gather(*watch, ready, return_exceptions=True)
+
+    async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
+        command = [sys.executable, "-m", "baton_engine.cli", "--model", self._model, "--served-model-name", self._name]
+        command += ["--engine-port", str(engine_port), "--http-port", str(http_port)]
+        command += ["--drain-timeout-s", str(self._options.drain_timeout_s), *self._engine_flags]
+        child = await _Child.start("engine", command, {"POD_IP": LOOPBACK})
+        self._children.append(child)
+        return child
+
+    async def _start_gateway(self, engine_port: int) -> _Child:
+        endpoint = EngineEndpoint(name="engine", role="decode", host=LOOPBACK, engine_port=engine_port)
+        discovery = self._folder / "engines.json"
+        discovery.write_bytes(msgspec.json.encode(EngineEndpoints(engines=[endpoint])))
+        config = GatewayConfig(
+            model=ModelConfig(path=self._model, served_name=self._name),
+            discovery=DiscoveryConfig(file=str(discovery)),
+            port=self._options.port,
+            drain_timeout_s=self._options.drain_timeout_s,
+        )
+        for name in ("max_concurrent_requests", "request_timeout_s"):
+            if (value := getattr(self._options, name)) is not None:
+                config = msgspec.structs.replace(config, **{name: value})
+        path = self._folder / "gateway.json"
+        path.write_bytes(msgspec.json.encode(config))
+        command = [sys.executable, "-m", "baton_gateway.cli", "--config", str(path)]
+        child = await _Child.start("gateway", command, {"POD_IP": self._options.host})
+        self._children.append(child)
+        return child
+
+    async def _until_ready(self, http_port: int) -> None:
+        started = time.monotonic()
+        said, said_at = "", started
+        engine_url, gateway_url = f"http://{LOOPBACK}:{http_port}/ready", f"{self._url}/ready"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
+            while True:
+                waiting = await _not_ready(session, engine_url, "engine") or await _not_ready(
+                    session, gateway_url, "gateway"
+                )
+                if not waiting:
+                    return
+                now = time.monotonic()
+                if now - started > self._options.ready_timeout_s:
+                    timeout_s = self._options.ready_timeout_s
+                    raise TimeoutError(f"not ready within {timeout_s:g} s ({waiting}); see --ready-timeout-s")
+                if waiting != said or now - said_at > PROGRESS_S:
+                    said, said_at = waiting, now
+                    _say(f"{now - started:.0f} s: {waiting}")
+                await asyncio.sleep(POLL_S)
+
+    @property
+    def _url(self) -> str:
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._options.host, self._options.host)
+        return f"http://[{host}]:{self._options.port}" if ":" in host else f"http://{host}:{self._options.port}"
+
+    def _announce(self) -> None:
+        body = {"model": self._name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+        _say(f"ready: {self._url}/v1 serves {self._name}")
+        data = shlex.quote(json.dumps(body))
+        print(f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}", flush=True)
+
+    async def _drain(self) -> None:
+        """The gateway first: it lets running requests end, and they need the engine. A second signal ends it at once."""
+        _say("stopping: running requests may end; press Ctrl-C again to stop at once")
+        ending = asyncio.create_task(self._end_children())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([ending, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not ending.done():
+            for child in self._children:
+                child.kill()
+        await ending
+
+    async def _end_children(self) -> None:
+        for child in reversed(self._children):
+            await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
+
+    async def _fail(self, error: _ChildEndedError) -> None:
+        """A child ended by itself: no request can be served any more. Clients that wait are told by the gateway, at once."""
+        for child in reversed(self._children):
+            # The second signal ends the gateway's drain: nobody will continue what the engine was doing.
+            child.signal(signal.SIGTERM)
+            await asyncio.sleep(0)
+            child.signal(signal.SIGINT)
+        for child in reversed(self._children):
+            await child.end(_EXIT_GRACE_S)
+        if error.code > 0 and error.child.last_line.startswith("FATAL "):
+            print(error.child.last_line, file=sys.stderr, flush=True)
+        else:
+            _say(f"{error}; its last words: {error.child.last_line or '(none)'}")
+
+
+async def _until_ended(child: _Child) -> None:
+    """Raises _ChildEndedError when `child` ends, whatever its exit code: nobody asked it to."""
+    raise _ChildEndedError(child, await child.wait())
+
+
+async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str:
+    """What is being waited for; empty if it is ready."""
+    try:
+        async with session.get(url) as response:
+            if response.status == 200:
+                return ""
+            body = await response.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return f"the {name} starts"
+    try:
+        answer = json.loads(body)
+        return f"{name}: {answer.get('message') or answer['error']['message']}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{name}: HTTP {response.status}"
+
+
+def _dies_with(parent: int) -> Callable[[], None]:
+    def before_exec() -> None:
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:  # it ended between the fork and the line above
+            os._exit(1)
+
+    return before_exec
+
+
+def _free_port(host: str, port: int = 0) -> int:
+    """`port`, or a free one for 0, where nobody listens right now. Raises OSError: somebody does, or `host` is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of ended connections are free enough
+        probe.bind((host, port))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"baton serve: {text}", file=sys.stderr, flush=True)

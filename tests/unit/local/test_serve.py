@@ -1,0 +1,211 @@
+"""`baton serve` with real processes on a tiny checkpoint: it answers, it ends in order, and nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from support.waiting import eventually
+
+READY_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "tiny"
+    return create_checkpoint(path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512)
+
+
+class Serve:
+    """A running `baton serve`."""
+
+    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
+        self._out, self._log = folder / "stdout", folder / "stderr"
+        command = [sys.executable, "-m", "baton_local.cli", "serve", str(model), "--port", "0", *flags]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(self._out, "wb") as out, open(self._log, "wb") as log:
+            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env)
+        self.children: list[psutil.Process] = []
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        def found() -> str:
+            assert self.process.poll() is None, self.log
+            match = re.search(r"^curl (http://[\d.:]+)/v1/chat/completions", self._out.read_text(), re.MULTILINE)
+            assert match, self.log
+            return match[1]
+
+        url = eventually(found, timeout_s=READY_S, what="baton serve ready")
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        return url
+
+    def child(self, module: str) -> psutil.Process:
+        return next(child for child in self.children if module in child.cmdline())
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def assert_no_orphans(self) -> None:
+        def gone() -> bool:
+            left = [p.pid for p in self.children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            assert not left, f"still running: {left}"
+            return True
+
+        assert self.children
+        eventually(gone, timeout_s=10, what="no child of baton serve left")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, checkpoint: Path) -> Iterator[Serve]:
+    flags = ["--served-model-name", "m", "--num-blocks", "256", "--num-threads", "1", "--dtype", "float32"]
+    serving = Serve(tmp_path, checkpoint, *flags)
+    yield serving
+    serving.close()
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=30)
+
+
+def stream(client: openai.OpenAI, max_tokens: int) -> openai.Stream:
+    return client.completions.create(
+        model="m", prompt="hello", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+    )
+
+
+def test_it_answers_and_sigterm_lets_running_requests_end(serve: Serve):
+    client = client_of(serve.url)
+    assert [model.id for model in client.models.list()] == ["m"]
+    chunks = stream(client, 400)
+    first = next(chunks)
+    serve.process.send_signal(signal.SIGTERM)
+    rest = list(chunks)
+    assert first.choices[0].finish_reason is None
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert serve.wait() == 0
+    serve.assert_no_orphans()
+    assert re.search(r"^\[engine\] .* loaded in", serve.log, re.MULTILINE)
+    assert re.search(r"^\[gateway\] ", serve.log, re.MULTILINE)
+    assert "baton serve: ready: http://127.0.0.1:" in serve.log
+
+
+def test_a_killed_engine_ends_it_with_a_reason_and_waiting_clients_hear_of_it(serve: Serve):
+    client = client_of(serve.url)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            list(stream(client, 3000))
+        except Exception as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    eventually(lambda: running_requests(serve), timeout_s=20, what="a running request")
+    serve.child("baton_engine.cli").kill()
+    waiting.join(5.0)
+    assert not waiting.is_alive(), "the client still waits"
+    assert len(errors) == 1
+    assert isinstance(errors[0], openai.APIError)
+    assert "shut down" in str(errors[0]) or "lost" in str(errors[0])
+    assert serve.wait() == 1
+    assert "baton serve: the engine was killed by SIGKILL" in serve.log.splitlines()[-1]
+    serve.assert_no_orphans()
+
+
+def running_requests(serve: Serve) -> bool:
+    """Whether the gateway is busy."""
+    with urllib.request.urlopen(f"{serve.url}/metrics", timeout=5) as response:
+        return "baton:requests_in_flight 1.0" in response.read().decode()
+
+
+def test_kill_9_leaves_no_child_behind(serve: Serve):
+    assert serve.url
+    serve.process.kill()
+    serve.process.wait()
+    serve.assert_no_orphans()
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "code", "last_line"),
+    [
+        ("nowhere", [], 78, r"FATAL ModelNotFound: .*nowhere does not exist"),
+        ("", ["--dtype", "int3"], 78, r"FATAL \w+: .*int3.*"),
+        ("", ["--no-such-flag"], 2, r".*unrecognized arguments: --no-such-flag"),
+        ("", ["--host", "192.0.2.1"], 1, r"baton serve: cannot listen on 192\.0\.2\.1:0: .*; see --host and --port"),
+        ("", ["--engine-port", "5"], 2, r".*--engine-port cannot be given: baton serve sets it"),
+    ],
+)
+def test_what_cannot_work_is_said_in_the_last_line(
+    tmp_path: Path, checkpoint: Path, model: str, flags: list[str], code: int, last_line: str
+):
+    serving = Serve(tmp_path, checkpoint / model if model else checkpoint, *flags)
+    try:
+        assert serving.wait(READY_S) == code, serving.log
+        assert re.fullmatch(last_line, serving.log.splitlines()[-1]), serving.log
+    finally:
+        serving.close()
+
+
+def test_it_does_not_wait_for_ever(tmp_path: Path, checkpoint: Path):
+    serving = Serve(tmp_path, checkpoint, "--ready-timeout-s", "0.1")
+    try:
+        assert serving.wait(READY_S) == 1
+        assert "not ready within 0.1 s" in serving.log
+    finally:
+        serving.close()
+
+
+def test_what_the_endpoint_accepts_the_engine_does(serve: Serve):
+    client = client_of(serve.url)
+
+    def ask(**fields: object) -> openai.types.Completion:
+        known = {"model": "m", "prompt": "hello", "max_tokens": 8, "seed": 3}
+        return client.completions.create(**known, extra_body={"ignore_eos": True} | fields)
+
+    samples = [choice.text for choice in ask(n=4).choices]
+    assert len(set(samples)) == 4
+    assert ask(n=4).choices[2].text == samples[2]
+    alone = ask().choices[0].text
+    assert alone == samples[0], "a group changes nothing"
+    assert ask(n=2, best_of=4).choices[0].text in samples
+    best, second = ask(n=2, use_beam_search=True).choices
+    assert best.text != second.text
+    echoed = ask(n=2, echo=True, logprobs=1).choices
+    for choice in echoed:
+        assert choice.text.startswith("hello")
+        assert choice.logprobs.token_logprobs[0] is None
+        assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    assert ask(guided_choice=["left", "right"], ignore_eos=False).choices[0].text in ("left", "right")
+    assert re.fullmatch("[0-9]{3}", ask(structured_outputs={"regex": "[0-9]{3}"}, ignore_eos=False).choices[0].text)
+    token_ids = ask(allowed_token_ids=[70, 71], return_token_ids=True).choices[0].model_extra["token_ids"]
+    assert set(token_ids) <= {70, 71}
+    repetition = {"max_pattern_size": 1, "min_count": 4}
+    repeated = ask(allowed_token_ids=[70], repetition_detection=repetition).choices[0]
+    assert repeated.finish_reason == "repetition"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(guided_regex="(")
+    assert caught.value.param == "guided_regex"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(prompt=[5] * 5000)
+    assert caught.value.code == "context_length_exceeded"
