@@ -1,4 +1,7 @@
-"""Writes a benchmark's figures to `benchmarks/results/<machine>/<subject>.json`, with the goals they are held against."""
+"""Writes a benchmark's figures to `benchmarks/results/<machine>/<subject>.json`, with the goals they are held against.
+
+`python benchmarks/report.py` renders all results as docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 
 @dataclass(frozen=True)
@@ -19,16 +23,28 @@ class Goal:
     """None: could not be measured here."""
     goal: float
     unit: str
+    at_most: bool = False
+    """The goal is an upper bound; otherwise a lower one."""
 
     @property
     def met(self) -> bool | None:
-        """Goals are lower bounds."""
-        return None if self.value is None else self.value >= self.goal
+        if self.value is None:
+            return None
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
 
 
 def machine() -> str:
     """Folder name of this machine: $BATON_MACHINE, else architecture and core count."""
     return os.environ.get("BATON_MACHINE") or f"{platform.machine()}-{os.cpu_count()}core"
+
+
+def show(goals: list[Goal]) -> None:
+    """Prints every goal and whether it is met."""
+    for goal in goals:
+        value = "not measured" if goal.value is None else f"{goal.value:.2f}"
+        verdict = {None: "unmeasured", True: "met", False: "NOT met"}[goal.met]
+        bound = "at most" if goal.at_most else "at least"
+        print(f"goal {goal.name}: {value} {goal.unit} ({bound} {goal.goal:g}): {verdict}")
 
 
 def write(subject: str, figures: list[dict[str, Any]], goals: list[Goal], **circumstances: Any) -> Path:
@@ -38,10 +54,7 @@ def write(subject: str, figures: list[dict[str, Any]], goals: list[Goal], **circ
         figures: the rows of the table.
         circumstances: what one must know to read them (repeats, environment).
     """
-    for goal in goals:
-        value = "not measured" if goal.value is None else f"{goal.value:.2f}"
-        verdict = {None: "unmeasured", True: "met", False: "NOT met"}[goal.met]
-        print(f"goal {goal.name}: {value} {goal.unit} (at least {goal.goal:g}): {verdict}")
+    show(goals)
     path = RESULTS / machine() / f"{subject}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
@@ -52,4 +65,37 @@ def write(subject: str, figures: list[dict[str, Any]], goals: list[Goal], **circ
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
+    render()
     return path
+
+
+def render() -> None:
+    """Writes docs/benchmarks.md from all results."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `benchmarks/report.py` from `benchmarks/results/`; do not edit. Peers run side by side in one run,",
+        "figures are medians. Run one with `make bench SUBJECT=<subject>`. Machines are shared and noisy: read ratios,",
+        "not absolute times.",
+    ]
+    for file in sorted(RESULTS.glob("*/*.json")):
+        result = json.loads(file.read_text())
+        lines += ["", f"## {result['subject']} on {file.parent.name}", ""]
+        lines += [", ".join(f"{key}: {value}" for key, value in result["circumstances"].items()) + ".", ""]
+        lines += ["| goal | measured | wanted | met |", "| --- | --- | --- | --- |"]
+        for goal in result["goals"]:
+            value = "not measured" if goal["value"] is None else f"{goal['value']:.2f} {goal['unit']}"
+            bound = "at most" if goal.get("at_most") else "at least"
+            met = {None: "?", True: "yes", False: "**no**"}[goal["met"]]
+            lines.append(f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |")
+        lines += ["", "| figure | values |", "| --- | --- |"]
+        for row in result["figures"]:
+            values = [f"{key} {value}" for key, value in row.items() if key != "part" and value is not None]
+            lines.append(f"| {row.get('part', '')} | {', '.join(values)} |")
+        if result.get("remarks"):
+            lines += ["", result["remarks"]]
+    DOCS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    render()

@@ -1,0 +1,199 @@
+"""`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead, KV memory, each next to its peer in one run.
+
+ARGS="--quick" shrinks everything (a minute instead of half an hour), `--part NAME` runs one part; neither writes a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+import memory
+import overhead
+import torch
+from engine_runs import Engine
+from peers import Transformers
+from workload import VOCAB_SIZE, Work, checkpoint, num_parameters, sample
+
+import report
+from report import Goal
+
+Rows = list[dict[str, Any]]
+HOPELESS = 10.0
+"""A way that took so many times the best one's first run is not repeated; its figure is that of one run."""
+
+
+def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Wanted output tokens per second on 64 requests: Baton against the better way of transformers."""
+    works = sample(scale=scale)
+    wanted = sum(work.num_output_tokens for work in works)
+    engine = Engine(path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
+    peer = Transformers(path)
+    ways: dict[str, Callable[[], float]] = {
+        "baton": lambda: engine.generate(works),
+        "transformers generate, batch 64": lambda: peer.generate(works, 64),
+        "transformers generate, batch 16": lambda: peer.generate(works, 16),
+        "transformers generate_batch": lambda: peer.generate_batch(works),
+    }
+    warm_up = [Work(work.prompt[:16], 2) for work in works[:4]]
+    engine.generate(warm_up)
+    peer.generate(warm_up, 4)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    gemm = []
+    for _ in range(repeats):
+        gemm.append(machine.gemm_flops())
+        for name, run in ways.items():
+            if seconds[name] and seconds[name][0] > HOPELESS * min(values[0] for values in seconds.values()):
+                continue
+            seconds[name].append(run())
+            print(f"  {name}: {seconds[name][-1]:.1f} s", flush=True)
+    engine.close()
+    _, num_read = num_parameters(path)
+    num_computed = sum(work.num_tokens - 1 for work in works)  # the last token of a request is never run
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    best_peer = min(value for name, value in median.items() if name != "baton")
+    rows: Rows = [
+        {
+            "part": "throughput",
+            "way": name,
+            "seconds": round(value, 2),
+            "runs": len(seconds[name]),
+            "output_tokens_per_s": round(wanted / value, 1),
+            "gemm_fraction": round(2 * num_read * num_computed / value / statistics.median(gemm), 3)
+            if name == "baton"
+            else None,
+        }
+        for name, value in median.items()
+    ]
+    rows.append({"part": "throughput", "gemm_gflops": round(statistics.median(gemm) / 1e9, 1)})
+    return rows, [
+        Goal("throughput against the better of transformers' two ways", best_peer / median["baton"], 3.0, "x")
+    ]
+
+
+def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Batch-1 decode against the roofline: measured read bandwidth over the bytes every token reads."""
+    engine = Engine(path, max_num_seqs=1, kv_cache_memory_bytes=2**28)
+    _, num_read = num_parameters(path)
+    num_tokens = max(8, int(128 * scale))
+    prompt = list(range(300, 332))
+    engine.generate([Work(prompt, 4)])
+    rates, bandwidths = [], []
+    for _ in range(repeats):
+        bandwidths.append(machine.read_bandwidth())
+        # The difference of two lengths: without the prefill, and without what a call costs.
+        short, long = engine.generate([Work(prompt, 2)]), engine.generate([Work(prompt, 2 + num_tokens)])
+        rates.append(num_tokens / (long - short))
+    engine.close()
+    ratios = [rate * num_read * 4 / bandwidth for rate, bandwidth in zip(rates, bandwidths, strict=True)]
+    row = {
+        "part": "decode",
+        "tokens_per_s": round(statistics.median(rates), 2),
+        "read_bandwidth_gb_s": round(statistics.median(bandwidths) / 1e9, 2),
+        "weight_gb_per_token": round(num_read * 4 / 1e9, 3),
+    }
+    return [row], [Goal("batch-1 decode against the memory roofline", statistics.median(ratios), 0.7, "x")]
+
+
+def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """The engine's own work per running request and step, the model taking no time."""
+    rows = overhead.figures((64, 256, 1024), repeats)
+    us = {row["running"]: row["us_per_request_and_step"] for row in rows}
+    return rows, [Goal("overhead per request at 1,024 running against 64", us[1024] / us[64], 1.5, "x", at_most=True)]
+
+
+def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Waste on the sample, and the PagedAttention paper's experiment: paged against reserved maximum in the same memory."""
+    works = sample(scale=scale)
+    everything = sum(-(-work.num_tokens // memory.BLOCK_SIZE) for work in works) + len(works)
+    waste = memory.occupancy(works, everything)
+    rows: Rows = [{"part": "kv waste", **waste}]
+    # Room for 8 requests of the maximum length.
+    num_blocks = 8 * memory.MAX_MODEL_LEN // memory.BLOCK_SIZE
+    paged = memory.occupancy(works, num_blocks)
+    reserved = memory.occupancy(works, num_blocks, memory.RESERVED)
+    rows += [{"part": "paged, same memory", **paged}, {"part": "reserved maximum, same memory", **reserved}]
+    seconds: dict[str, list[float]] = {memory.PAGED: [], memory.RESERVED: []}
+    for name, values in seconds.items():
+        engine = Engine(path, max_num_seqs=64, num_blocks=num_blocks, scheduler_class=name, enable_prefix_caching=False)
+        engine.generate([Work(work.prompt[:16], 2) for work in works[:4]])
+        values += [engine.generate(works) for _ in range(max(1, repeats - 1))]
+        engine.close()
+    wanted = sum(work.num_output_tokens for work in works)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    rows += [
+        {"part": "same memory, real model", "way": way, "output_tokens_per_s": round(wanted / median[name], 1)}
+        for way, name in (("paged", memory.PAGED), ("reserved maximum", memory.RESERVED))
+    ]
+    return rows, [Goal("KV memory waste at block size 16", waste["waste_percent"], 4.0, "%", at_most=True)]
+
+
+def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """What prefix caching costs when nothing is ever found: prompts that share no block, with it and without."""
+    works = [Work(work.prompt, max(1, work.num_output_tokens // 8)) for work in sample(scale=scale)]
+    engines = {
+        enabled: Engine(path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30, enable_prefix_caching=enabled)
+        for enabled in (True, False)
+    }
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for engine in engines.values():
+        engine.generate(works[:4])
+    for _ in range(repeats + 2):
+        for enabled, engine in engines.items():
+            seconds[enabled].append(engine.generate(works))
+    for engine in engines.values():
+        engine.close()
+    ratios = [100 * (on / off - 1) for on, off in zip(seconds[True], seconds[False], strict=True)]
+    row = {
+        "part": "prefix caching, no hits",
+        "on_s": round(statistics.median(seconds[True]), 2),
+        "off_s": round(statistics.median(seconds[False]), 2),
+    }
+    return [row], [Goal("prefix caching's cost at no hits", statistics.median(ratios), 1.0, "%", at_most=True)]
+
+
+PARTS = {
+    "overhead": engine_overhead,
+    "decode": decode,
+    "throughput": throughput,
+    "memory": kv_memory,
+    "prefix-caching": prefix_caching,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="shrink everything")
+    parser.add_argument("--checkpoint", type=Path, help="folder to keep the checkpoint in")
+    args = parser.parse_args()
+    scale, repeats = (0.1, 1) if args.quick else (1.0, args.repeats)
+    torch.set_num_threads(os.cpu_count() or 1)
+    rows: Rows = []
+    goals: list[Goal] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoint(args.checkpoint or Path(folder) / "llama")
+        for name in args.part or PARTS:
+            print(f"{name}: {PARTS[name].__doc__}", flush=True)
+            part_rows, part_goals = PARTS[name](path, repeats, scale)
+            for row in part_rows:
+                print("  " + ", ".join(f"{key} {value}" for key, value in row.items() if value is not None), flush=True)
+            rows += part_rows
+            goals += part_goals
+        total, _ = num_parameters(path)
+    circumstances = {"repeats": repeats, "parameters": total, "vocab_size": VOCAB_SIZE, "torch": torch.__version__}
+    if args.quick or args.part:
+        report.show(goals)
+    else:
+        report.write("engine", rows, goals, **circumstances)
+
+
+if __name__ == "__main__":
+    main()

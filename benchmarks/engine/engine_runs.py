@@ -1,0 +1,36 @@
+"""Baton itself on the sample: the whole engine with a real model, driven as `LLM.generate` drives it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from workload import MAX_MODEL_LEN, Work
+
+from baton_engine import LLM, SamplingParams
+
+
+class Engine:
+    """One loaded engine.
+
+    Args:
+        options: keyword arguments of `LLM`.
+    """
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self._llm = LLM(str(path), dtype="float32", max_model_len=MAX_MODEL_LEN, **options)
+
+    def generate(self, works: list[Work]) -> float:
+        """Seconds for all requests, each to its own length."""
+        params = [SamplingParams(temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True) for work in works]
+        start = time.perf_counter()
+        results = self._llm.generate([work.prompt for work in works], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        for work, result in zip(works, results, strict=True):
+            assert len(result.outputs[0].token_ids) == work.num_output_tokens, "a request was cut short"
+        self._llm.reset_prefix_cache()  # the next run is to compute everything again
+        return seconds
+
+    def close(self) -> None:
+        self._llm.close()

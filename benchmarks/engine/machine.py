@@ -1,0 +1,35 @@
+"""What this machine can do at most: float32 GEMM rate and read bandwidth, measured with torch itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def gemm_flops(rows: int = 512, inner: int = 1024, columns: int = 2816) -> float:
+    """FLOP/s of a float32 matrix product of the model's shape; median of 15."""
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
+    return 2 * rows * inner * columns / _median_s(lambda: torch.nn.functional.linear(x, weight), 15)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that the cores can read from memory together; best of two kernels, each the median of 7, over 1 GiB."""
+    data = torch.ones(2**28)
+    ones = torch.ones(2**14)
+    matrix = data.view(-1, 2**14)
+    by_sum = _median_s(lambda: data.sum(), 7)
+    by_gemv = _median_s(lambda: torch.mv(matrix, ones), 7)
+    return data.nbytes / min(by_sum, by_gemv)
+
+
+def _median_s(run: Callable[[], object], repeats: int) -> float:
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

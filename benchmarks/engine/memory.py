@@ -1,0 +1,93 @@
+"""KV memory: how much of what is allocated holds no token, and what paging brings against reserving the maximum length."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from instant import InstantExecutor
+from workload import MAX_MODEL_LEN, Work
+
+from baton_engine.core.block_pool import Block
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.request import Request
+from baton_engine.core.scheduler import Scheduler
+from baton_engine.core.step import SchedulerOutput
+from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_engine.protocol.messages import EngineCoreRequest
+from baton_engine.protocol.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+MAX_NUM_BATCHED_TOKENS = 512
+
+
+class ReservedScheduler(Scheduler):
+    """Gives every request room for MAX_MODEL_LEN tokens when it starts, as systems before paging did."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        allocate = self.kv.allocate
+
+        def reserve(
+            request: Request, num_tokens: int, cached: Sequence[Block] = (), **options: Any
+        ) -> list[int] | None:
+            return allocate(request, MAX_MODEL_LEN, cached, **options)
+
+        self.kv.allocate = reserve  # type: ignore[method-assign]
+
+
+RESERVED = "memory.ReservedScheduler"
+PAGED = "baton_engine.core.scheduler.Scheduler"
+
+
+def requests_of(works: list[Work]) -> list[EngineCoreRequest]:
+    return [
+        EngineCoreRequest(
+            f"request-{i}",
+            work.prompt,
+            SamplingParams(temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True),
+            arrival_time=float(i),
+        )
+        for i, work in enumerate(works)
+    ]
+
+
+def occupancy(works: list[Work], num_blocks: int, scheduler_class: str = PAGED) -> dict[str, Any]:
+    """Runs the sample without a model. Waste is the share of allocated slots without a computed token, over all steps."""
+    config = EngineConfig(
+        model=ModelConfig(path="instant"),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=False, swap_memory_bytes=0
+        ),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, max_num_seqs=len(works), scheduler_class=scheduler_class
+        ),
+    )
+    executor = InstantExecutor(config, "instant", lambda: None)
+    core = EngineCore(config, executor)
+    pool = core.scheduler.kv.pool
+    allocated = used = 0
+    running: list[int] = []
+
+    def observe(step: SchedulerOutput) -> None:
+        nonlocal allocated, used
+        allocated += (pool.num_blocks - pool.num_free_blocks) * BLOCK_SIZE
+        used += sum(request.num_computed_tokens for request in core.scheduler.running.values())
+        running.append(len(core.scheduler.running))
+
+    executor.before_step = observe
+    for request in requests_of(works):
+        refusal = core.add_request(request)
+        assert refusal is None, refusal
+    while core.has_requests:
+        core.step_fn()
+    stats = core.get_stats()
+    core.shutdown()
+    return {
+        "steps": len(running),
+        "waste_percent": round(100 * (1 - used / allocated), 2),
+        "mean_running": round(statistics.fmean(running), 1),
+        "max_running": max(running),
+        "preemptions": stats.num_preemptions,
+    }

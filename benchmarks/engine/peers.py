@@ -1,0 +1,77 @@
+"""The peers: `transformers`' plain `generate` on one padded batch, and its continuous batching."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import MAX_MODEL_LEN, Work
+
+PAGE_SIZE = 256  # the peer's default
+
+
+class Transformers:
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._path = path
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def generate(self, works: list[Work], batch_size: int) -> float:
+        """Seconds for all requests in padded batches, sorted by output length so that padding costs as little as it can.
+
+        A batch runs until its longest output is done: that is what a static batch is. Only wanted tokens are counted by the caller.
+        """
+        start = time.perf_counter()
+        ordered = sorted(works, key=lambda work: work.num_output_tokens)
+        for first in range(0, len(ordered), batch_size):
+            batch = ordered[first : first + batch_size]
+            width = max(len(work.prompt) for work in batch)
+            input_ids = torch.zeros(len(batch), width, dtype=torch.long)
+            mask = torch.zeros_like(input_ids)
+            for row, work in enumerate(batch):
+                input_ids[row, width - len(work.prompt) :] = torch.tensor(work.prompt)
+                mask[row, width - len(work.prompt) :] = 1
+            num_new = max(work.num_output_tokens for work in batch)
+            out = self._model.generate(
+                input_ids=input_ids,
+                attention_mask=mask,
+                do_sample=False,
+                min_new_tokens=num_new,
+                max_new_tokens=num_new,
+                pad_token_id=0,
+            )
+            assert out.shape[1] == width + num_new
+        return time.perf_counter() - start
+
+    def generate_batch(self, works: list[Work], deadline_s: float = 1800.0) -> float:
+        """Seconds for all requests by continuous batching (what `generate_batch` runs), each to its own length."""
+        from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self._path, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        generation = GenerationConfig(do_sample=False, max_new_tokens=MAX_MODEL_LEN, eos_token_id=-1, pad_token_id=0)
+        pages = sum(-(-work.num_tokens // PAGE_SIZE) for work in works)  # memory for all at once: nothing waits for it
+        batching = ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=pages + 1, max_batch_tokens=512)
+        with model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=batching, warmup=False
+        ) as manager:
+            start = time.perf_counter()
+            wanted = {
+                manager.add_request(work.prompt, max_new_tokens=work.num_output_tokens, eos_token_id=-1): work
+                for work in works
+            }
+            while wanted:
+                result = manager.get_result(timeout=1.0)
+                if result is not None and result.is_finished():
+                    work = wanted.pop(result.request_id)
+                    assert len(result.generated_tokens) == work.num_output_tokens, "the peer cut a request short"
+                if not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching stopped")
+                if time.perf_counter() - start > deadline_s:
+                    raise TimeoutError(f"{len(wanted)} requests are unfinished after {deadline_s:g} s")
+            return time.perf_counter() - start

@@ -1,0 +1,66 @@
+"""What all engine benchmarks run on: 64 requests of lengths drawn once from lognormal distributions, and a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_engine.checkpoint import SIZES, create_checkpoint
+
+SIZE = "150m"
+VOCAB_SIZE = SIZES[SIZE].vocab_size
+MAX_MODEL_LEN = 1024
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: a prompt of random tokens, and how many tokens to generate, whatever they are."""
+
+    prompt: list[int]
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + self.num_output_tokens
+
+
+def sample(num_requests: int = 64, *, scale: float = 1.0) -> list[Work]:
+    """Prompts: median 128, sigma 0.7; outputs: median 96, sigma 0.9; each at most 512. Always the same for equal arguments.
+
+    Args:
+        scale: multiplies all lengths; for quick runs.
+    """
+    rng = random.Random(SEED)
+
+    def length(median: float, sigma: float) -> int:
+        return max(1, round(min(512, median * rng.lognormvariate(0, sigma)) * scale))
+
+    works = []
+    for _ in range(num_requests):
+        prompt_len, output_len = length(128, 0.7), length(96, 0.9)
+        works.append(Work([rng.randrange(300, VOCAB_SIZE) for _ in range(prompt_len)], output_len))
+    return works
+
+
+def checkpoint(folder: Path) -> Path:
+    """A llama of about 150 million random weights in `folder`, made if it is not there."""
+    if not (folder / "config.json").exists():
+        create_checkpoint(folder, "llama", size=SIZE, max_position_embeddings=MAX_MODEL_LEN)
+    return folder
+
+
+def num_parameters(path: Path) -> tuple[int, int]:
+    """All parameters, and those that every token reads: all but the embedding table, of which it reads one row."""
+    from baton_engine.models.loader import read_tensor_index
+
+    total = read = 0
+    for name, entry in read_tensor_index(path).items():
+        size = 1
+        for dim in entry.shape:
+            size *= dim
+        total += size
+        if "embed_tokens" not in name:
+            read += size
+    return total, read

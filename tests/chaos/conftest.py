@@ -1,0 +1,14 @@
+"""The model that chaos tests serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(tmp_path_factory.mktemp("chaos") / "tiny", "llama", seed=5)

@@ -1,0 +1,164 @@
+"""kill -9 and SIGSTOP of an engine and its workers under load: all clients hear why, nobody survives, ports are free again.
+
+BATON_CHAOS_ROUNDS says how many random rounds there are, BATON_CHAOS_SEED repeats them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_processes import HOST, LAYOUTS, START_S, TOLD_S, assert_port_is_free, engine_command, free_port, tree
+
+from baton_engine.protocol.client import EngineClient, EngineDeadError
+from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_engine.protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.chaos
+ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))
+SEED = int(os.environ.get("BATON_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+WORKER = "baton_engine.executor.worker_process"
+CASES = list(
+    itertools.islice(
+        itertools.cycle(
+            [("tp2", "worker"), ("pp2", "worker"), ("uniproc", "engine"), ("tp2", "engine"), ("pp2", "engine")]
+        ),
+        ROUNDS,
+    )
+)
+
+
+class Load:
+    """A client whose every request that ends is followed by another, of another length."""
+
+    def __init__(self, client: EngineClient, name: str, width: int, chance: random.Random) -> None:
+        self._client = client
+        self._chance = chance
+        self._ids = (f"{name}-{number}" for number in itertools.count())
+        self.errors: list[BaseException | EngineCoreOutput] = []
+        self.tokens = 0
+        self.tasks = [asyncio.create_task(self._ask()) for _ in range(width)]
+
+    async def _ask(self) -> None:
+        """Until the engine is gone, or a request fails."""
+        try:
+            while True:
+                length = self._chance.randint(1, 300)
+                prompt = [self._chance.randrange(3, 900) for _ in range(length)]
+                params = SamplingParams(max_tokens=self._chance.randint(1, 200), ignore_eos=True)
+                async for output in self._client.add(EngineCoreRequest(next(self._ids), prompt, params)):
+                    self.tokens += len(output.new_token_ids)
+                    if output.error:
+                        self.errors.append(output)
+                        return
+        except EngineDeadError as error:
+            self.errors.append(error)
+
+
+async def start_loads(port: int, chance: random.Random) -> list[Load]:
+    """Two clients of eight requests each; returns once each has had a token."""
+    loads = []
+    for name in ("one", "two"):
+        client = EngineClient(HOST, port, client_id=name)
+        await client.connect(START_S)
+        await client.wait_ready(START_S)
+        loads.append(Load(client, name, 8, chance))
+    async with asyncio.timeout(START_S):
+        while not all(load.tokens for load in loads):
+            await asyncio.sleep(0.01)
+    return loads
+
+
+async def assert_all_are_told(loads: list[Load], reason: str, within_s: float) -> None:
+    tasks = [task for load in loads for task in load.tasks]
+    _, waiting = await asyncio.wait(tasks, timeout=within_s)
+    assert not waiting, f"{len(waiting)} of {len(tasks)} requests still wait after {within_s:g} s"
+    for load in loads:
+        for error in load.errors:
+            assert re.search(reason, str(error)), error
+
+
+@pytest.mark.parametrize(("number", "layout", "victim"), [(n, *case) for n, case in enumerate(CASES)])
+async def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, number: int, layout: str, victim: str) -> None:
+    chance = random.Random(SEED * 1000 + number)
+    print(f"BATON_CHAOS_SEED={SEED}")
+    port = free_port()
+    with tree(engine_command(checkpoint, layout, port), tmp_path / "log") as engine:
+        await asyncio.to_thread(engine.wait_for, "serves on port")
+        loads = await start_loads(port, chance)
+        await asyncio.sleep(chance.uniform(0, 1.0))
+        workers = engine.find(WORKER)
+        assert len(workers) == (0 if layout == "uniproc" else 2)
+        if victim == "worker":
+            killed = chance.choice(workers)
+            reason = rf"worker \d \(pid {killed.pid}\) was killed by signal 9|a member is gone|[Cc]onnection"
+        else:
+            killed, reason = psutil.Process(engine.process.pid), "connection lost"
+        killed.kill()
+        await assert_all_are_told(loads, reason, TOLD_S)
+        await asyncio.to_thread(engine.assert_nobody_survives)
+        assert engine.process.wait(1) == (1 if victim == "worker" else -signal.SIGKILL)
+        assert_port_is_free(port)
+
+
+@pytest.mark.parametrize("number", range(max(1, ROUNDS // 5)))
+def test_kill_9_while_it_starts(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    chance = random.Random(SEED * 1000 + 500 + number)
+    port = free_port()
+    with tree(engine_command(checkpoint, "tp2", port), tmp_path / "log") as engine:
+        until = time.monotonic() + chance.uniform(0.2, 5.0)
+        while time.monotonic() < until:
+            engine.members()
+            time.sleep(0.01)
+        engine.members()
+        engine.process.kill()
+        engine.assert_nobody_survives()
+        assert_port_is_free(port)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "uniproc"])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_stopped_worker_is_given_up_in_the_configured_time(
+    checkpoint: Path, tmp_path: Path, layout: str, rank: int
+) -> None:
+    port = free_port()
+    timeouts = ("--collective-timeout-s", "5", "--step-timeout-s", "8")
+    with tree(engine_command(checkpoint, layout, port, *timeouts), tmp_path / "log") as engine:
+        await asyncio.to_thread(engine.wait_for, "serves on port")
+        loads = await start_loads(port, random.Random(rank))
+        engine.find(WORKER)[rank].suspend()
+        await assert_all_are_told(loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + TOLD_S)
+        await asyncio.to_thread(engine.assert_nobody_survives)
+        assert engine.process.wait(1) == 1
+        assert_port_is_free(port)
+
+
+async def test_an_engine_that_was_stopped_and_continued_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    timeouts = ("--collective-timeout-s", "2", "--step-timeout-s", "3")
+    with tree(engine_command(checkpoint, "tp2", port, *timeouts), tmp_path / "log") as engine:
+        await asyncio.to_thread(engine.wait_for, "serves on port")
+        loads = await start_loads(port, random.Random(7))
+        everybody = list(engine.members())
+        for stopped in ([psutil.Process(engine.process.pid)], everybody):  # alone, and as a frozen container does
+            for process in stopped:
+                process.suspend()
+            await asyncio.sleep(5)
+            before = [load.tokens for load in loads]
+            for process in reversed(stopped):
+                process.resume()
+            async with asyncio.timeout(TOLD_S):
+                while not all(load.tokens > count for load, count in zip(loads, before, strict=True)):
+                    await asyncio.sleep(0.05)
+        assert not [error for load in loads for error in load.errors], engine.text
+        engine.process.kill()
+        await assert_all_are_told(loads, "connection lost", TOLD_S)
+        await asyncio.to_thread(engine.assert_nobody_survives)

@@ -1,0 +1,75 @@
+"""kill -9 of each process of `baton serve` under load: clients hear of it at once, nobody survives, the port is free again."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from chaos_processes import ENGINE_FLAGS, LAYOUTS, TOLD_S, assert_port_is_free, free_port, tree
+
+from support.waiting import eventually
+
+pytestmark = pytest.mark.chaos
+MODULES = {
+    "worker": "baton_engine.executor.worker_process",
+    "engine": "baton_engine.cli",
+    "gateway": "baton_gateway.cli",
+}
+
+
+class Asker(threading.Thread):
+    """Streams completions until one fails."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        self.num_chunks = 0
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                for _ in self._client.completions.create(
+                    model="m", prompt="hello", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+                ):
+                    self.num_chunks += 1
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        ("tp2", "worker"),
+        ("pp2", "worker"),
+        ("tp2", "engine"),
+        ("uniproc", "engine"),
+        ("tp2", "gateway"),
+        ("tp2", "serve"),
+    ],
+)
+def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, layout: str, victim: str) -> None:
+    port = free_port()
+    command = ["-m", "baton_local.cli", "serve", str(checkpoint), "--port", str(port), "--served-model-name", "m"]
+    with tree([*command, *ENGINE_FLAGS, *LAYOUTS[layout]], tmp_path / "log") as serve:
+        serve.wait_for("baton serve: ready")
+        askers = [Asker(port) for _ in range(6)]
+        eventually(lambda: all(asker.num_chunks for asker in askers), timeout_s=60, what="every client has had a token")
+        killed = psutil.Process(serve.process.pid) if victim == "serve" else serve.find(MODULES[victim])[-1]
+        killed.kill()
+        deadline = time.monotonic() + TOLD_S
+        for asker in askers:
+            asker.join(max(0.0, deadline - time.monotonic()))
+            assert asker.error is not None, f"a client still waits\n{serve.text[-3000:]}"
+            if victim in ("worker", "engine"):  # somebody is left who can say why
+                assert re.search(
+                    r"worker \d|a member is gone|connection lost|engine|overloaded|Connection", str(asker.error)
+                )
+        serve.assert_nobody_survives()
+        assert_port_is_free(port)

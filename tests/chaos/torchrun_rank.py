@@ -1,0 +1,27 @@
+"""One rank under torchrun: an LLM that generates until it fails, and then writes why to FOLDER/<rank>.error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from baton_engine import LLM, SamplingParams
+
+if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # torchrun's, when another rank has ended: we want to see what we notice ourselves
+    checkpoint, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+    llm = LLM(
+        checkpoint, tensor_parallel_size=2, executor="external_launcher", device="cpu", num_threads=1, num_blocks=64
+    )
+    for round_number in range(10**6):
+        try:
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+        except RuntimeError as error:
+            (folder / f"{rank}.error").write_text(str(error))
+            sys.exit(3)
+        if round_number == 0:
+            (folder / f"{rank}.pid").write_text(str(os.getpid()))

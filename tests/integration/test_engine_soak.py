@@ -1,0 +1,54 @@
+"""Random traffic against small engines, every answer compared with the same request alone: see support/engine_soak.py.
+
+A few seeds always run. `BATON_SOAK_SECONDS=600 pytest tests/integration/test_engine_soak.py -k long -s` goes on with new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from support.engine_soak import Alone, Soak
+
+NUM_REQUESTS = 40
+SOAK_SECONDS = float(os.environ.get("BATON_SOAK_SECONDS", "0"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
+    return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    engine = Alone(checkpoint)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 9, 11, 13, 15, 16, 17])
+def test_soak(checkpoint, alone, seed):
+    soak = Soak(checkpoint, alone, seed, NUM_REQUESTS)
+    soak.run()
+    assert soak.num_compared > 0
+
+
+@pytest.mark.skipif(not SOAK_SECONDS, reason="set BATON_SOAK_SECONDS to run it")
+@pytest.mark.timeout(SOAK_SECONDS + 600)
+def test_long_soak(checkpoint, alone):
+    end = time.monotonic() + SOAK_SECONDS
+    seed = first = int(os.environ.get("BATON_SOAK_SEED", "1000"))
+    while time.monotonic() < end:
+        soak = Soak(checkpoint, alone, seed, NUM_REQUESTS)
+        try:
+            soak.run()
+        except BaseException:
+            print(f"seed {seed} fails; again: BATON_SOAK_SECONDS=1 BATON_SOAK_SEED={seed}")
+            raise
+        print(f"seed {seed}: {soak.stats()}", flush=True)
+        seed += 1
+    print(f"{seed - first} seeds")
