@@ -6,11 +6,13 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test check format manifests control-plane gpu bench clean
+.PHONY: help install up test chaos soak check format manifests control-plane gpu bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           all tests (under 15 minutes on 2 cores)"
+	@echo "make chaos          kill -9 and SIGSTOP of workers, engines and servers under load (about 10 minutes)"
+	@echo "make soak           random traffic against one engine for 10 minutes: no wrong token, no leak"
 	@echo "make check          ruff, mypy, import-linter"
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
@@ -31,6 +33,12 @@ up: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests $(ARGS)
+
+chaos: $(STAMP)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
+
+soak: $(STAMP)
+	BATON_SOAK_SECONDS=600 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_engine_soak.py -k long -s $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -58,6 +58,12 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
             for section in sections:
                 target = target.setdefault(section, {})
             target[name] = value
+    model = fields.get("model", {})
+    if isinstance(model, dict) and not model.get("path"):
+        wanted = (
+            "--model: the folder of a checkpoint" if args.config is None else f"model.path in {args.config}, or --model"
+        )
+        raise ConfigurationError("ConfigInvalid", f"no model is given; pass {wanted}")
     try:
         config = msgspec.convert(fields, EngineConfig)
     except msgspec.ValidationError as error:

@@ -92,7 +92,10 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     """Raises ConfigurationError: ModelNotFound, or InvalidTokenizer."""
     folder: Path = container_path(config.model.path)
     if not folder.is_dir():
-        raise ConfigurationError("ModelNotFound", f"{config.model.path} does not exist")
+        raise ConfigurationError(
+            "ModelNotFound",
+            f"{config.model.path} does not exist: a model is the folder of a checkpoint on this machine; nothing is downloaded",
+        )
     try:
         return Tokenizer.from_folder(folder)
     except FileNotFoundError as error:

@@ -68,6 +68,8 @@ class Sequence:
     """None: it is alone."""
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
+    failure: str = ""
+    """Why the last engine gave it up; it waits for another one, or runs there."""
 
     @property
     def may_take_leg(self) -> bool:
@@ -147,6 +149,7 @@ class Dispatcher:
                 return
             except _AttemptError as error:
                 failure = error
+                sequence.failure = str(error)
                 logger.warning(
                     "request %s: engine %s gave up after %d tokens, trying another: %s",
                     sequence.request_id,

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from baton_engine.protocol.messages import BeamOutput, EngineCoreOutput, FinishReason, PromptLogprobs
+from baton_engine.protocol.messages import EngineCoreOutput, FinishReason, PromptLogprobs
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.text.chat_template import ChatTemplateError
 from baton_engine.text.errors import RequestError
@@ -95,6 +95,12 @@ class Job:
     def choices(self) -> list[Choice]:
         return [choice for prompt in self.prompts for choice in prompt.choices]
 
+    @property
+    def failure(self) -> str:
+        """Why one of its sequences has lost an engine; empty if none has."""
+        failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
+        return next(filter(None, failures), "")
+
     def best_choices(self) -> list[Choice]:
         """Those that are the answer, once all have ended: with best_of the most likely ones, best first."""
         best: list[Choice] = []
@@ -133,12 +139,13 @@ class GenerationService:
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._running: set[asyncio.Queue[_Event]] = set()
+        self._running: dict[asyncio.Queue[_Event], Job] = {}
 
-    def fail_all(self, error: APIError) -> None:
-        """Ends everything that runs with `error`; engines are told to abort."""
-        for queue in self._running:
-            queue.put_nowait(error)
+    def fail_all(self) -> None:
+        """This gateway ends: so does everything that runs, each with an error. Engines are told to abort."""
+        for queue, job in self._running.items():
+            lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
+            queue.put_nowait(unavailable(f"This gateway shut down before the request ended.{lost}", code="draining"))
 
     async def prepare_chat(self, request: ChatCompletionRequest, started: float) -> Job:
         """Raises RequestError or APIError: the messages cannot be rendered, do not fit, or nobody can serve them."""
@@ -237,7 +244,7 @@ class GenerationService:
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
         tasks = [asyncio.create_task(self._run(job, prompt, run, queue)) for prompt, run in runs]
         unfinished = len(tasks)
-        self._running.add(queue)
+        self._running[queue] = job
         try:
             while unfinished:
                 event = await queue.get()
@@ -248,7 +255,7 @@ class GenerationService:
                 else:
                     yield event
         finally:
-            self._running.discard(queue)
+            del self._running[queue]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -271,7 +278,7 @@ class GenerationService:
                         last, first = now, False
                         self._metrics.generation_tokens.inc(len(output.new_token_ids))
                     if output.beams is not None:
-                        _push_beams(run, output.beams, queue)
+                        _push_beams(job, run, output, queue)
                         break
                     if first_token and job.request.requested_prompt_logprobs() is not None:
                         if run is prompt.runs[0]:
@@ -388,11 +395,15 @@ class GenerationService:
             raise RequestError(f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field)
 
 
-def _push_beams(run: Run, beams: list[BeamOutput], queue: asyncio.Queue[_Event]) -> None:
+def _push_beams(job: Job, run: Run, output: EngineCoreOutput, queue: asyncio.Queue[_Event]) -> None:
     """The beams, best first, as choices. A search may end with fewer than its width: then the answer has fewer, too."""
+    beams = output.beams or []
     del run.choices[len(beams) :]
     for choice, beam in zip(run.choices, beams, strict=False):
-        queue.put_nowait((choice, choice.processor.push_beam(run.sequence.request_id, beam)))
+        result = choice.processor.push_beam(run.sequence.request_id, beam)
+        if job.request.requested_prompt_logprobs() is not None:
+            result.prompt_logprobs = output.prompt_logprobs or []
+        queue.put_nowait((choice, result))
 
 
 async def _offload(work: Callable[[], _Result], num_chars: int) -> _Result:

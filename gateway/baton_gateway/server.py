@@ -96,7 +96,7 @@ class Gateway:
         if not (idle.done() and idle.result()):
             idle.cancel()
             logger.warning("requests still run: ending them")
-            self._service.fail_all(unavailable("This gateway shut down before the request ended.", code="draining"))
+            self._service.fail_all()
             await self._admission.wait_idle(timeout_s=2.0)
         if self._pool_task is not None:
             self._pool_task.cancel()

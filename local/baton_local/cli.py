@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="FLAGS are those of `baton serve MODEL --help`, and the engine's own (`baton-engine --help`).",
     )
     serve.add_argument("model", metavar="MODEL", help="checkpoint folder")
-    serve.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL")
+    flags = serve.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL")
+    flags.required = False  # else argparse names FLAGS as missing where MODEL is
     serve.set_defaults(run=_run_serve)
 
     # No abbreviations: --detach is taken out of the command line by name.

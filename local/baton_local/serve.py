@@ -39,6 +39,7 @@ PROGRESS_S = 5.0
 """A wait is mentioned again after this long."""
 _EXIT_GRACE_S = 10.0
 """A child may take this long to end after its own drain timeout; then it is killed."""
+_NOTICE_S = 2.0
 _LINE_BYTES = 2**20
 _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
 """Engine flags that `serve` sets itself, or that have no meaning here."""
@@ -74,6 +75,8 @@ def run_serve(model: str, flags: list[str]) -> int:
     for name in ("drain_timeout_s", "ready_timeout_s"):
         if not 0 < getattr(options, name) < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be a positive number of seconds")
+    if not 0 <= options.port < 65536:
+        parser.error(f"--port must be in [0, 65535], got {options.port}")
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:
@@ -301,7 +304,8 @@ class _Server:
             await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
 
     async def _fail(self, error: _ChildEndedError) -> None:
-        """A child ended by itself: no request can be served any more. Clients that wait are told by the gateway, at once."""
+        """A child ended by itself: no request can be served any more. Clients that wait are told why by the gateway, at once."""
+        await self._until_noticed()
         for child in reversed(self._children):
             # The second signal ends the gateway's drain: nobody will continue what the engine was doing.
             child.signal(signal.SIGTERM)
@@ -313,6 +317,16 @@ class _Server:
             print(error.child.last_line, file=sys.stderr, flush=True)
         else:
             _say(f"{error}; its last words: {error.child.last_line or '(none)'}")
+
+    async def _until_noticed(self) -> None:
+        """Until the gateway knows that its engine is gone, and why; soon, or it will not."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
+                while True:
+                    async with session.get(f"{self._url}/metrics") as response:
+                        if 'baton:engines_ready{role="decode"} 0.0' in await response.text():
+                            return
+                    await asyncio.sleep(POLL_S)
 
 
 async def _until_ended(child: _Child) -> None:

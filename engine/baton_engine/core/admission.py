@@ -122,7 +122,10 @@ class Admission:
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if not self._chunked and num_uncached > step.budget and not step.empty:
             return False  # One that outgrew the budget before it was preempted runs in several steps, begun alone.
-        if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=self._keep_free) is None:
+        keep_free = self._keep_free
+        if request.beams is not None:
+            keep_free = max(keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens))
+        if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
             return False
         sequence.num_computed_tokens = len(cached) * kv.block_size
         sequence.num_cached_blocks = len(cached)

@@ -51,6 +51,8 @@ class BeamGroup:
         self._numbers = itertools.count()
         self.live: list[Beam] = []
         self._finished: FinishedBeams[BeamOutput]
+        self.num_blocks_wanted = 0
+        """Once it was preempted: with fewer it would come to the same point, and be preempted there again."""
         self.restart()
 
     def restart(self) -> None:
@@ -60,6 +62,15 @@ class BeamGroup:
         """
         self.live = [self._new_beam(self._root.token_ids)]
         self._finished = FinishedBeams(self._config.width)
+
+    def count_blocks_wanted(self, num_blocks: int) -> None:
+        """It is preempted, by recompute: it wants what it has, and a block more for each beam.
+
+        Args:
+            num_blocks: that there are in all.
+        """
+        own = {block.block_id for beam in self.live for block in beam.blocks}
+        self.num_blocks_wanted = min(len(own) + len(self.live), num_blocks)
 
     def give_up(self, kv: KVCacheManager) -> list[str]:
         """Ends all beams and frees their blocks. Returns the ids that the worker is to forget."""

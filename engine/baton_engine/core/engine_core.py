@@ -26,7 +26,7 @@ from baton_engine.core.structured_output import StructuredOutputManager
 from baton_engine.core.validation import validate_request
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, load_class
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, container_path
+from baton_engine.protocol.config import EngineConfig, KVRole, container_path
 from baton_engine.protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -385,7 +385,16 @@ class EngineCore:
 
         Returns:
             None if the engine sleeps now; else a Future that ends when it does.
+
+        Raises:
+            RuntimeError: other engines read and write this one's KV cache: it cannot be given up.
         """
+        role = self.config.kv_transfer.role
+        if level != 0 and role is not KVRole.NONE:  # said before any request is aborted for it
+            raise RuntimeError(
+                f"an engine with kv_transfer.role={role.value} cannot sleep at level {level}: other engines read and write its KV "
+                "cache; drain it and delete its pod instead"
+            )
         return self._pause.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -439,9 +448,7 @@ class _PausedEngine:
 
     def free_kv_cache(self) -> bool:
         scheduler = self._core.scheduler
-        scheduler.end_running_handoffs()
         scheduler.preempt_all()
-        self._core._collect_outputs()
         return scheduler.kv.usage == 0 and scheduler.reset_prefix_cache()
 
     def sleep_workers(self, level: int) -> None:

@@ -3,8 +3,7 @@
     pause(abort)   all requests end                    \
     pause(wait)    those running end, nobody starts     }  then the engine is paused; what arrives waits
     pause(keep)    everything freezes where it is      /
-    sleep(level)   the same, then at level 1 weights go to host memory and KV is dropped, at level 2 both are dropped;
-                   requests that compute KV for a peer end, for their blocks cannot be dropped under its hands
+    sleep(level)   the same, then at level 1 weights go to host memory and KV is dropped, at level 2 both are dropped
 
 At most one goal is pending: a later call replaces or joins it, resume and wake_up cancel it. Whoever waits is always answered,
 so no order of calls deadlocks, and the scheduler's state follows the last call alone.
@@ -45,10 +44,7 @@ class PausedEngine(Protocol):
         """Requests that run, or are swapped out and will go on."""
 
     def free_kv_cache(self) -> bool:
-        """Takes the KV of all requests, empties the prefix cache. False while transfers hold blocks; then ask again.
-
-        Requests that compute KV for a peer end: they could not be repeated later.
-        """
+        """Takes the KV of all requests, empties the prefix cache. False while transfers hold blocks; then ask again."""
 
     def sleep_workers(self, level: int) -> None: ...
 

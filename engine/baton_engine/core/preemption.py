@@ -107,6 +107,7 @@ class Preemptor:
         """A running request loses its KV and queues again."""
         self._running.discard(request)
         if request.beams is not None:
+            request.beams.count_blocks_wanted(self._kv.pool.num_blocks)
             for beam in request.beams.live:
                 self._forget(beam)
             request.beams.give_up(self._kv)
@@ -151,8 +152,12 @@ class Preemptor:
                 break
             if self._running.num_seqs + num_seqs > self._max_num_seqs:
                 break
-            # Room to grow, or they would be the next ones to be swapped out.
-            keep_free = self._kv.watermark_blocks + len(sequences) if len(self._running) else 0
+            # Room to grow, or they would be the next ones to be swapped out: also if they are alone, for transfers hold memory.
+            if len(self._running):
+                keep_free = self._kv.watermark_blocks + num_seqs
+            else:
+                num_blocks = len({block.block_id for sequence in sequences for block in sequence.swapped_blocks})
+                keep_free = min(num_seqs, self._kv.pool.num_blocks - num_blocks)
             copies = self._kv.swap_in(sequences, keep_free=keep_free)
             if copies is None:
                 break

@@ -315,13 +315,6 @@ class Scheduler:
         for request in self.queues.loaded:
             self._preemptor.requeue_loaded(request)
 
-    def end_running_handoffs(self) -> None:
-        """Ends PRODUCE requests that hold KV. A peer reads it: it can be given up, but not computed again later."""
-        for request in self.running.values():
-            if request.produces:
-                message = "the engine went to sleep before the prompt was computed; send the request to another one"
-                self._finish(request, FinishReason.ERROR, ErrorCode.DRAINING, message)
-
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forgets cached blocks. Running requests keep theirs, unless `reset_running` says to compute them again."""
         if reset_running:

@@ -38,16 +38,9 @@ class StopRules:
         reason = self.reason(request)
         grammar, detection = request.grammar, request.sampling_params.repetition_detection
         if grammar is not None:
-            limit = grammar.error
-            if limit:  # of resources: no token was allowed any more
-                return FinishReason.ERROR, f"structured_output cannot go on: {limit}", ErrorCode.INVALID
-            if not accept_tokens(request):
-                token_id = request.token_ids[-1]
-                if token_id in self.eos_token_ids:  # the sampler's word for "nothing was possible"
-                    error = "structured_output and the parameters that mask tokens leave none to go on with"
-                    return FinishReason.ERROR, error, ErrorCode.INVALID
-                error = f"token {token_id} was sampled, but structured_output does not allow it"
-                return FinishReason.ERROR, error, ErrorCode.INTERNAL
+            stuck = grammar.error  # before this token: nothing was allowed any more
+            if stuck or not accept_tokens(request):
+                return FinishReason.ERROR, *self._grammar_failure(request, bool(stuck), stuck or grammar.error)
             if reason in (None, FinishReason.LENGTH) and grammar.is_terminated:
                 return FinishReason.STOP, "", None
         if reason is None and detection is not None:
@@ -56,3 +49,12 @@ class StopRules:
             if length > 0 and repeats(request.token_ids[-length:], detection):
                 return FinishReason.REPETITION, "", None
         return reason, "", None
+
+    def _grammar_failure(self, request: Request, stuck: bool, why: str) -> tuple[str, ErrorCode]:
+        """What to say of a token that a grammar could not take in, and whose fault it is."""
+        token_id = request.token_ids[-1]
+        if not stuck and token_id in self.eos_token_ids:  # the sampler's word for "nothing was possible"
+            return "structured_output and the parameters that mask tokens leave none to go on with", ErrorCode.INVALID
+        if why:  # nearly always a limit of what parsing may take
+            return f"structured_output cannot go on: {why}", ErrorCode.INVALID
+        return f"token {token_id} was sampled, but structured_output does not allow it", ErrorCode.INTERNAL

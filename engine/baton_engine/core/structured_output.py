@@ -203,7 +203,8 @@ class StructuredOutputManager:
 
 def _reason(matcher: LLMatcher) -> str:
     """What the matcher stumbled over; the state of its parser, or the grammar's text, would follow."""
-    return matcher.get_error().partition("\n<")[0].strip()[:MAX_REASON_LENGTH]
+    reason = matcher.get_error().partition("\n<")[0].strip()[:MAX_REASON_LENGTH]
+    return "no text matches it" if reason == "NoExtensionBias" else reason
 
 
 def _to_llguidance(spec: StructuredOutput) -> str:
@@ -219,8 +220,8 @@ def _to_llguidance(spec: StructuredOutput) -> str:
         case StructuredOutputKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.spec)
         case StructuredOutputKind.CHOICE:
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(text) for text in json.loads(spec.spec))
-            )
+            # One terminal: as alternatives of a rule, thousands would be too many for the parser.
+            texts = " | ".join(json.dumps(text) for text in json.loads(spec.spec))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case StructuredOutputKind.GRAMMAR:
             return grammar_from("grammar", spec.spec)

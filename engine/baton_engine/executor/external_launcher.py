@@ -32,7 +32,6 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
 
-
 MAX_EXECUTORS = 2**20
 """In the life of a process."""
 _executor_numbers = itertools.count()

@@ -18,6 +18,8 @@ class EngineArgs(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     executor: str
+    collective_timeout_s: float
+    step_timeout_s: float
     worker_class: str
     block_size: int
     num_blocks: int
@@ -47,6 +49,8 @@ _PATHS = {
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
     "executor": "parallel.executor_class",
+    "collective_timeout_s": "parallel.collective_timeout_s",
+    "step_timeout_s": "parallel.step_timeout_s",
     "worker_class": "parallel.worker_class",
     "block_size": "cache.block_size",
     "num_blocks": "cache.num_blocks",

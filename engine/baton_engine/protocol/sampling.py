@@ -180,8 +180,6 @@ class SamplingParams(_Params):
             raise ValueError("repetition_detection ends a sampled sequence; it cannot be combined with beam_width")
         if self.beam_width and self.return_routed_experts:
             raise ValueError("return_routed_experts reports one sequence; it cannot be combined with beam_width")
-        if self.beam_width and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are not reported by a beam search; they cannot be combined with beam_width")
         if self.beam_width and self.structured_output is not None:
             raise ValueError("structured_output is followed by samples only; it cannot be combined with beam_width")
 

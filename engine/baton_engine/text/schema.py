@@ -195,6 +195,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 raise RequestError(f"n is the beam width, {MAX_BEAM_WIDTH} at most, got {self.n}", param="n")
             if self.best_of not in (None, self.num_samples):
                 raise RequestError("best_of must be n with use_beam_search", param="best_of")
+            structure = self.structured_output_field()
+            if structure is not None:
+                raise RequestError(f"{structure} cannot be combined with use_beam_search", param=structure)
             return
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:

@@ -26,6 +26,12 @@ def test_every_field_of_the_configuration_has_one_flag():
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 
 
+@pytest.mark.parametrize("flags", [[], ["--dtype", "float32"]])
+def test_a_missing_model_is_asked_for(flags: list[str]):
+    with pytest.raises(ConfigurationError, match="pass --model: the folder of a checkpoint"):
+        parse_config(flags)
+
+
 def test_flags_override_the_file(tmp_path):
     path = tmp_path / "engine.json"
     path.write_text('{"model": {"path": "/a"}, "scheduler": {"max_num_seqs": 3, "policy": "fcfs"}}')

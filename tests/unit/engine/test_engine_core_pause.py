@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 from engine_fakes import FakeExecutor, continuation
-from fake_runner import FakeConnector
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -23,7 +22,7 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, FinishReason, KVSide, KVTransferParams
+from baton_engine.protocol.messages import EngineCoreRequest, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
 
 PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}
@@ -320,44 +319,15 @@ PauseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestPauseMachine = PauseMachine.TestCase
 
 
-class ProducingExecutor(FakeExecutor):
-    """With a KV connector whose peer lets go as soon as it is told to."""
-
-    def initialize(self):
-        self.connector = FakeConnector()
-        return super().initialize()
-
-    def sample_tokens(self, grammar):
-        step = self._step
-        future = super().sample_tokens(grammar)
-        future.result().connector = self.connector.step(step)
-        for transfer_id in self.connector.cancelled & self.connector.sends.keys():
-            self.connector.end_send(transfer_id)
-        return future
-
-
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_does_not_wait_for_requests_it_froze_that_compute_kv_for_a_peer(level):
-    config = EngineConfig(
-        model=ModelConfig(path="/nowhere"),
-        cache=CacheConfig(block_size=4, num_blocks=64),
-        scheduler=SchedulerConfig(max_num_batched_tokens=8),
-        kv_transfer=KVTransferConfig(role=KVRole.PRODUCER),
-    )
-    core = EngineCore(config, ProducingExecutor(config, "instance", lambda: None))
-    transfer = KVTransferParams(KVSide.PRODUCE, "t", "peer")
-    producing = EngineCoreRequest("p", list(range(1, 30)), SamplingParams(max_tokens=1), kv_transfer=transfer)
-    assert core.add_request(producing) is None
-    assert core.step_fn() == []
-    future = core.sleep(level, "keep")
-    assert future is not None, "the peer has not let go of the blocks"
-    outputs = core.take_outputs()
-    for _ in range(5):
-        outputs += core.step_fn()
-    assert future.done()
-    assert core.is_sleeping()
-    (output,) = outputs
-    assert (output.request_id, output.error_code) == ("p", ErrorCode.DRAINING)
-    assert "went to sleep" in output.error
-    core.wake_up()
-    assert not core.has_requests
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_an_engine_whose_kv_cache_peers_read_refuses_to_sleep_and_ends_nothing(level, mode):
+    texts = Texts(kv_transfer=KVTransferConfig(role=KVRole.PRODUCER))
+    texts.add(*PROMPTS)
+    texts.run(max_steps=3)
+    with pytest.raises(RuntimeError, match=f"role=producer cannot sleep at level {level}"):
+        texts.core.sleep(level, mode)
+    assert not texts.core.is_paused()
+    texts.run()
+    texts.assert_complete()
+    assert texts.core.sleep(0, "keep") is None, "level 0 gives no memory up"

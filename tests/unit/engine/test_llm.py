@@ -247,8 +247,14 @@ def test_structured_outputs_shape_the_text(llm: LLM):
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"])), "structured_outputs"),
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "regex"),
         (SamplingParams(structured_outputs=StructuredOutputsParams()), "structured_outputs must have one of"),
-        (SamplingParams(structured_outputs=StructuredOutputsParams(choice="yes")), "structured_outputs.choice: .*got str"),
-        (SamplingParams(structured_outputs={"regex": "a"}), "structured_outputs: expected StructuredOutputsParams, got dict"),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(choice="yes")),
+            "structured_outputs.choice: .*got str",
+        ),
+        (
+            SamplingParams(structured_outputs={"regex": "a"}),
+            "structured_outputs: expected StructuredOutputsParams, got dict",
+        ),
         (SamplingParams(structured_outputs=StructuredOutputsParams(json=print)), "structured_outputs: "),
         (SamplingParams(logprobs=True), "logprobs: expected int"),
         (SamplingParams(top_k=2.5), "top_k: expected int, got float"),
@@ -275,11 +281,11 @@ def test_wrong_prompts_are_named(llm: LLM):
         llm.generate([""], GREEDY, use_tqdm=False)
     with pytest.raises(TypeError, match="prompt 0 must be a text"):
         llm.generate([3.5], GREEDY, use_tqdm=False)
-    with pytest.raises(TypeError, match="prompt 1 .*a list with bool"):
+    with pytest.raises(TypeError, match=r"prompt 1 .*a list with bool"):
         llm.generate([[5], [True]], GREEDY, use_tqdm=False)
     with pytest.raises(TypeError, match="prompt 0 must have prompt or prompt_token_ids, got 'text'"):
         llm.generate({"text": "hello"}, GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="prompt 0: .*character 2 is half of a surrogate pair"):
+    with pytest.raises(ValueError, match=r"prompt 0: .*character 2 is half of a surrogate pair"):
         llm.generate("hi\ud800", GREEDY, use_tqdm=False)
     for wrong in (None, 5, b"hello", {"hello"}):
         with pytest.raises(TypeError, match="prompts must be a text, a list"):

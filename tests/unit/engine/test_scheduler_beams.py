@@ -188,3 +188,14 @@ def test_a_budget_smaller_than_the_search_never_counts_blocks_wrongly(budget, nu
     else:
         assert "has used up all" in last.error
     assert engine.kv.num_free_blocks == num_blocks
+
+
+def test_a_search_that_lost_its_memory_waits_until_there_is_enough_to_get_further():
+    engine = Engine(num_blocks=12, prefix_caching=False, max_num_seqs=8, budget=32)
+    engine.add("long", [7] * 4, 28)  # grows to 8 of the 12 blocks
+    engine.add("r", PROMPT, 12, {"beam_width": 4})
+    engine.run()
+    assert beams_of(engine, "r") == expected(PROMPT, 12, 4)
+    assert len(engine.text("long")) == 28
+    stats = engine.scheduler.stats()
+    assert 0 < stats.num_preemptions <= 3, "its prompt fits at once, but it would be preempted again and again"

@@ -247,3 +247,20 @@ def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_tha
     assert engine.scheduler.stats().num_preemptions == 1
     assert not any(output.events for output in engine.outputs["running"][1:]), "it was not preempted itself"
     assert engine.kv.num_free_blocks == 5
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@pytest.mark.parametrize("params", [{}, {"beam_width": 2}])
+def test_a_request_that_needs_memory_a_transfer_holds_waits_for_it_in_peace(preemption_mode, params):
+    engine = Engine(num_blocks=8, num_swap_blocks=8, preemption_mode=preemption_mode, prefix_caching=False)
+    engine.add("p", list(range(1, 17)), 1, kv_transfer=produce("t"))  # four of eight blocks, until they are fetched
+    engine.step()
+    engine.add("r", list(range(1, 9)), 12, params)  # five blocks, and more for beams
+    for _ in range(40):
+        engine.step()
+    assert not engine.scheduler.made_progress, "it is taken out and brought back for nothing"
+    assert engine.scheduler.stats().num_preemptions <= 2
+    engine.connector.end_send("t")
+    engine.run()
+    assert len(engine.text("r")) == 12
+    assert engine.kv.num_free_blocks == 8

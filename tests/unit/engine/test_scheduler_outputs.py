@@ -38,6 +38,20 @@ def test_requests_wait_for_their_grammar_without_blocking_others():
     assert engine.last("json").stop_token_id is None
 
 
+def test_a_grammar_that_can_go_no_further_is_the_requests_fault():
+    grammars = FakeGrammars()
+    engine = Engine(grammars=grammars)
+    engine.add("big", [1, 2], 9, grammar("5"))
+    grammars.compile_one()
+    engine.step()
+    request = engine.scheduler.requests["big"]
+    request.grammar.error = "too many states"
+    engine.run()
+    last = engine.last("big")
+    assert (last.finish_reason, last.error_code) == (FinishReason.ERROR, ErrorCode.INVALID)
+    assert last.error == "structured_output cannot go on: too many states"
+
+
 def test_a_grammar_takes_in_tokens_that_were_generated_elsewhere():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)

@@ -223,6 +223,28 @@ def test_a_bad_specification_is_refused_with_the_reason(
     assert len(message) < 1000
 
 
+@pytest.mark.parametrize(
+    ("kind", "spec", "complaint"),
+    [
+        (StructuredOutputKind.GRAMMAR, "start: start", "no text matches it"),
+        (StructuredOutputKind.JSON, '{"$ref": "#"}', "no text matches it"),
+        (StructuredOutputKind.REGEX, r"[^\x00-\x{10FFFF}]", "no text matches it"),
+        (StructuredOutputKind.REGEX, ".*" * 2000, "lexer"),
+    ],
+)
+def test_what_cannot_even_begin_is_refused_when_it_is_compiled(
+    manager: StructuredOutputManager, kind: StructuredOutputKind, spec: str, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        manager.compile(StructuredOutput(kind, spec)).result(timeout=60)
+
+
+def test_a_choice_may_have_thousands_of_strings(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+    spec = StructuredOutput(StructuredOutputKind.CHOICE, json.dumps([f"choice {number}" for number in range(5000)]))
+    grammar = manager.compile(spec).result(timeout=60)
+    assert grammar.accept(tokenizer.encode("choice 4321", add_special_tokens=False)), grammar.error
+
+
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
     assert f"{tmp_path / 'tokenizer.json'} does not exist" in refusal(manager, "json_object")

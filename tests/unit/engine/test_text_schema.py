@@ -112,6 +112,12 @@ def test_what_the_engine_refuses_is_said_in_the_requests_own_names():
         (chat(guided_json={}), "structured_output.spec is no schema", "guided_json is no schema", "guided_json"),
         (chat(), "beam_width=9 is more than 8", "n=9 is more than 8", "n"),
         (chat(), "bad_words_token_ids must be short", "bad_words must be short", "bad_words"),
+        (
+            chat(),
+            "repetition_detection.min_count must be in [2, 9]",
+            "repetition_detection.min_count must be in [2, 9]",
+            "repetition_detection",
+        ),
         (chat(), "The queue is odd", "The queue is odd", None),
     ]
     for request, theirs, ours, field in cases:

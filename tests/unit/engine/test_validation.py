@@ -78,6 +78,10 @@ def test_accepts(params: dict[str, Any]) -> None:
         ({"length_penalty": 11.0}, "length_penalty must be in"),
         ({"beam_width": 2, **repetition(3)}, "repetition_detection.*beam_width"),
         ({"beam_width": 2, "return_routed_experts": True}, "return_routed_experts.*beam_width"),
+        (
+            {"beam_width": 2, "structured_output": StructuredOutput(StructuredOutputKind.REGEX, "a")},
+            "structured_output.*beam_width",
+        ),
     ],
 )
 def test_refuses_sampling_params(params: dict[str, Any], field: str) -> None:

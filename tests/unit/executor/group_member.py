@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -21,11 +21,8 @@ from baton_engine.distributed.process_group import StoreAddress, connect_store, 
 CPU = torch.device("cpu")
 
 
-output: TextIO = sys.stdout
-
-
 def say(value: Any) -> None:
-    print(json.dumps(value), file=output, flush=True)
+    print(json.dumps(value), flush=True)
 
 
 def attempt(action: Callable[[], object]) -> None:
@@ -89,7 +86,7 @@ if __name__ == "__main__":
         if member := os.fork():
             members.append(member)
             continue
-        output = Path(folder, str(rank)).open("w")
+        os.dup2(os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
         if transport == "gloo" and rank == 1:  # one that cannot is enough: the members agree
             shared_memory_group._on_this_host = lambda path, token_hex: False
         {f.__name__: f for f in (operations, death)}[scenario](rank, size, StoreAddress("127.0.0.1", port))

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -319,24 +318,24 @@ def test_shutdown_is_orderly_and_idempotent(
         run(executor, 0).result(0)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_no_worker_survives_its_parent(busy: bool, tmp_path: Path) -> None:
+def test_no_worker_survives_its_parent() -> None:
+    """Two executors in one process: the one is idle, the other busy."""
     script = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
 from fake_workers import engine_config, step
 from baton_engine.executor.multiproc import MultiprocExecutor
-executor = MultiprocExecutor(engine_config(tensor=2), "instance", lambda: None)
-executor.initialize()
-if {busy}:
-    executor.execute_model(step(0, "hang"))
-print(*executor.worker_pids, flush=True)
+executors = [MultiprocExecutor(engine_config(tensor=n), "instance", lambda: None) for n in (1, 2)]
+for executor in executors:
+    executor.initialize()
+executor.execute_model(step(0, "hang"))
+print(*(pid for executor in executors for pid in executor.worker_pids), flush=True)
 threading.Event().wait()
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     parent.kill()
     parent.wait()
     eventually(lambda: not alive(pids), timeout_s=PROMISED_S, what=f"workers {pids} end with their parent")

@@ -187,10 +187,8 @@ class FakeEngine:
                 logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
             offset = done + self.offset_error
             output = EngineCoreOutput(request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs)
-            if done == 0 and request.sampling_params.prompt_logprobs is not None:
-                output.prompt_logprobs = [
-                    TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]
-                ]
+            if done == 0:
+                output.prompt_logprobs = self._prompt_logprobs(request)
             self._output(peer, output)
             done += len(tokens)
             if finish is not None:
@@ -203,7 +201,16 @@ class FakeEngine:
             BeamOutput(self.answer[: len(self.answer) - index], -1.0 - index, -0.1 - index, FinishReason.LENGTH)
             for index in range(request.sampling_params.beam_width)
         ]
-        return EngineCoreOutput(request.request_id, beams[0].token_ids, finish_reason=FinishReason.LENGTH, beams=beams)
+        output = EngineCoreOutput(
+            request.request_id, beams[0].token_ids, finish_reason=FinishReason.LENGTH, beams=beams
+        )
+        output.prompt_logprobs = self._prompt_logprobs(request)
+        return output
+
+    def _prompt_logprobs(self, request: EngineCoreRequest) -> list[TokenLogprobs] | None:
+        if request.sampling_params.prompt_logprobs is None:
+            return None
+        return [TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]]
 
     def _stop_token(self, request: EngineCoreRequest, tokens: list[int]) -> int | None:
         stops = {*request.sampling_params.stop_token_ids, EOS_ID}

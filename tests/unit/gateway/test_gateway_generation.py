@@ -196,6 +196,8 @@ async def test_completion_logprobs_streamed_equal_those_at_once(stand: Stand):
     whole = (await client.completions.create(**options)).choices[0].logprobs
     assert "".join(whole.tokens) == TEXT
     assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
+    for token, logprob, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert top[token] == logprob, "the token itself is there, also if it is not among the most likely"
     chunks = [chunk async for chunk in await client.completions.create(**options, stream=True)]
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [token for part in parts for token in part.tokens] == whole.tokens

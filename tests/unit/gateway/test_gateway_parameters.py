@@ -129,6 +129,38 @@ async def test_prompt_logprobs_take_no_prefill_leg_and_are_not_asked_for_twice(s
     assert len(other.adds[0].generated_token_ids) == 3
 
 
+@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}, {"n": 2, "use_beam_search": True}])
+async def test_prompt_logprobs_are_computed_once_for_all_samples(stand: Stand, fields: dict[str, object]):
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    body = await completion(stand, prompt=[5, 6, 7], prompt_logprobs=1, **fields)
+    assert len(body["choices"]) == fields["n"]
+    for choice in body["choices"]:
+        assert len(choice["prompt_logprobs"]) == 3
+        assert choice["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"]
+    asked = [add.sampling_params.prompt_logprobs for add in engine.adds]
+    assert asked == [1] + [None] * (len(asked) - 1)
+
+
+async def test_more_prompt_logprobs_than_an_answer_can_hold_are_refused(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    many = GO | {"prompt": [5] * 220, "n": 128}
+    for fields, field in (({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")):
+        status, body, _ = await stand.post("/v1/completions", many | {"max_tokens": 1} | fields)
+        assert (status, body["error"]["param"]) == (400, field), body
+    assert not engine.adds
+
+
+async def test_without_a_seed_equal_prompts_get_different_ones(stand: Stand):
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    await completion(stand, prompt=["a", "a"])
+    assert len({add.sampling_params.seed for add in engine.adds}) == 2
+    await completion(stand, prompt=["a", "a"], seed=4)
+    assert [add.sampling_params.seed for add in engine.adds[2:]] == [4, 4]
+
+
 async def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(stand: Stand):
     engine = stand.engine("d", "decode", TEXT)
     await stand.start(engine)

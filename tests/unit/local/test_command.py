@@ -165,3 +165,10 @@ def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
         up.kill()
         up.wait()
         state.stop_supervisor(20)
+
+
+def test_serve_without_a_model_names_what_is_missing():
+    command = [sys.executable, "-m", "baton_local.cli", "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("the following arguments are required: MODEL")

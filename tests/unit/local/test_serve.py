@@ -149,10 +149,11 @@ def test_kill_9_leaves_no_child_behind(serve: Serve):
 @pytest.mark.parametrize(
     ("model", "flags", "code", "last_line"),
     [
-        ("nowhere", [], 78, r"FATAL ModelNotFound: .*nowhere does not exist"),
+        ("nowhere", [], 78, r"FATAL ModelNotFound: .*nowhere does not exist: .*nothing is downloaded"),
         ("", ["--dtype", "int3"], 78, r"FATAL \w+: .*int3.*"),
         ("", ["--no-such-flag"], 2, r".*unrecognized arguments: --no-such-flag"),
         ("", ["--host", "192.0.2.1"], 1, r"baton serve: cannot listen on 192\.0\.2\.1:0: .*; see --host and --port"),
+        ("", ["--port", "65536"], 2, r".*--port must be in \[0, 65535\], got 65536"),
         ("", ["--engine-port", "5"], 2, r".*--engine-port cannot be given: baton serve sets it"),
     ],
 )
