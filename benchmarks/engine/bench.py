@@ -6,7 +6,6 @@ ARGS="--quick" shrinks everything (a minute instead of half an hour), `--part NA
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import overhead
 import torch
 from engine_runs import Engine
 from peers import Transformers
+from remote import Remote
 from workload import VOCAB_SIZE, Work, checkpoint, num_parameters, sample
 
 import report
@@ -33,27 +33,27 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     """Wanted output tokens per second on 64 requests: Baton against the better way of transformers."""
     works = sample(scale=scale)
     wanted = sum(work.num_output_tokens for work in works)
-    engine = Engine(path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
-    peer = Transformers(path)
+    engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
+    peer, bounds = Remote(Transformers, path), Remote(machine.Machine)
     ways: dict[str, Callable[[], float]] = {
-        "baton": lambda: engine.generate(works),
-        "transformers generate, batch 64": lambda: peer.generate(works, 64),
-        "transformers generate, batch 16": lambda: peer.generate(works, 16),
-        "transformers generate_batch": lambda: peer.generate_batch(works),
+        "baton": lambda: engine.call("generate", works),
+        "transformers generate, sorted batches of 16": lambda: peer.call("generate", works, 16),
+        "transformers generate_batch": lambda: peer.call("generate_batch", works),
     }
     warm_up = [Work(work.prompt[:16], 2) for work in works[:4]]
-    engine.generate(warm_up)
-    peer.generate(warm_up, 4)
+    engine.call("generate", warm_up)
+    peer.call("generate", warm_up, 4)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gemm = []
     for _ in range(repeats):
-        gemm.append(machine.gemm_flops())
+        gemm.append(bounds.call("gemm_flops"))
         for name, run in ways.items():
             if seconds[name] and seconds[name][0] > HOPELESS * min(values[0] for values in seconds.values()):
                 continue
             seconds[name].append(run())
             print(f"  {name}: {seconds[name][-1]:.1f} s", flush=True)
-    engine.close()
+    for process in (engine, peer, bounds):
+        process.close()
     _, num_read = num_parameters(path)
     num_computed = sum(work.num_tokens - 1 for work in works)  # the last token of a request is never run
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -79,18 +79,19 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
 
 def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
     """Batch-1 decode against the roofline: measured read bandwidth over the bytes every token reads."""
-    engine = Engine(path, max_num_seqs=1, kv_cache_memory_bytes=2**28)
+    engine, bounds = Remote(Engine, path, max_num_seqs=1, kv_cache_memory_bytes=2**28), Remote(machine.Machine)
     _, num_read = num_parameters(path)
     num_tokens = max(8, int(128 * scale))
     prompt = list(range(300, 332))
-    engine.generate([Work(prompt, 4)])
+    engine.call("generate", [Work(prompt, 4)])
     rates, bandwidths = [], []
-    for _ in range(repeats):
-        bandwidths.append(machine.read_bandwidth())
+    for _ in range(3 * repeats):  # short ones: the bandwidth that neighbours leave changes by the minute
+        bandwidths.append(bounds.call("read_bandwidth"))
         # The difference of two lengths: without the prefill, and without what a call costs.
-        short, long = engine.generate([Work(prompt, 2)]), engine.generate([Work(prompt, 2 + num_tokens)])
+        short, long = (engine.call("generate", [Work(prompt, 2 + n)]) for n in (0, num_tokens))
         rates.append(num_tokens / (long - short))
     engine.close()
+    bounds.close()
     ratios = [rate * num_read * 4 / bandwidth for rate, bandwidth in zip(rates, bandwidths, strict=True)]
     row = {
         "part": "decode",
@@ -121,9 +122,10 @@ def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]
     rows += [{"part": "paged, same memory", **paged}, {"part": "reserved maximum, same memory", **reserved}]
     seconds: dict[str, list[float]] = {memory.PAGED: [], memory.RESERVED: []}
     for name, values in seconds.items():
-        engine = Engine(path, max_num_seqs=64, num_blocks=num_blocks, scheduler_class=name, enable_prefix_caching=False)
-        engine.generate([Work(work.prompt[:16], 2) for work in works[:4]])
-        values += [engine.generate(works) for _ in range(max(1, repeats - 1))]
+        options = {"num_blocks": num_blocks, "scheduler_class": name, "enable_prefix_caching": False}
+        engine = Remote(Engine, path, max_num_seqs=64, **options)
+        engine.call("generate", [Work(work.prompt[:16], 2) for work in works[:4]])
+        values += [engine.call("generate", works) for _ in range(max(1, repeats - 1))]
         engine.close()
     wanted = sum(work.num_output_tokens for work in works)
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -138,15 +140,15 @@ def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[G
     """What prefix caching costs when nothing is ever found: prompts that share no block, with it and without."""
     works = [Work(work.prompt, max(1, work.num_output_tokens // 8)) for work in sample(scale=scale)]
     engines = {
-        enabled: Engine(path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30, enable_prefix_caching=enabled)
+        enabled: Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30, enable_prefix_caching=enabled)
         for enabled in (True, False)
     }
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for engine in engines.values():
-        engine.generate(works[:4])
+        engine.call("generate", works[:4])
     for _ in range(repeats + 2):
         for enabled, engine in engines.items():
-            seconds[enabled].append(engine.generate(works))
+            seconds[enabled].append(engine.call("generate", works))
     for engine in engines.values():
         engine.close()
     ratios = [100 * (on / off - 1) for on, off in zip(seconds[True], seconds[False], strict=True)]
@@ -175,7 +177,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder to keep the checkpoint in")
     args = parser.parse_args()
     scale, repeats = (0.1, 1) if args.quick else (1.0, args.repeats)
-    torch.set_num_threads(os.cpu_count() or 1)
     rows: Rows = []
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory() as folder:

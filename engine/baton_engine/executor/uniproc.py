@@ -62,7 +62,12 @@ class UniProcExecutor(Executor):
             return
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._thread.submit(worker.shutdown).result()
+            try:
+                ended = self._thread.submit(worker.shutdown)
+            except RuntimeError:  # the interpreter is ending, and has ended the thread already
+                worker.shutdown()
+            else:
+                ended.result()
         self._thread.shutdown()
 
 
