@@ -48,7 +48,7 @@ class Transformers:
             assert out.shape[1] == width + num_new
         return time.perf_counter() - start
 
-    def generate_batch(self, works: list[Work], deadline_s: float = 1800.0) -> float:
+    def generate_batch(self, works: list[Work]) -> float:
         """Seconds for all requests by continuous batching (what `generate_batch` runs), each to its own length."""
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -73,6 +73,4 @@ class Transformers:
                     assert len(result.generated_tokens) == work.num_output_tokens, "the peer cut a request short"
                 if not manager.is_running():
                     raise RuntimeError("transformers' continuous batching stopped")
-                if time.perf_counter() - start > deadline_s:
-                    raise TimeoutError(f"{len(wanted)} requests are unfinished after {deadline_s:g} s")
             return time.perf_counter() - start

@@ -24,14 +24,24 @@ class Remote:
         theirs.close()
         self._answer()
 
-    def call(self, method: str, *args: Any) -> Any:
-        """What the object's method returns. Raises what it raises, or EOFError if the process is gone."""
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """What the object's method returns.
+
+        Raises:
+            EOFError: the process is gone.
+            TimeoutError: it did not return in time; the process has been ended.
+            RuntimeError: it raised.
+        """
         self._connection.send((method, args))
+        if not self._connection.poll(timeout_s):
+            self._process.kill()
+            raise TimeoutError(f"{method} did not return within {timeout_s:g} s")
         return self._answer()
 
     def close(self) -> None:
         """Calls the object's `close`, if it has one, and ends the process."""
-        self._connection.send(None)
+        if self._process.is_alive():
+            self._connection.send(None)
         self._process.join(60)
 
     def _answer(self) -> Any:
