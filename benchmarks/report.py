@@ -47,11 +47,14 @@ def show(goals: list[Goal]) -> None:
         print(f"goal {goal.name}: {value} {goal.unit} ({bound} {goal.goal:g}): {verdict}")
 
 
-def write(subject: str, figures: list[dict[str, Any]], goals: list[Goal], **circumstances: Any) -> Path:
+def write(
+    subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = "", **circumstances: Any
+) -> Path:
     """Prints the goals and writes everything.
 
     Args:
         figures: the rows of the table.
+        remarks: where a figure falls short, and what limits it.
         circumstances: what one must know to read them (repeats, environment).
     """
     show(goals)
@@ -62,6 +65,7 @@ def write(subject: str, figures: list[dict[str, Any]], goals: list[Goal], **circ
         "circumstances": circumstances,
         "goals": [{**asdict(goal), "met": goal.met} for goal in goals],
         "figures": figures,
+        "remarks": remarks,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
