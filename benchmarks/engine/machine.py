@@ -14,29 +14,24 @@ from baton_kernels.linear import linear, pack_weight
 class Machine:
     """Measurements, to be made in a process of their own."""
 
-    def gemm_flops(self) -> float:
-        return gemm_flops()
+    def gemm_flops(self, rows: int = 512, inner: int = 768, columns: int = 6144) -> dict[str, float]:
+        """FLOP/s of a float32 product of the model's widest layer, with plain and with packed weights; medians of 15."""
+        x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
+        packed = pack_weight(weight)
+        flops = 2 * rows * inner * columns
+        return {
+            "plain": flops / _median_s(lambda: linear(x, weight), 15),
+            "packed": flops / _median_s(lambda: linear(x, packed), 15),
+        }
 
     def read_bandwidth(self) -> float:
-        return read_bandwidth()
-
-
-def gemm_flops(rows: int = 512, inner: int = 768, columns: int = 6144) -> float:
-    """FLOP/s of a float32 matrix product of the model's widest layer, with plain and with packed weights; the better median."""
-    x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
-    packed = pack_weight(weight)
-    seconds = min(_median_s(lambda: linear(x, weight), 15), _median_s(lambda: linear(x, packed), 15))
-    return 2 * rows * inner * columns / seconds
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that the cores can read from memory together; best of two kernels, each the median of 7, over 1 GiB."""
-    data = torch.ones(2**28)
-    ones = torch.ones(2**14)
-    matrix = data.view(-1, 2**14)
-    by_sum = _median_s(lambda: data.sum(), 7)
-    by_gemv = _median_s(lambda: torch.mv(matrix, ones), 7)
-    return data.nbytes / min(by_sum, by_gemv)
+        """Bytes per second that the cores can read together; best of two kernels, each the median of 7, over 1 GiB."""
+        data = torch.ones(2**28)
+        ones = torch.ones(2**14)
+        matrix = data.view(-1, 2**14)
+        by_sum = _median_s(lambda: data.sum(), 7)
+        by_gemv = _median_s(lambda: torch.mv(matrix, ones), 7)
+        return data.nbytes / min(by_sum, by_gemv)
 
 
 def _median_s(run: Callable[[], object], repeats: int) -> float:
