@@ -11,7 +11,7 @@ SUBJECT ?= kv_transfer
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           all tests (under 15 minutes on 2 cores)"
-	@echo "make chaos          kill -9 and SIGSTOP of workers, engines and servers under load (about 10 minutes)"
+	@echo "make chaos          kill -9 and SIGSTOP of workers, engines and servers under load (about 5 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes: no wrong token, no leak"
 	@echo "make check          ruff, mypy, import-linter"
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
