@@ -34,8 +34,8 @@ from baton_kernels.kv_write import plan_write, write_kv
 from baton_kernels.kv_write.cpu import Slots
 from baton_kernels.linear import linear
 from baton_kernels.moe import route_top_k, run_experts
-from baton_kernels.norm import rms_norm
-from baton_kernels.rope import apply_rotary
+from baton_kernels.norm import add_rms_norm, rms_norm
+from baton_kernels.rope import rotate_qk
 
 
 @dataclass(slots=True)
@@ -159,6 +159,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of residual + x, residual + x); without a residual, x is it."""
+        return (self(x), x) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
+
     def weight_targets(self, prefix: str) -> WeightTargets:
         return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
 
@@ -228,13 +232,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
         """`kv_cache`: of this layer, [num_blocks, num_kv_heads, 2, block_size, head_dim]."""
         num_tokens = x.shape[0]
-        heads = self.qkv_proj(x).view(num_tokens, -1, self.head_dim)
-        num_qk = self.num_heads + self.num_kv_heads
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        qkv = self.qkv_proj(x)
+        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        qk = apply_rotary(qk, angles.cos, angles.sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k = rotate_qk(qkv, self.num_heads, self.num_kv_heads, angles.cos, angles.sin, *norms)
+        v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(1, (self.num_kv_heads, self.head_dim))
         key_cache, value_cache = kv_cache.unbind(2)
         plan = batch.plan(self.window)
         write_kv(k, v, key_cache, value_cache, batch.slot_mapping, plan.write)
@@ -318,7 +321,10 @@ class SparseMoE(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then an MLP of the architecture's choice, each added to the residual."""
+    """Pre-norm transformer layer: attention, then an MLP of the architecture's choice, each added to the residual.
+
+    The sum with the residual is taken together with the norm after it, which may be the next layer's.
+    """
 
     def __init__(
         self, config: CheckpointConfig, attention: Attention, mlp: GatedMLP | SparseMoE, mlp_name: str = "mlp"
@@ -330,9 +336,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.mlp_name = mlp_name
 
-    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, batch, kv_cache)
-        return x + self.mlp(self.post_attention_layernorm(x), batch)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) -> (x, residual); the hidden state is their sum. No residual before the first layer."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, angles, batch, kv_cache)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x, batch), residual
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         return (
@@ -381,10 +392,13 @@ class CausalLM(nn.Module):
             hidden = self.embed_tokens(batch.input_ids)
         elif hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
-        angles = self.rotary_embedding(batch.positions, hidden.dtype)
+        angles = self.rotary_embedding(batch.positions)
+        residual: Tensor | None = None
         for layer, kv_cache in zip(self.layers, batch.kv_cache.unbind(2), strict=True):
-            hidden = layer(hidden, angles, batch, kv_cache)
-        return hidden if self.norm is None else self.norm(hidden)
+            hidden, residual = layer(hidden, residual, angles, batch, kv_cache)
+        if self.norm is None:
+            return hidden if residual is None else residual + hidden
+        return self.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every tensor rank. On the last stage only."""

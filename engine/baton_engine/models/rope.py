@@ -22,7 +22,7 @@ from baton_kernels.rope import rotary_angles
 
 @dataclass(slots=True)
 class RotaryAngles:
-    """Of a step's positions, shared by all layers; each [num_tokens, 1, head_dim], see `rotary_angles`."""
+    """Of a step's positions, shared by all layers; each float32 [num_tokens, head_dim / 2], see `rotary_angles`."""
 
     cos: Tensor
     sin: Tensor
@@ -38,11 +38,11 @@ class RotaryEmbedding(nn.Module):
         scaling = config.rope_scaling
         self.scale = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
-        """Of int64 `positions` [num_tokens]; the angles are of `dtype`."""
+    def forward(self, positions: Tensor) -> RotaryAngles:
+        """Of int64 `positions` [num_tokens]."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
-        return RotaryAngles(*rotary_angles(positions, self.inv_freq, dtype, self.scale))
+        return RotaryAngles(*rotary_angles(positions, self.inv_freq, self.scale))
 
 
 def inverse_frequencies(config: CheckpointConfig) -> Tensor:

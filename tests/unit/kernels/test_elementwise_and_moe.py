@@ -7,8 +7,8 @@ import torch
 
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.moe import route_top_k, run_experts
-from baton_kernels.norm import rms_norm
-from baton_kernels.rope import apply_rotary, rotary_angles
+from baton_kernels.norm import add_rms_norm, rms_norm
+from baton_kernels.rope import rotary_angles, rotate_qk
 
 
 def test_rms_norm_is_the_formula() -> None:
@@ -17,10 +17,37 @@ def test_rms_norm_is_the_formula() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
 
 
+def test_add_rms_norm_gives_the_norm_and_the_sum() -> None:
+    x, residual, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, rms_norm(x + residual, weight, 1e-6))
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """As queries, with one key and one value head beside them."""
+    num_tokens, num_heads, head_dim = x.shape
+    qkv = torch.cat((x.flatten(1), torch.randn(num_tokens, 2 * head_dim)), dim=1)
+    return rotate_qk(qkv, num_heads, 1, *rotary_angles(positions, inv_freq, scale))[0]
+
+
+def test_heads_are_normed_before_they_turn() -> None:
+    qkv, q_weight, k_weight = torch.randn(3, (4 + 2 * 2) * 8), torch.rand(8), torch.rand(8)
+    angles = rotary_angles(torch.tensor([0, 3, 9]), torch.rand(4))
+    q, k = rotate_qk(qkv, 4, 2, *angles, q_weight, k_weight, 1e-6)
+    heads = qkv.view(3, 8, 8)
+    normed = torch.cat(
+        (rms_norm(heads[:, :4], q_weight, 1e-6), rms_norm(heads[:, 4:6], k_weight, 1e-6), heads[:, 6:]), dim=1
+    )
+    expected_q, expected_k = rotate_qk(normed.flatten(1), 4, 2, *angles)
+    torch.testing.assert_close(q, expected_q)
+    torch.testing.assert_close(k, expected_k)
+
+
 def test_rotary_turns_pairs_and_keeps_their_length() -> None:
     x, positions = torch.randn(4, 2, 8), torch.tensor([0, 1, 5, 1000])
     inv_freq = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
-    turned = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32))
+    turned = rotate(x, positions, inv_freq)
     torch.testing.assert_close(turned[0], x[0])
     pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * inv_freq)
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4)
@@ -28,8 +55,8 @@ def test_rotary_turns_pairs_and_keeps_their_length() -> None:
 
 def test_a_rotary_scale_multiplies_queries_and_keys() -> None:
     x, positions, inv_freq = torch.randn(3, 2, 8), torch.tensor([0, 2, 77]), torch.rand(4)
-    plain = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32))
-    scaled = apply_rotary(x, *rotary_angles(positions, inv_freq, torch.float32, scale=1.25))
+    plain = rotate(x, positions, inv_freq)
+    scaled = rotate(x, positions, inv_freq, scale=1.25)
     torch.testing.assert_close(scaled, 1.25 * plain)
 
 
@@ -38,10 +65,7 @@ def test_rotary_scores_depend_on_distance_only() -> None:
     inv_freq = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)
 
     def score(q_position: int, k_position: int) -> float:
-        turned = [
-            apply_rotary(x, *rotary_angles(torch.tensor([p]), inv_freq, torch.float32))
-            for x, p in ((q, q_position), (k, k_position))
-        ]
+        turned = [rotate(x, torch.tensor([p]), inv_freq) for x, p in ((q, q_position), (k, k_position))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)

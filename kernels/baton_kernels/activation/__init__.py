@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import silu
+
+from baton_kernels.activation.reference import silu_and_mul_reference
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer 2020): silu(gate) * up, for gate and up concatenated in [..., 2 * dim] -> [..., dim]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
+    return silu_and_mul_reference(gate_up)

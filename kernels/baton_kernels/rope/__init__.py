@@ -1,0 +1,54 @@
+"""Rotary position embedding (Su et al. 2021), half-split as in Hugging Face checkpoints, after the norm of the heads, if any.
+
+Dimension pair (i, i + head_dim / 2) of a head at position p turns by the angle p * inv_freq[i]:
+
+    y[i]       = x[i] * cos - x[i + d/2] * sin
+    y[i + d/2] = x[i + d/2] * cos + x[i] * sin
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels.rope.reference import rotate_qk_reference
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a step's positions, once for all layers.
+
+    Args:
+        positions: integers of shape [num_tokens].
+        inv_freq: float32 of shape [head_dim / 2].
+        scale: multiplies both, and so queries and keys: YaRN's attention factor (Peng et al. 2023, section 3.4).
+
+    Returns:
+        cos and sin, each float32 of shape [num_tokens, head_dim / 2].
+    """
+    angles = positions.float()[:, None] * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+def rotate_qk(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Takes queries and keys out of what the projection gave, norms their heads if there are weights, and turns them.
+
+    Args:
+        qkv: each token's query heads, key heads and value heads, of shape [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+        cos: float32 of shape [num_tokens, head_dim / 2], see `rotary_angles`.
+        sin: like cos.
+        q_weight: of the RMSNorm of query heads (Qwen3), of shape [head_dim]; None: no norm.
+        k_weight: the same of key heads; both or none.
+
+    Returns:
+        Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim], dtype of qkv, computed in float32.
+    """
+    return rotate_qk_reference(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)
