@@ -50,8 +50,8 @@ from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S = 1.0
-STUCK_AFTER_S = 120.0
-"""The loop counts as stuck when a step takes longer."""
+STUCK_MARGIN_S = 30.0
+"""The loop counts as stuck when a step takes so much longer than the executor waits for its workers."""
 CALL_STUCK_AFTER_S = 1800.0
 """A utility call may take longer: wake_up reads weights."""
 ADMIN_TIMEOUT_S = 10.0
@@ -186,7 +186,8 @@ class EngineCoreProc:
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
             return Condition(False, "KVTransferFailed", transfer.failure)
-        if self.state is State.SERVING and silence > (CALL_STUCK_AFTER_S if self._in_call else STUCK_AFTER_S):
+        patience = CALL_STUCK_AFTER_S if self._in_call else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
+        if self.state is State.SERVING and silence > patience:
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
         return Condition(True, self.state.value, f"instance {self.instance_id}")
 

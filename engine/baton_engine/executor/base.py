@@ -131,6 +131,10 @@ def load_executor_class(qualified_name: str) -> type[Executor]:
 def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
     """The subclass of `base` called `package.module.Class`. Raises ValueError, naming `what`, if there is none."""
     module_name, _, class_name = qualified_name.rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"cannot load {what} {qualified_name!r}: it is no known name and not of the form package.module.Class"
+        )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -236,6 +236,11 @@ def test_a_scheduler_that_is_none_is_a_configuration_error():
         make_core(scheduler=SchedulerConfig(scheduler_class="nowhere.Nothing"))
 
 
+def test_a_short_name_that_nobody_knows_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"):
+        make_core(scheduler=SchedulerConfig(scheduler_class="nope"))
+
+
 def test_iterations_are_logged_on_request(caplog):
     with caplog.at_level(logging.INFO):
         generate(make_core(observability=ObservabilityConfig(log_iterations=True)), request("r", [1, 2, 3], 2))
