@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test chaos soak check format manifests control-plane gpu bench clean
+.PHONY: help install up test chaos soak check format manifests control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -17,13 +17,15 @@ help:
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
-	@echo "make gpu            kernel tests on a machine with a GPU (uses that machine's python3, torch and triton)"
+	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
+	@echo "make gpu-wheels     downloads what make gpu needs on a machine without a network"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/source/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
 	@echo "installing into $(VENV): a minute or two the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,ray,dev]"
+	@$(BIN)/python -m baton_kernels.cpu.build
 	@touch $(STAMP)
 
 install: $(STAMP)
@@ -62,7 +64,10 @@ bench: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(SUBJECT)/bench.py $(ARGS)
 
 gpu:
-	PYTHONPATH=engine:kernels:kv_transfer $(PYTHON) -m pytest tests/unit/kernels $(ARGS)
+	hack/gpu.sh $(PYTHON)
+
+gpu-wheels:
+	hack/gpu-wheels.sh $(PYTHON)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .gpu-wheels .gpu-site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -47,6 +47,23 @@ def show(goals: list[Goal]) -> None:
         print(f"goal {goal.name}: {value} {goal.unit} ({bound} {goal.goal:g}): {verdict}")
 
 
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Header and cells of rows of one part; columns that all rows leave empty are left out."""
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "part"]
+    columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    return [columns, *(["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows)]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows, those of each part under its name."""
+    for part in dict.fromkeys(row.get("part", "") for row in rows):
+        cells = table([row for row in rows if row.get("part", "") == part])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        print(f"  {part}")
+        for line in cells:
+            print("    " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
 def write(
     subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = "", **circumstances: Any
 ) -> Path:
@@ -92,13 +109,28 @@ def render() -> None:
             bound = "at most" if goal.get("at_most") else "at least"
             met = {None: "?", True: "yes", False: "**no**"}[goal["met"]]
             lines.append(f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |")
-        lines += ["", "| figure | values |", "| --- | --- |"]
-        for row in result["figures"]:
-            values = [f"{key} {value}" for key, value in row.items() if key != "part" and value is not None]
-            lines.append(f"| {row.get('part', '')} | {', '.join(values)} |")
+        lines += _figures(result["figures"])
         if result.get("remarks"):
             lines += ["", result["remarks"]]
     DOCS.write_text("\n".join(lines) + "\n")
+
+
+def _figures(rows: list[dict[str, Any]]) -> list[str]:
+    """Parts of three rows and more in tables of their own, after a list of the others."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        parts.setdefault(row.get("part", ""), []).append(row)
+    few = [row for part in parts.values() if len(part) < 3 for row in part]
+    lines = ["", "| figure | values |", "| --- | --- |"] if few else []
+    for row in few:
+        values = [f"{key} {value}" for key, value in row.items() if key != "part" and value is not None]
+        lines.append(f"| {row.get('part', '')} | {', '.join(values)} |")
+    for name, part in parts.items():
+        if len(part) >= 3:
+            header, *cells = table(part)
+            lines += ["", f"{name}:", "", f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+            lines += [f"| {' | '.join(line)} |" for line in cells]
+    return lines
 
 
 if __name__ == "__main__":

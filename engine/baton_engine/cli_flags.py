@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole
@@ -14,14 +14,20 @@ class Flag(NamedTuple):
     name: str
     path: str
     """Field of EngineConfig it sets."""
-    type: type
+    type: Callable[[str], Any]
     help: str
+
+
+def sizes(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(part) for part in text.split(",") if part.strip()]
 
 
 FLAGS = [
     Flag("--model", "model.path", str, "folder of the checkpoint"),
     Flag("--served-model-name", "model.served_name", str, "name clients use"),
     Flag("--dtype", "model.dtype", str, "auto, float32, bfloat16 or float16"),
+    Flag("--quantization", "model.quantization", str, "int8: weights in eight bits, on a CPU"),
     Flag("--max-model-len", "model.max_model_len", int, "prompt plus generated tokens"),
     Flag("--block-size", "cache.block_size", int, "tokens per KV block"),
     Flag("--num-blocks", "cache.num_blocks", int, "KV blocks"),
@@ -57,12 +63,24 @@ FLAGS = [
     Flag("--worker-class", "parallel.worker_class", str, "qualified name"),
     Flag("--collective-timeout-s", "parallel.collective_timeout_s", float, "a worker's wait for a silent other"),
     Flag("--step-timeout-s", "parallel.step_timeout_s", float, "workers silent for longer count as dead"),
+    Flag("--enforce-eager", "compilation.enforce_eager", bool, "neither torch.compile nor CUDA graphs"),
+    Flag("--compilation-mode", "compilation.mode", str, "auto, none, eager or inductor"),
+    Flag(
+        "--cudagraph-mode",
+        "compilation.cudagraph_mode",
+        str,
+        "auto, none, piecewise, full, full_decode_only or full_and_piecewise",
+    ),
+    Flag("--capture-sizes", "compilation.capture_sizes", sizes, "numbers of tokens to capture graphs for: 1,2,4,8"),
+    Flag("--compile-sizes", "compilation.compile_sizes", sizes, "numbers of tokens to compile for once more"),
+    Flag("--compile-cache-dir", "compilation.cache_dir", str, "where compiled code is kept for the next start"),
     Flag("--log-iterations", "observability.log_iterations", bool, "one log line per step"),
     Flag("--count-nans-in-logits", "observability.count_nans_in_logits", bool, "report NaNs per output"),
     Flag("--profiler-dir", "observability.profiler_dir", str, "where torch profiles are written"),
     Flag("--crash-dump-dir", "observability.crash_dump_dir", str, "where the input of a failing step is written"),
     Flag("--device", "device", str, "auto, cpu or cuda"),
-    Flag("--num-threads", "num_threads", int, "compute threads"),
+    Flag("--num-threads", "num_threads", int, "compute threads of each worker"),
+    Flag("--bind-threads", "bind_threads", bool, "worker processes of one host keep to their own cores"),
     Flag("--engine-port", "engine_port", int, "port of the engine's ROUTER"),
     Flag("--http-port", "http_port", int, "port of health, metrics and drain"),
     Flag("--drain-timeout-s", "drain_timeout_s", float, "how long running requests may take to end after SIGTERM"),
@@ -123,11 +141,18 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         "kv_transfer.transport": (transfer.transport, ("ucx", "nixl", "inproc")),
         "kv_transfer.load_failure_policy": (transfer.load_failure_policy, ("recompute", "fail")),
         "device": (config.device, ("auto", "cpu", "cuda")),
+        "compilation.mode": (config.compilation.mode, ("auto", "none", "eager", "inductor")),
+        "compilation.cudagraph_mode": (
+            config.compilation.cudagraph_mode,
+            ("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
+        ),
     }
     for name, (chosen, allowed) in choices.items():
         if chosen not in allowed:
             yield f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {chosen!r}"
 
+    if config.model.quantization not in (None, "int8"):
+        yield f"model.quantization must be int8 or not given, got {config.model.quantization!r}"
     names = {
         "scheduler.scheduler_class": scheduler.scheduler_class,
         "parallel.worker_class": parallel.worker_class,

@@ -230,7 +230,8 @@ class EnginePool:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
                     "engines %s and %s have different config hashes (%s, %s) and will not be paired: "
-                    "give both the same checkpoint, dtype and block size",
+                    "give both the same checkpoint, dtype, quantization and block size; dtype auto depends on the machine, "
+                    "so set it where they run on different ones",
                     member.endpoint.name,
                     other.endpoint.name,
                     ours,

@@ -194,7 +194,11 @@ class ProducerSide:
         self._sessions.pop(identity, None)
         ours = (side_channel.VERSION, self._compatibility_hash, self._instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
-        names = ("side channel version", "compatibility hash", "instance id")
+        names = (
+            "side channel version",
+            "compatibility hash (of checkpoint, dtype, quantization, block size)",
+            "instance id",
+        )
         for name, mine, other in zip(names, ours, theirs, strict=True):
             if mine != other:
                 self._refuse(identity, f"{name} differs: {mine} at the producer, {other} at the consumer")

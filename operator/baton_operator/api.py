@@ -59,9 +59,20 @@ class Model(_Api, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="Of weights and KV cache. auto: the checkpoint's, but float32 on a CPU without native bfloat16."
+            description="Of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not multiply in it "
+            "natively. Engines of different dtypes hand nothing to each other: set it where their machines differ."
         ),
     ] = "auto"
+    quantization: (
+        Annotated[
+            Literal["int8"],
+            Meta(
+                description="int8: engines on CPUs multiply by weights rounded to eight bits; those on GPUs refuse. If "
+                "unset, weights stay as they are."
+            ),
+        ]
+        | None
+    ) = None
     max_model_len: (
         Annotated[
             int,

@@ -25,6 +25,8 @@ class StartWorker:
     ring_geometry: tuple[int, int, int]
     """Readers, slots, bytes per slot."""
     log_level: int
+    cpus: frozenset[int] = frozenset()
+    """Those it keeps to; empty: the parent's."""
 
 
 # Commands, broadcast through the ring

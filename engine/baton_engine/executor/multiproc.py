@@ -30,6 +30,7 @@ from baton_engine.executor.commands import (
     Wakeup,
 )
 from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.placement import bindings
 from baton_engine.executor.shm_ring import RingMemory, RingWriter
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
@@ -91,7 +92,7 @@ class MultiprocExecutor(Executor):
 
     def initialize(self) -> ModelInfo:
         config = share_threads(self.config, self._world_size)
-        memory = self._memory
+        memory, cpus = self._memory, bindings(config, self._world_size)
         starts = [
             StartWorker(
                 config=config,
@@ -101,6 +102,7 @@ class MultiprocExecutor(Executor):
                 ring_fd=memory.fd,
                 ring_geometry=(memory.num_readers, memory.num_slots, memory.slot_nbytes),
                 log_level=logging.getLogger().getEffectiveLevel(),
+                cpus=cpus[rank],
             )
             for rank in range(self._world_size)
         ]

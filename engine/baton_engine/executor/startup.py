@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import Any, Protocol
 
 import msgspec
 
 from baton_engine.executor.base import ModelInfo, load_class
+from baton_engine.executor.placement import place_here
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
 
@@ -69,11 +69,10 @@ def num_concurrent_batches(config: EngineConfig) -> int:
 
 
 def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:
-    """With `num_threads` set: if it was not, the cores of this process divided among the workers of one host."""
+    """With `num_threads` set: if it was not, what each worker of one host gets of the cores that this process may use."""
     if config.num_threads is not None:
         return config
-    cores = len(os.sched_getaffinity(0))
-    return msgspec.structs.replace(config, num_threads=max(1, cores // num_workers))
+    return msgspec.structs.replace(config, num_threads=place_here(num_workers)[0].num_threads)
 
 
 def check_single_worker(config: EngineConfig, executor: str) -> None:

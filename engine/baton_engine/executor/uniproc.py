@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from baton_engine.executor.startup import (
     initialize_workers,
     load_worker_class,
     num_concurrent_batches,
+    share_threads,
 )
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
@@ -29,9 +31,11 @@ class UniProcExecutor(Executor):
 
     def initialize(self) -> ModelInfo:
         check_single_worker(self.config, "uniproc")
-        worker_class = load_worker_class(self.config)
-        self._worker = self._thread.submit(worker_class, self.config, self.instance_id).result()
-        return initialize_workers(self.config, self.collective_rpc, connect_args=(self.wakeup,))
+        # Who set this for the process that the worker lives in has decided; torch follows it by itself.
+        config = self.config if "OMP_NUM_THREADS" in os.environ else share_threads(self.config, 1)
+        worker_class = load_worker_class(config)
+        self._worker = self._thread.submit(worker_class, config, self.instance_id).result()
+        return initialize_workers(config, self.collective_rpc, connect_args=(self.wakeup,))
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._forward = self._thread.submit(self._worker.execute_model, step)

@@ -120,9 +120,20 @@ def main(connection_fd: int, parent_pid: int) -> None:
             format=f"%(asctime)s %(levelname)s [rank {start.rank}] %(name)s %(message)s",
             stream=sys.stderr,
         )
+        if start.cpus:
+            _bind(start.cpus)
         WorkerProcess(start, connection).run()
     except (EOFError, ConnectionError):
         os._exit(1)  # the parent is gone; threads of libraries must not keep this process
+
+
+def _bind(cpus: frozenset[int]) -> None:
+    """This thread and all that it starts, such as those that torch will compute with."""
+    try:
+        os.sched_setaffinity(0, cpus)
+        logger.info("computes on CPUs %s", sorted(cpus))
+    except OSError as error:  # the container may have lost a CPU since its parent looked
+        logger.warning("cannot keep to CPUs %s, and goes where the system puts it: %s", sorted(cpus), error)
 
 
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:

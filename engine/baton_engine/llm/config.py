@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,6 +15,7 @@ class EngineArgs(TypedDict, total=False):
     """What `LLM(model, ...)` takes. What is not given has EngineConfig's default; each field is explained there."""
 
     dtype: str
+    quantization: str
     max_model_len: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -36,8 +38,15 @@ class EngineArgs(TypedDict, total=False):
     preemption_mode: str
     async_scheduling: bool
     scheduler_class: str
+    enforce_eager: bool
+    compilation_mode: str
+    cudagraph_mode: str
+    capture_sizes: Sequence[int]
+    compile_sizes: Sequence[int]
+    compile_cache_dir: str
     device: str
     num_threads: int
+    bind_threads: bool
     log_iterations: bool
     profiler_dir: str
     crash_dump_dir: str
@@ -45,6 +54,7 @@ class EngineArgs(TypedDict, total=False):
 
 _PATHS = {
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
     "max_model_len": "model.max_model_len",
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
@@ -67,8 +77,15 @@ _PATHS = {
     "preemption_mode": "scheduler.preemption_mode",
     "async_scheduling": "scheduler.async_scheduling",
     "scheduler_class": "scheduler.scheduler_class",
+    "enforce_eager": "compilation.enforce_eager",
+    "compilation_mode": "compilation.mode",
+    "cudagraph_mode": "compilation.cudagraph_mode",
+    "capture_sizes": "compilation.capture_sizes",
+    "compile_sizes": "compilation.compile_sizes",
+    "compile_cache_dir": "compilation.cache_dir",
     "device": "device",
     "num_threads": "num_threads",
+    "bind_threads": "bind_threads",
     "log_iterations": "observability.log_iterations",
     "profiler_dir": "observability.profiler_dir",
     "crash_dump_dir": "observability.crash_dump_dir",

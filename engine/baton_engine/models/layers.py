@@ -7,15 +7,17 @@ Every layer names, in `weight_targets(prefix)`, the checkpoint tensors it is fil
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from baton_engine.compilation.decorators import support_torch_compile
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.operators import all_reduce, attend, mix_experts
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
 from baton_engine.models.sharding import (
     ALONE,
@@ -28,55 +30,9 @@ from baton_engine.models.sharding import (
     split_vocabulary,
 )
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.attention import paged_attention, plan_attention
-from baton_kernels.attention.cpu import AttentionPlan
-from baton_kernels.kv_write import plan_write, write_kv
-from baton_kernels.kv_write.cpu import Slots
-from baton_kernels.linear import linear
-from baton_kernels.moe import route_top_k, run_experts
+from baton_kernels.linear import Int8Weight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
-
-
-@dataclass(slots=True)
-class ForwardBatch:
-    """One step's input: `num_tokens` tokens of `num_seqs` sequences, and where their KV lies. All on the model's device."""
-
-    input_ids: Tensor
-    """int64 [num_tokens]."""
-    positions: Tensor
-    """int64 [num_tokens]."""
-    slot_mapping: Tensor
-    """int64 [num_tokens]: block id * block_size + offset where the token's KV goes; -1: nowhere."""
-    block_tables: Tensor
-    """int32 [num_seqs, max_blocks_per_seq]."""
-    cu_seqlens_q: Tensor
-    """int32 [num_seqs + 1]."""
-    seq_lens: Tensor
-    """int32 [num_seqs], this step's tokens included."""
-    kv_cache: Tensor
-    """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]: this rank's heads and layers."""
-    routed_experts: list[Tensor] | None = None
-    """Not None: every sparse layer appends the experts of each token, int [num_tokens, experts per token]."""
-    _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
-
-    def plan(self, window: int | None) -> LayerPlan:
-        """What attention layers with this window have in common in this step; made when the first of them asks."""
-        plan = self._plans.get(window)
-        if plan is None:
-            cache = self.kv_cache[:, :, 0, 0]
-            plan = self._plans[window] = LayerPlan(
-                plan_write(self.slot_mapping, cache.shape[2]),
-                plan_attention(cache, self.block_tables, self.cu_seqlens_q, self.seq_lens, window),
-            )
-        return plan
-
-
-class LayerPlan(NamedTuple):
-    """See baton_kernels; None where the device has no use for it."""
-
-    write: Slots | None
-    attention: AttentionPlan | None
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -139,7 +95,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
-        y = self.group.all_reduce(linear(x, self.weight))
+        y = all_reduce(linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias  # after the sum: once, not once per rank
 
     def weight_targets(self, prefix: str) -> WeightTargets:
@@ -178,8 +134,8 @@ class VocabParallelEmbedding(nn.Module):
         self.part, num_rows = split_vocabulary(vocab_size, group)
         self.group = group
         self.weight = _parameter(num_rows, hidden_size)
-        self.packed_weight: nn.Parameter | None = None
-        """The same once more, for the way back: a packed weight cannot embed."""
+        self.packed_weight: nn.Parameter | Int8Weight | None = None
+        """The same once more, for the way back: a packed or quantised weight cannot embed."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -187,7 +143,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = input_ids - self.part.start
         elsewhere = (rows < 0) | (rows >= self.part.length)
         found = embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+        return all_reduce(found.masked_fill(elsewhere[:, None], 0), self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every rank."""
@@ -228,22 +184,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.scale = self.head_dim**-0.5
         self.window = window
+        self.cache_layer = 0
+        """Of the KV cache's layers, this one's; CausalLM sets it."""
 
-    def forward(self, x: Tensor, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
-        """`kv_cache`: of this layer, [num_blocks, num_kv_heads, 2, block_size, head_dim]."""
-        num_tokens = x.shape[0]
+    def forward(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         qkv = self.qkv_proj(x)
         norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k = rotate_qk(qkv, self.num_heads, self.num_kv_heads, angles.cos, angles.sin, *norms)
         v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(1, (self.num_kv_heads, self.head_dim))
-        key_cache, value_cache = kv_cache.unbind(2)
-        plan = batch.plan(self.window)
-        write_kv(k, v, key_cache, value_cache, batch.slot_mapping, plan.write)
-        sequences = (batch.block_tables, batch.cu_seqlens_q, batch.seq_lens)
-        attended = paged_attention(q, key_cache, value_cache, *sequences, self.scale, self.window, plan.attention)
-        return self.o_proj(attended.reshape(num_tokens, -1))
+        attended = attend(q, k, v, self.cache_layer, self.scale, self.window)
+        return self.o_proj(attended.flatten(1))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(f"{prefix}.o_proj")
@@ -262,7 +214,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": part, "up_proj": part}, bias)
         self.down_proj = RowParallelLinear(part, hidden_size, bias, group)
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
@@ -296,16 +248,24 @@ class SparseMoE(nn.Module):
         self.top_k, self.renormalize, self.names = config.num_experts_per_tok, renormalize, names
         self.part, self.group = split(config.moe_intermediate_size, group), group
         self.gate = Linear(config.hidden_size, config.num_experts)
-        hidden_size, length, experts = config.hidden_size, self.part.length, range(config.num_experts)
-        # A parameter for each expert, so that each can be packed.
-        self.gate_up = nn.ParameterList(_parameter(2 * length, hidden_size) for _ in experts)
-        self.down = nn.ParameterList(_parameter(hidden_size, length) for _ in experts)
+        hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
+        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = _parameter(num_experts, 2 * length, hidden_size)
+        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = _parameter(num_experts, hidden_size, length)
+        """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        weights, expert_ids = route_top_k(self.gate(x), self.top_k, self.renormalize)
-        if batch.routed_experts is not None:
-            batch.routed_experts.append(expert_ids)
-        return self.group.all_reduce(run_experts(x, self.gate_up, self.down, weights, expert_ids))
+    def forward(self, x: Tensor) -> Tensor:
+        y = mix_experts(x, self.gate(x), self.gate_up, self.down, self.top_k, self.renormalize)
+        return all_reduce(y, self.group)
+
+    def separate_experts(self, prepare: Callable[[Tensor], nn.Parameter | Int8Weight]) -> None:
+        """Replaces the stacked weights by each expert's own, prepared for products on a CPU. The model cannot be filled again.
+
+        While it runs, one projection's weights are held twice.
+        """
+        for name in ("gate_up", "down"):
+            prepared = [prepare(weight) for weight in getattr(self, name)]
+            delattr(self, name)  # torch takes nothing but a parameter in a parameter's place
+            setattr(self, name, _listed(prepared))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         targets = self.gate.weight_targets(f"{prefix}.gate")
@@ -318,6 +278,12 @@ class SparseMoE(nn.Module):
             targets[f"{name}.{self.names.up}.weight"] = WeightTarget(up, (total, hidden_size), start=start)
             targets[f"{name}.{self.names.down}.weight"] = WeightTarget(down, (hidden_size, total), dim=1, start=start)
         return targets
+
+
+def _listed(weights: list[nn.Parameter | Int8Weight]) -> nn.ParameterList | nn.ModuleList:
+    if all(isinstance(weight, nn.Parameter) for weight in weights):
+        return nn.ParameterList(weights)
+    return nn.ModuleList(weight for weight in weights if isinstance(weight, nn.Module))
 
 
 class DecoderLayer(nn.Module):
@@ -336,14 +302,12 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.mlp_name = mlp_name
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, angles: RotaryAngles, batch: ForwardBatch, kv_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
         """(x, residual) -> (x, residual); the hidden state is their sum. No residual before the first layer."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, angles, batch, kv_cache)
+        x = self.self_attn(x, angles)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x, batch), residual
+        return self.mlp(x), residual
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         return (
@@ -354,6 +318,7 @@ class DecoderLayer(nn.Module):
         )
 
 
+@support_torch_compile(dynamic={"input_ids": 0, "positions": 0, "hidden": 0})
 class CausalLM(nn.Module):
     """Embedding, decoder layers, final norm, output projection. Architectures say what a decoder layer is.
 
@@ -368,6 +333,9 @@ class CausalLM(nn.Module):
         self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.rotary_embedding = RotaryEmbedding(config)
         self.layers = nn.ModuleList(self.make_layer(config, layer, group) for layer in self.layer_ids)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            layer.self_attn.cache_layer = index
         tied, last = config.tie_word_embeddings, parallel.is_last_stage
         vocabulary = (config.vocab_size, config.hidden_size, group)
         self.embed_tokens = VocabParallelEmbedding(*vocabulary) if parallel.is_first_stage or (last and tied) else None
@@ -378,10 +346,12 @@ class CausalLM(nn.Module):
         """The decoder layer of number `layer` in the whole model, this rank's part of it."""
         raise NotImplementedError
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
-        """Runs this stage's layers and writes the tokens' KV into the cache.
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Runs this stage's layers and writes the tokens' KV into the cache, within a `forward_context`.
 
         Args:
+            input_ids: int64 of shape [num_tokens].
+            positions: like input_ids.
             hidden: the previous stage's result; None on the first stage.
 
         Returns:
@@ -389,13 +359,13 @@ class CausalLM(nn.Module):
         """
         if self.parallel.is_first_stage:
             assert self.embed_tokens is not None
-            hidden = self.embed_tokens(batch.input_ids)
+            hidden = self.embed_tokens(input_ids)
         elif hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
-        angles = self.rotary_embedding(batch.positions)
+        angles = self.rotary_embedding(positions)
         residual: Tensor | None = None
-        for layer, kv_cache in zip(self.layers, batch.kv_cache.unbind(2), strict=True):
-            hidden, residual = layer(hidden, residual, angles, batch, kv_cache)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, angles)
         if self.norm is None:
             return hidden if residual is None else residual + hidden
         return self.norm.add(hidden, residual)[0]

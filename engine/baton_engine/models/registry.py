@@ -70,6 +70,7 @@ def load_model(
         ConfigurationError: if the model cannot be split so.
     """
     model = make_model(config, parallel).to(dtype).to_empty(device=device)
+    model.rotary_embedding.move_to(device)
     whole = {name: target.shape for name, target in make_model(config).weight_targets().items()}
     load_weights(path, model.weight_targets(), whole, ignored=model.ignored_weights(), show_progress=show_progress)
     return model.eval()

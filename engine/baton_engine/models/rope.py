@@ -6,7 +6,7 @@ Kinds: none; linear (Chen et al. 2023); llama3 (Llama 3.1's stretch of low frequ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from baton_engine.models.config import (
 from baton_kernels.rope import rotary_angles
 
 
-@dataclass(slots=True)
-class RotaryAngles:
+class RotaryAngles(NamedTuple):
     """Of a step's positions, shared by all layers; each float32 [num_tokens, head_dim / 2], see `rotary_angles`."""
 
     cos: Tensor
@@ -38,10 +37,12 @@ class RotaryEmbedding(nn.Module):
         scaling = config.rope_scaling
         self.scale = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
+    def move_to(self, device: torch.device) -> None:
+        """Before the first forward there: a graph cannot hold a copy from the host."""
+        self.inv_freq = self.inv_freq.to(device)
+
     def forward(self, positions: Tensor) -> RotaryAngles:
         """Of int64 `positions` [num_tokens]."""
-        if self.inv_freq.device != positions.device:
-            self.inv_freq = self.inv_freq.to(positions.device)
         return RotaryAngles(*rotary_angles(positions, self.inv_freq, self.scale))
 
 

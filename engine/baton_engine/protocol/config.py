@@ -36,7 +36,9 @@ class ModelConfig(_Config, frozen=True):
     served_name: str = ""
     """Name clients use; empty: the folder's name."""
     dtype: str = "auto"
-    """auto, float32, bfloat16 or float16. auto: the checkpoint's, but float32 on a CPU without native bf16."""
+    """auto, float32, bfloat16 or float16. auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively."""
+    quantization: str | None = None
+    """int8: a CPU multiplies by weights rounded to eight bits, a scale per output. None: by those of the checkpoint."""
     max_model_len: int | None = None
     """Prompt plus generated tokens. None: the model's own maximum."""
 
@@ -96,6 +98,24 @@ class ParallelConfig(_Config, frozen=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+class CompilationConfig(_Config, frozen=True):
+    """How the model runs: compiled by torch, replayed as CUDA graphs, both, or neither."""
+
+    enforce_eager: bool = False
+    """Neither, whatever the other fields say."""
+    mode: str = "auto"
+    """none, inductor, or eager: traced and cut at attention, but not compiled. auto: inductor on a GPU, none on a CPU."""
+    cudagraph_mode: str = "auto"
+    """none, piecewise (between attentions), full, full_decode_only or full_and_piecewise (full for decode steps). auto: the last
+    on a GPU, full_decode_only if the model is not compiled there."""
+    capture_sizes: tuple[int, ...] | None = None
+    """Numbers of tokens graphs are captured for; steps are padded to the next. None: up to 512, dense where decode steps are."""
+    compile_sizes: tuple[int, ...] = ()
+    """Numbers of tokens the model is compiled for once more, beside the code for any number."""
+    cache_dir: str = ""
+    """Where compiled code is kept for the next start. Empty: $XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
+
+
 class ObservabilityConfig(_Config, frozen=True):
     log_iterations: bool = False
     """One log line per step: what ran, how long it took."""
@@ -126,10 +146,13 @@ class EngineConfig(_Config, frozen=True):
     kv_transfer: KVTransferConfig = KVTransferConfig()
     parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    compilation: CompilationConfig = CompilationConfig()
     device: str = "auto"
     """auto, cpu or cuda."""
     num_threads: int | None = None
-    """Compute threads of this process. None: all cores. Several engines on one machine must share."""
+    """Compute threads of each worker. None: one per core that it may use, a CPU limit of its container considered."""
+    bind_threads: bool = True
+    """Worker processes that share a host and compute on its CPU keep to their own cores, if possible of one NUMA node."""
     engine_port: int = ENGINE_PORT
     http_port: int = ENGINE_HTTP_PORT
     drain_timeout_s: float = 30.0
@@ -196,16 +219,21 @@ def container_path(path: str) -> Path:
     return Path(path)
 
 
-def compatibility_hash(model_files: dict[str, bytes], dtype: str, block_size: int, layout: str) -> str:
+def compatibility_hash(
+    model_files: dict[str, bytes], dtype: str, block_size: int, layout: str, quantization: str | None = None
+) -> str:
     """Equal on pods that may exchange KV blocks and continue each other's requests.
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
         dtype: of weights and KV cache.
         layout: name of the KV layout.
+        quantization: of weights; KV that rounded ones computed is not what exact ones would have.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):
         digest.update(name.encode() + b"\x00" + hashlib.blake2b(model_files[name]).digest())
     digest.update(f"{dtype}/{block_size}/{layout}".encode())
+    if quantization is not None:
+        digest.update(f"/{quantization}".encode())
     return digest.hexdigest()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from baton_engine.models.errors import ConfigurationError
+from baton_kernels.linear import native_instructions
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,7 +28,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Of weights and KV cache.
+    """Of weights and KV cache; logs why.
+
+    auto is the checkpoint's, except on a CPU that would convert to float32 and back for every product: there it is float32.
 
     Args:
         configured: auto or one of DTYPES.
@@ -37,18 +44,32 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
             raise ConfigurationError(
                 "InvalidConfig", f"dtype must be auto or one of {', '.join(DTYPES)}, got {configured!r}"
             )
+        logger.info("dtype %s, as configured", configured)
         return DTYPES[configured]
-    wanted = DTYPES.get(checkpoint, torch.float32)
-    if device.type == "cpu" and not (wanted is torch.bfloat16 and _cpu_has_native_bf16()):
-        return torch.float32  # emulated half precision is slower than float32
-    return wanted
+    stored = DTYPES.get(checkpoint, torch.float32)
+    if device.type != "cpu" or stored is torch.float32:
+        logger.info("dtype %s: what the checkpoint is stored in", dtype_name(stored))
+        return stored
+    if instructions := native_instructions(stored):
+        logger.info("dtype %s: the checkpoint's, in which this CPU multiplies natively (%s)", checkpoint, instructions)
+        return stored
+    logger.info("dtype float32: the checkpoint's is %s, in which this CPU does not multiply natively", checkpoint)
+    return torch.float32
+
+
+def check_quantization(quantization: str | None, device: torch.device) -> None:
+    """Raises ConfigurationError if weights cannot be quantised so on this device."""
+    if quantization is None:
+        return
+    if quantization != "int8":
+        raise ConfigurationError("InvalidConfig", f"quantization must be int8 or not given, got {quantization!r}")
+    if device.type != "cpu":
+        raise ConfigurationError(
+            "InvalidConfig",
+            f"quantization int8 is for CPUs, but the model runs on {device.type}; leave quantization out, or set device to cpu",
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name without prefix."""
     return str(dtype).removeprefix("torch.")
-
-
-def _cpu_has_native_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton_engine.models.layers import ForwardBatch
+from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker.sampler import SamplingInput
+from baton_engine.worker.forward_runner import ForwardRunner
+from baton_engine.worker.sampler import SamplingInput, sample
 
 WARM_UP_TOKENS = 32
 
@@ -46,15 +47,30 @@ def make_batch(
     num_tokens, num_seqs = sum(query_lens), len(query_lens)
     seq_lens = query_lens if seq_len is None else [seq_len] * num_seqs
     num_blocks = -(-max(seq_lens) // kv_cache.shape[4])
-    return ForwardBatch(
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+    context = ForwardContext(
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         kv_cache=kv_cache,
+        max_seqlen_q=max(query_lens),
     )
+    input_ids, positions = torch.zeros((2, num_tokens), dtype=torch.int64, device=device)
+    return ForwardBatch(input_ids, positions, context)
+
+
+@torch.inference_mode()
+def run(forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor) -> None:
+    """Runs and samples such a step; it writes no KV and waits for no other stage. Arguments as of `make_batch`."""
+    model = forward.model
+    received = None
+    if not model.parallel.is_first_stage:
+        shape = (sum(query_lens), model.config.hidden_size)
+        received = torch.zeros(shape, dtype=forward.dtype, device=forward.device)
+    hidden = forward.run(make_batch(query_lens, seq_len, kv_cache, forward.device), received)
+    if model.parallel.is_last_stage:
+        logits = model.compute_logits(hidden[: len(query_lens)])
+        sample(logits, sampling_inputs(len(query_lens)), model.config.eos_token_ids)
 
 
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton_engine.core.step import CachedRequestData, NewRequestData
-from baton_engine.models.layers import ForwardBatch
+from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput
 
@@ -183,6 +183,7 @@ class InputBatch:
         if scheduled.one_token_each:
             row_of, positions = scheduled.rows, starts
             cu_seqlens = self._one_query_each[: len(scheduled) + 1]
+            longest = 1
         else:
             # Token i of the step belongs to row_of[i], at positions[i]: a ragged arange.
             counts = ends - starts
@@ -190,6 +191,7 @@ class InputBatch:
             row_of = scheduled.rows.repeat(counts)
             positions = np.arange(scheduled.num_tokens) + (starts - first[:-1]).repeat(counts)
             cu_seqlens = first.astype(np.int32)
+            longest = int(counts.max())
         block_index, offset = np.divmod(positions, self.block_size)
         slots = self.block_tables[row_of, block_index].astype(np.int64) * self.block_size + offset
         max_blocks = -(-int(ends.max()) // self.block_size)
@@ -197,15 +199,15 @@ class InputBatch:
         def move(array: npt.NDArray[np.generic]) -> torch.Tensor:
             return to_device(array, device)
 
-        return ForwardBatch(
-            input_ids=move(self.token_ids[row_of, positions]),
-            positions=move(positions),
+        context = ForwardContext(
             slot_mapping=move(slots),
             block_tables=move(self.block_tables[:, :max_blocks].take(scheduled.rows, axis=0)),
             cu_seqlens_q=move(cu_seqlens),
             seq_lens=move(ends.astype(np.int32)),
             kv_cache=kv_cache,
+            max_seqlen_q=longest,
         )
+        return ForwardBatch(move(self.token_ids[row_of, positions]), move(positions), context)
 
     def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
         """Which sequences run their last known token, so that the next one can be sampled."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.protocol.messages import PromptLogprobs, TokenLogprobs
-from baton_engine.worker.vocabulary_blocks import row_chunks
+from baton_kernels.sampling.vocabulary_blocks import row_chunks
 
 MIN_LOGPROB = -9999.0
 

@@ -51,12 +51,17 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
 
 
 def blocks_on_gpu(
-    cache: CacheConfig, size: BlockSize, device: torch.device, run_largest_step: Callable[[], None]
+    cache: CacheConfig,
+    size: BlockSize,
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+    graph_bytes: int = 0,
 ) -> tuple[int, int]:
     """(cache blocks, host swap blocks): of the GPU what the largest step and other processes leave.
 
     Args:
         run_largest_step: its peak of memory, weights included, is measured.
+        graph_bytes: that captured graphs will take.
 
     Raises:
         ConfigurationError: if not one block is left, or less than configured.
@@ -69,7 +74,7 @@ def blocks_on_gpu(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    left = int(cache.gpu_memory_utilization * total) - peak - others
+    left = int(cache.gpu_memory_utilization * total) - peak - others - graph_bytes
     room = max(0, left // size.rank)
     num_blocks = room if cache.num_blocks is None else cache.num_blocks
     if num_blocks < 1 or num_blocks > room:
@@ -78,8 +83,8 @@ def blocks_on_gpu(
             "InsufficientMemory",
             f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} GiB, "
             f"cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, weights and activations take "
-            f"{peak / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower scheduler.max_num_batched_tokens "
-            "or cache.num_blocks",
+            f"{peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower "
+            "scheduler.max_num_batched_tokens or cache.num_blocks",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +25,20 @@ from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ModelShard, shard
 from baton_engine.protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_engine.worker import dummy_steps
-from baton_engine.worker.devices import dtype_name, resolve_device, resolve_dtype
+from baton_engine.worker.compilation_plan import plan_compilation
+from baton_engine.worker.devices import check_quantization, dtype_name, resolve_device, resolve_dtype
+from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
 from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
 from baton_engine.worker.kv_memory import KVMemory
 from baton_engine.worker.logprobs import count_nans
 from baton_engine.worker.memory import BlockSize, blocks_on_cpu, blocks_on_gpu
-from baton_engine.worker.packed_weights import pack_weights
+from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.sampler import sample
+from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
+from baton_kernels.sampling import greedy
 from baton_kv_transfer.connector import KVCacheLayout
 
 logger = logging.getLogger(__name__)
@@ -76,9 +80,11 @@ class ModelRunner:
         self.parallel = parallel or ParallelContext()
         self.path: Path = container_path(config.model.path)
         self.device = resolve_device(config.device)
+        check_quantization(config.model.quantization, self.device)
         self._rank = self.parallel.pipeline.rank * self.parallel.tensor.size + self.parallel.tensor.rank
         self._profiler = Profiler(config.observability.profiler_dir, self._rank, self.device)
         self._input_batch: InputBatch
+        self._forward_runner: ForwardRunner | None = None
         self._model: CausalLM | None = None
         self._model_on_host: CausalLM | None = None
         """While this runner sleeps at level 1."""
@@ -86,6 +92,8 @@ class ModelRunner:
         self._in_flight: _StepInFlight | None = None
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        if self.device.type == "cpu":
+            logger.info("CPU kernels: %s", cpu.DESCRIPTION)
 
     @cached_property
     def model_config(self) -> CheckpointConfig:
@@ -103,9 +111,11 @@ class ModelRunner:
 
     @cached_property
     def compatibility_hash(self) -> str:
-        """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, block size, layout."""
+        """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, quantization, block
+        size, layout."""
         files = identity_files(self.path)
-        return compatibility_hash(files, dtype_name(self.dtype), self.config.cache.block_size, LAYOUT_NAME)
+        block_size, quantization = self.config.cache.block_size, self.config.model.quantization
+        return compatibility_hash(files, dtype_name(self.dtype), block_size, LAYOUT_NAME, quantization)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -156,10 +166,13 @@ class ModelRunner:
         size = self._block_size
         if self.device.type == "cpu":
             return blocks_on_cpu(self.config.cache, size)
-        model, kv = self._loaded(), KVMemory(self.kv_cache_layout(1), 0, self.device)
+        forward, kv = self._runner(), KVMemory(self.kv_cache_layout(1), 0, self.device)
         scheduler = self.config.scheduler
         largest = dummy_steps.largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        return blocks_on_gpu(self.config.cache, size, self.device, lambda: self._run_dummy(model, kv, largest))
+        forward.compile(kv.cache)
+        graph_bytes = forward.estimate_graph_bytes(kv.cache)
+        run_largest = partial(dummy_steps.run, forward, largest, None, kv.cache)
+        return blocks_on_gpu(self.config.cache, size, self.device, run_largest, graph_bytes)
 
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
         """The KV memory, zeroed: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], one allocation.
@@ -175,11 +188,13 @@ class ModelRunner:
         return self._kv.cache
 
     def warm_up(self) -> None:
-        """Runs batches of typical shapes that write no KV, and samples, so that the first request pays for no compilation."""
-        model, kv = self._ready()
+        """Compiles and captures what is configured, then runs batches of typical shapes that write no KV, and samples, so that
+        the first request pays for none of it."""
+        _, kv = self._ready()
+        self._runner().prepare(kv.cache)
         longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.max_model_len)
         for query_lens, seq_len in dummy_steps.typical(longest, self.config.scheduler.max_num_seqs, self.device):
-            self._run_dummy(model, kv, query_lens, seq_len)
+            dummy_steps.run(self._runner(), query_lens, seq_len, kv.cache)
         copy_blocks(kv.cache, torch.zeros((1, 2), dtype=torch.int64))  # block 0 onto itself
 
     @torch.inference_mode()
@@ -199,15 +214,15 @@ class ModelRunner:
         forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
         wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
         received = None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
-        if wants_experts:
-            forward.routed_experts = self._receive_routed_experts(scheduled.num_tokens)
-        hidden = model(forward, received)
+        experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
+        forward.context.routed_experts = experts
+        hidden = self._runner().run(forward, received)
         if not self.parallel.is_last_stage:
             pipeline.send(hidden, pipeline.rank + 1)
-            if forward.routed_experts:
-                pipeline.send(torch.stack(forward.routed_experts).int(), pipeline.rank + 1)
+            if experts:
+                pipeline.send(torch.stack(experts).int(), pipeline.rank + 1)
             return
-        self._in_flight = self._prepare_sampling(model, scheduled, hidden, forward.routed_experts)
+        self._in_flight = self._prepare_sampling(model, scheduled, hidden, experts)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
@@ -234,7 +249,7 @@ class ModelRunner:
             output.num_nans_in_logits = dict(zip(step.sampling_ids, count_nans(step.logits), strict=True))
         token_ids = None
         if grammar is None and batch.is_plain[step.sampling_rows].all():
-            token_ids = _most_likely(step.logits)
+            token_ids = greedy(step.logits)
         if token_ids is None:
             bitmask = None if grammar is None else self._expand_bitmask(grammar, step.sampling_ids)
             inputs = batch.sampling_inputs(step.sampling_rows)
@@ -267,10 +282,13 @@ class ModelRunner:
                 f"sleep level must be 1 (weights go to host memory) or 2 (weights are dropped), got {level}"
             )
         self._in_flight = None
+        if self._forward_runner is not None:
+            self._forward_runner.drop_graphs()
         if self._kv is not None:
             self._kv.drop()
         if level == 2:
             self._model = self._model_on_host = None
+            self._forward_runner = None
         elif self.device.type != "cpu" and self._model is not None:
             self._model_on_host, self._model = self._model.to("cpu"), None
         if self.device.type == "cuda":
@@ -296,6 +314,8 @@ class ModelRunner:
                 self._load_weights()
         if KV_CACHE in wanted and self._kv is not None:
             self._kv.restore()
+        if self._model is not None and self._kv is not None and not self._kv.is_dropped:
+            self._runner().prepare(self._kv.cache)
 
     def start_profile(self) -> None:
         """Records the steps from now on. Raises ValueError if observability.profiler_dir is not configured."""
@@ -310,12 +330,23 @@ class ModelRunner:
         self._model = load_model(
             self.path, self.model_config, self.dtype, self.device, self.parallel, show_progress=show_progress
         )
-        pack_weights(self._model)
+        backend = graph_backend(self.device)
+        plan = plan_compilation(self.config, self.model_config, self.max_model_len, has_graphs=backend is not None)
+        if self.config.model.quantization is not None:
+            quantize_weights(self._model)
+        elif plan.mode == "none":  # a packed weight cannot be traced
+            pack_weights(self._model)
+        self._forward_runner = ForwardRunner(self._model, plan, backend)
 
     def _loaded(self) -> CausalLM:
         if self._model is None:
             raise RuntimeError("this runner has no weights: call load_model() first, or wake_up() after sleep()")
         return self._model
+
+    def _runner(self) -> ForwardRunner:
+        self._loaded()
+        assert self._forward_runner is not None, "it comes with the weights"
+        return self._forward_runner
 
     def _ready(self) -> tuple[CausalLM, KVMemory]:
         if self._kv is None or self._kv.is_dropped:
@@ -367,23 +398,3 @@ class ModelRunner:
         bitmask = np.full((len(sampling_ids), grammar.bitmask.shape[1]), -1, dtype=np.int32)
         bitmask[[row_of[request_id] for request_id in grammar.request_ids]] = grammar.bitmask
         return to_device(bitmask, self.device)
-
-    @torch.inference_mode()
-    def _run_dummy(self, model: CausalLM, kv: KVMemory, query_lens: list[int], seq_len: int | None = None) -> None:
-        """Runs and samples a step of sequences that exist nowhere; it writes no KV and waits for no other stage."""
-        forward = dummy_steps.make_batch(query_lens, seq_len, kv.cache, self.device)
-        received = None
-        if not self.parallel.is_first_stage:
-            shape = (sum(query_lens), self.model_config.hidden_size)
-            received = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        hidden = model(forward, received)
-        if self.parallel.is_last_stage:
-            logits = model.compute_logits(hidden[: len(query_lens)])
-            sample(logits, dummy_steps.sampling_inputs(len(query_lens)), self.model_config.eos_token_ids)
-
-
-def _most_likely(logits: Tensor) -> list[int] | None:
-    """What `sample` gives rows without any wish, in two operations; None if a row has a NaN or nothing finite."""
-    best, token_ids = logits.max(dim=-1)
-    finite, ids = torch.stack((best.isfinite(), token_ids)).tolist()  # one read of the device
-    return ids if all(finite) else None

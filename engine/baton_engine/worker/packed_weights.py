@@ -1,12 +1,16 @@
-"""Packs a model's weights for products on a CPU (see baton_kernels.linear), after they were loaded."""
+"""Reorders or quantises a model's weights for products on a CPU (see baton_kernels.linear), after they were loaded."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from baton_engine.models.layers import CausalLM, ColumnParallelLinear, Linear, RowParallelLinear, SparseMoE
-from baton_kernels.linear import can_pack, pack_weight
+from baton_kernels.linear import Int8Weight, can_pack, pack_weight
+
+Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
 
 
 @torch.no_grad()
@@ -15,23 +19,42 @@ def pack_weights(model: CausalLM) -> None:
 
     Does nothing where oneDNN does not multiply in the model's dtype. A packed model cannot be filled again: load another.
     """
-    if not can_pack(next(model.parameters())):
-        return
+    if can_pack(next(model.parameters())):
+        _replace_weights(model, lambda weight: nn.Parameter(pack_weight(weight), requires_grad=False), routers=True)
+
+
+@torch.no_grad()
+def quantize_weights(model: CausalLM) -> None:
+    """Rounds every weight that is multiplied by to eight bits, in place, one by one; otherwise as `pack_weights`.
+
+    Embeddings and norms stay as they are, and so do the routers of sparse layers: they are small, and an expert more or less
+    changes a token more than rounding does.
+    """
+    _replace_weights(model, Int8Weight, routers=False)
+
+
+def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> None:
+    kept = set() if routers else set(_routers(model))
     for module in model.modules():
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):
-            module.weight = _packed(module.weight)
+            if module not in kept:
+                _replace(module, "weight", prepare)
         elif isinstance(module, SparseMoE):
-            for weights in (module.gate_up, module.down):
-                for expert, weight in enumerate(weights):
-                    weights[expert] = _packed(weight)
+            module.separate_experts(prepare)
     head = model.lm_head or (model.embed_tokens if model.parallel.is_last_stage else None)
     if head is None:
         return
     if head is model.embed_tokens and model.parallel.is_first_stage:
-        head.packed_weight = _packed(head.weight)
+        head.packed_weight = prepare(head.weight)
     else:
-        head.weight = _packed(head.weight)
+        _replace(head, "weight", prepare)
 
 
-def _packed(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(pack_weight(weight), requires_grad=False)
+def _routers(model: CausalLM) -> Iterator[nn.Module]:
+    return (module.gate for module in model.modules() if isinstance(module, SparseMoE))
+
+
+def _replace(module: nn.Module, name: str, prepare: Prepare) -> None:
+    weight = prepare(getattr(module, name))
+    delattr(module, name)  # torch takes nothing but a parameter in a parameter's place
+    setattr(module, name, weight)

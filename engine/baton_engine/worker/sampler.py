@@ -1,11 +1,11 @@
 """Sampling as a pure function of (logits, sampling params, prompt ids, generated ids, seed, sample index).
 
-No generator holds state: the noise of a candidate token is a hash (noise.py), so any pod that continues a request draws what the
-first pod would have drawn, whatever else is in its batch.
+No generator holds state: the noise of a candidate token is a hash (baton_kernels.sampling), so any pod that continues a request
+draws what the first pod would have drawn, whatever else is in its batch.
 
     processed   logits after bias, penalties and masks                             logits_processing.py
     greedy      argmax of the processed logits; of equal ones the lowest id        temperature 0
-    random      argmax of (processed / temperature + Gumbel noise) over what       random_sampling.py
+    random      argmax of (processed / temperature + Gumbel noise) over what       baton_kernels.sampling
                 min_p, top_k and top_p keep: a sample of their softmax
     beams       the best continuations by log-probability; the token is the best   logprobs.py
 
@@ -26,9 +26,9 @@ from torch import Tensor
 from baton_engine.protocol.messages import TokenLogprobs
 from baton_engine.worker.logits_processing import SamplingInput, end_token_ids, process_logits
 from baton_engine.worker.logprobs import beam_candidates, token_logprobs, without_nans
-from baton_engine.worker.noise import noise_key
-from baton_engine.worker.random_sampling import sample_random
-from baton_engine.worker.vocabulary_blocks import best_tokens
+from baton_kernels.sampling import draw_tokens
+from baton_kernels.sampling.noise import noise_key
+from baton_kernels.sampling.vocabulary_blocks import best_tokens
 
 __all__ = ["SamplerOutput", "SamplingInput", "sample"]
 
@@ -82,10 +82,10 @@ def sample(
         keys = [noise_key(item.params.seed, item.position, item.sample_index) for item in chosen]
         params = [item.params for item in chosen]
         if len(random_rows) == len(inputs):
-            tokens = sample_random(processed, params, keys)
+            tokens = draw_tokens(processed, params, keys)
         else:
             index = torch.tensor(random_rows, device=logits.device)
-            tokens[index] = sample_random(processed[index], params, keys)
+            tokens[index] = draw_tokens(processed[index], params, keys)
     if impossible:
         tokens[impossible] = next((token for token in eos_token_ids if 0 <= token < logits.shape[-1]), 0)
     token_ids: list[int] = tokens.tolist()

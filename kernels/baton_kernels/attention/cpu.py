@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: gather the blocks, then torch's scaled_dot_product_attention on what was gathered.
+"""Paged attention on a CPU without compiled operations: gather the blocks, then torch's scaled_dot_product_attention on them.
 
 The keys of one block and head lie together, and so do its values: the caches are matrices whose rows are these, and whole rows
 are gathered by number. Sequences with one query (decode) are computed together where they have equally many blocks; each

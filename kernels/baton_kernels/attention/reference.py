@@ -1,4 +1,4 @@
-"""Paged attention as its formula reads: one sequence, one query and one head at a time, in float64. The truth for tests."""
+"""Paged attention as its formula reads: one sequence and one query at a time, in float64. The truth for tests."""
 
 from __future__ import annotations
 
@@ -15,21 +15,34 @@ def paged_attention_reference(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`."""
-    num_heads = query.shape[1]
+    """Arguments and result as `baton_kernels.attention.paged_attention`, on any device that can wait for the host."""
     num_kv_heads, block_size = key_cache.shape[1:3]
-    out = torch.empty_like(query)
+    group = query.shape[1] // num_kv_heads
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for seq, seq_len in enumerate(seq_lens.tolist()):
-        first, end = cu_seqlens_q[seq].item(), cu_seqlens_q[seq + 1].item()
-        slots = [(int(block_tables[seq, t // block_size]), t % block_size) for t in range(seq_len)]
-        for row in range(int(first), int(end)):
-            position = seq_len - int(end) + row
-            visible = slots[0 if window is None else max(0, position - window + 1) : position + 1]
-            for head in range(num_heads):
-                group = head // (num_heads // num_kv_heads)
-                k = torch.stack([key_cache[block, group, slot] for block, slot in visible]).double()
-                v = torch.stack([value_cache[block, group, slot] for block, slot in visible]).double()
-                weights = torch.softmax(scale * (k @ query[row, head].double()), dim=0)
-                out[row, head] = (weights @ v).to(query.dtype)
+        first, end = int(cu_seqlens_q[seq]), int(cu_seqlens_q[seq + 1])
+        # Before `oldest`, not even the first query sees anything.
+        oldest = 0 if window is None else max(0, seq_len - (end - first) - window + 1)
+        positions = torch.arange(oldest, seq_len, device=query.device)
+        blocks, slots = block_tables[seq, positions // block_size].long(), positions % block_size
+        keys, values = key_cache[blocks, :, slots].double(), value_cache[blocks, :, slots].double()
+        if key_scale is not None and value_scale is not None:
+            keys, values = keys * key_scale.double()[:, None], values * value_scale.double()[:, None]
+        for row in range(first, end):
+            position = seq_len - end + row
+            visible = slice(0 if window is None else max(0, position - window + 1 - oldest), position + 1 - oldest)
+            k = keys[visible].repeat_interleave(group, dim=1)  # [tokens, num_heads, head_dim]
+            v = values[visible].repeat_interleave(group, dim=1)
+            scores = scale * torch.einsum("hd,thd->ht", query[row].double(), k)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if alibi_slopes is not None:
+                scores = scores + alibi_slopes.double()[:, None] * (positions[visible] - position)
+            out[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), v).to(query.dtype)
     return out

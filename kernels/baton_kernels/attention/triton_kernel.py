@@ -1,13 +1,18 @@
-"""Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles.
+"""Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles (FlashAttention-2, Dao 2023).
 
-The query heads of one KV head times a few query tokens are packed into the M dimension of `tl.dot`, so decode (one token)
-and prefill share the code. A program finds its sequence by binary search in `cu_seqlens_q`: the grid's bound
-`num_tokens // BLOCK_Q + num_seqs` needs only shapes, so the host never waits for the device. Scores are kept in base 2
-(q is scaled by log2(e) beforehand) because exp2 is what the hardware has.
+The query heads of one KV head times a few query tokens are packed into the M dimension of `tl.dot`, so decode (one token) and
+prefill share the code. Where each sequence has few queries (decode), a program's number names its sequence, or the segment of one
+(see `split_kv`). Otherwise the program finds its sequence by binary search in `cu_seqlens_q`: the grid's bound
+`num_tokens // BLOCK_Q + num_seqs` needs only shapes, so the host never waits for the device. The last query blocks of a sequence
+see most and are started first.
+
+A tile of keys need not be a block: each of its tokens is looked up in the block table, and the ids of the next tile are on their
+way while this one is computed. Scores are kept in base 2 because exp2 is what the hardware has.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -15,18 +20,87 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.attention.split_kv import find_segment, join_segments_kernel
+from baton_kernels.configurations import Configuration, configuration
 
-@triton.jit(do_not_specialize=["num_seqs"])
+LOG2E = tl.constexpr(math.log2(math.e))
+
+DECODE_CANDIDATES: list[Configuration] = [
+    {"BLOCK_M": 16, "KV_TILE": tile, "PROGRAMS_PER_SM": programs, "num_warps": warps, "num_stages": stages}
+    for tile, warps in ((32, 2), (64, 4), (128, 4), (128, 8))
+    for stages in (2, 3, 4, 5)
+    for programs in (1, 2, 3)
+]
+PREFILL_CANDIDATES: list[Configuration] = [
+    {"BLOCK_M": rows, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": warps, "num_stages": stages}
+    for rows, tile, warps in (
+        (64, 32, 4),
+        (64, 64, 4),
+        (128, 32, 8),
+        (128, 64, 8),
+        (128, 128, 8),
+        (128, 64, 4),
+        (256, 64, 16),
+    )
+    for stages in (2, 3, 4)
+]
+CANDIDATES = [*DECODE_CANDIDATES, *PREFILL_CANDIDATES]
+"""What may be tried for a shape class, whose first word says which half is worth it. Some need more shared memory than there is."""
+
+FEW_ROWS = 64
+"""Query heads of a KV head times queries of each sequence, up to which these are one block, and the sequence may be split."""
+ENOUGH_PROGRAMS_PER_SM = 4
+"""Sequences times KV heads from which no sequence is split: there is enough else to do."""
+MIN_TILES = 4
+"""KV tiles of a segment at least, unless the sequence has fewer."""
+SCAN = 128
+"""Sequences that a program looks at at once to find its segment."""
+
+
+def shape_class(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> str:
+    """Such as "decode/head_dim=128/bfloat16".
+
+    Args:
+        decode: the queries of a sequence fit into one block.
+    """
+    return f"{'decode' if decode else 'prefill'}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
+
+
+def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> Configuration:
+    """What serves where nothing was measured: at most 32 KiB of keys and values in a tile, two or three tiles under way."""
+    tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
+    if decode:
+        stages = 4 if kv_dtype.itemsize == 1 else 3
+        return {"BLOCK_M": 16, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": 4, "num_stages": stages}
+    if kv_dtype.itemsize == 4:  # no tensor cores: products live in registers
+        return {"BLOCK_M": 64, "KV_TILE": min(tile, 32), "PROGRAMS_PER_SM": 2, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 128, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": 8, "num_stages": 3}
+
+
+_VARYING = ["num_seqs", "target_segments", "stride_table_seq"]
+_UNALIGNED = ["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
     out_ptr,  # [num_tokens, num_heads, head_dim]
+    partial_out_ptr,  # as of join_segments_kernel, and the next three; only with SPLIT
+    partial_sum_ptr,
+    partial_max_ptr,
+    segments_ptr,
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     v_ptr,  # like k_ptr, same strides
+    key_scale_ptr,  # [num_kv_heads], only with HAS_KV_SCALES
+    value_scale_ptr,  # like key_scale_ptr
+    alibi_slopes_ptr,  # [num_heads], only with HAS_ALIBI
     block_tables_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
-    scale_log2e,
+    scale,
+    soft_cap,  # only with HAS_SOFT_CAP
     num_seqs,
+    target_segments,
     stride_out_token,
     stride_out_head,
     stride_q_token,
@@ -35,6 +109,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     stride_kv_head,
     stride_kv_slot,
     stride_table_seq,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -43,24 +118,46 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     BLOCK_Q: tl.constexpr,  # query tokens per program, BLOCK_M // GROUP
     KV_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_KV_SCALES: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries
+    SPLIT: tl.constexpr,  # segments of sequences; only with ONE_BLOCK
+    MIN_TILES: tl.constexpr,
+    SCAN: tl.constexpr,
 ):
-    q_block = tl.program_id(0)
-    kv_head = tl.program_id(1)
-
-    # Sequence s owns the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on: find the last s that begins at or before ours.
-    left = 0
-    right = num_seqs
-    while left < right:
-        middle = (left + right) // 2
-        first_block = tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle
-        if first_block <= q_block:
-            left = middle + 1
-        else:
-            right = middle
-    seq = left - 1
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    item = tl.program_id(0) // NUM_KV_HEADS
+    q_offset = 0
+    segment = 0
+    segments = 1
+    if SPLIT:
+        seq, segment, segments = find_segment(
+            item, cu_seqlens_q_ptr, seq_lens_ptr, num_seqs, target_segments, KV_TILE, MIN_TILES, WINDOW, SCAN
+        )
+        if seq >= num_seqs:
+            return
+        if (segment == 0) & (kv_head == 0):
+            tl.store(segments_ptr + 2 * seq, item)
+            tl.store(segments_ptr + 2 * seq + 1, segments)
+    elif ONE_BLOCK:
+        seq = item
+    else:
+        # Sequence s owns the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on: find the last s that begins at or before ours.
+        q_block = tl.num_programs(0) // NUM_KV_HEADS - 1 - item
+        left = 0
+        right = num_seqs
+        while left < right:
+            middle = (left + right) // 2
+            first_block = tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle
+            if first_block <= q_block:
+                left = middle + 1
+            else:
+                right = middle
+        seq = left - 1
+        q_offset = (q_block - (tl.load(cu_seqlens_q_ptr + seq) // BLOCK_Q + seq)) * BLOCK_Q
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    q_offset = (q_block - (q_start // BLOCK_Q + seq)) * BLOCK_Q
     if q_offset >= q_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -77,48 +174,106 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         mask=row_mask[:, None] & dim_mask[None, :],
         other=0.0,
     )  # [BLOCK_M, HEAD_DIM_PADDED]
+    first_position = seq_len - q_len + q_offset
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
+    if HAS_KV_SCALES:
+        scale *= tl.load(key_scale_ptr + kv_head)
+    # `unit` takes scores to base 2 where they are what the product is; the options below do it themselves.
+    unit = scale * LOG2E
+    if HAS_SOFT_CAP or HAS_ALIBI:
+        unit = 1.0
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0) * LOG2E
 
-    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    kv_end = tl.minimum(seq_len, seq_len - q_len + q_offset + BLOCK_Q)
+    kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
     kv_start = 0
     if WINDOW > 0:  # what even the first query does not see
-        kv_start = tl.maximum(0, seq_len - q_len + q_offset - WINDOW + 1)
+        kv_start = tl.maximum(0, first_position - WINDOW + 1)
+    first_tile = kv_start // KV_TILE
+    end_tile = (kv_end + KV_TILE - 1) // KV_TILE
+    if SPLIT:
+        num_tiles = end_tile - first_tile
+        end_tile = first_tile + (segment + 1) * num_tiles // segments
+        first_tile += segment * num_tiles // segments
+    # Offsets of a sequence's table fit into 32 bits, those of its row and of blocks may not.
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    for tile_start in range(kv_start, kv_end, KV_TILE):
-        token = tile_start + tl.arange(0, KV_TILE)
-        token_mask = token < kv_end
-        block_id = tl.load(table_ptr + token // BLOCK_SIZE, mask=token_mask, other=0).to(tl.int64)
-        kv_offset = block_id * stride_kv_block + kv_head * stride_kv_head + (token % BLOCK_SIZE) * stride_kv_slot
-        # What lies past kv_end is never loaded: stale bytes may be NaN, and 0 * NaN is NaN.
-        kv_mask = token_mask[:, None] & dim_mask[None, :]
-        k = tl.load(k_ptr + kv_offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)  # [KV_TILE, HEAD_DIM_PADDED]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, KV_TILE]
-        visible = token[None, :] <= last_visible[:, None]
+    k_ptr += tl.cast(kv_head, tl.int64) * stride_kv_head
+    v_ptr += tl.cast(kv_head, tl.int64) * stride_kv_head
+    in_tile = tl.arange(0, KV_TILE)
+
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
+    if ONE_BLOCK:  # warps share the rows: the sum over a tile would have them meet each time
+        running_sum = tl.zeros([BLOCK_M, KV_TILE], dtype=tl.float32)
+    else:
+        running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    next_token = first_tile * KV_TILE + in_tile
+    next_mask = (next_token >= kv_start) & (next_token < kv_end)
+    next_block = tl.load(table_ptr + next_token // BLOCK_SIZE, mask=next_mask, other=0)
+    for tile_start in range(first_tile * KV_TILE, end_tile * KV_TILE, KV_TILE):
+        token = tile_start + in_tile
+        block = next_block.to(tl.int64)
+        next_token = token + KV_TILE
+        next_block = tl.load(table_ptr + next_token // BLOCK_SIZE, mask=next_token < kv_end, other=0)
+        kv_offset = (block * stride_kv_block + (token % BLOCK_SIZE) * stride_kv_slot)[:, None] + dims[None, :]
+        # What lies past kv_end is never loaded: stale bytes may be NaN, and 0 * NaN is NaN. What lies before kv_start may be freed.
+        kv_mask = (token < kv_end)[:, None]
         if WINDOW > 0:
-            visible = visible & (token[None, :] > last_visible[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
+            kv_mask = kv_mask & (token >= kv_start)[:, None]
+        if HEAD_DIM != HEAD_DIM_PADDED:
+            kv_mask = kv_mask & dim_mask[None, :]
+        k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)  # [KV_TILE, HEAD_DIM_PADDED]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, KV_TILE]
+        if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
+            scores = 1.0 - 2.0 / (1.0 + tl.math.exp2(scores * (2.0 * LOG2E * scale / soft_cap)))
+            scores *= soft_cap * LOG2E
+        elif HAS_ALIBI:
+            scores *= scale * LOG2E
+        if HAS_ALIBI:
+            scores += slope[:, None] * (token[None, :] - last_visible[:, None]).to(tl.float32)
+        at_edge = tile_start + KV_TILE > first_position + 1
+        if WINDOW > 0:
+            at_edge = at_edge | (tile_start <= first_position + BLOCK_Q - 1 - WINDOW)
+        if at_edge:
+            visible = token[None, :] <= last_visible[:, None]
+            if WINDOW > 0:
+                visible = visible & (token[None, :] > last_visible[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        # Without a window the first tile holds token 0, which every query sees: new_max is finite from then on.
-        base = new_max
-        if WINDOW > 0:  # the window of a later query may begin behind the first tile
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.math.exp2(running_max - base)
-        weights = tl.math.exp2(scores - base[:, None])
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + kv_offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        # A query may see nothing of its first tiles: its window begins behind them, or its segment behind it.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max) * unit
+        rescale = tl.math.exp2(running_max * unit - base)
+        weights = tl.math.exp2(scores * unit - base[:, None])
+        if ONE_BLOCK:
+            running_sum = running_sum * rescale[:, None] + weights
+        else:
+            running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         running_max = new_max
 
-    acc = acc / running_sum[:, None]
-    tl.store(
-        out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & dim_mask[None, :],
-    )
+    if ONE_BLOCK:
+        row_sum = tl.sum(running_sum, axis=1)
+    else:
+        row_sum = running_sum
+    if HAS_KV_SCALES:
+        acc *= tl.load(value_scale_ptr + kv_head)
+    mask = row_mask[:, None] & dim_mask[None, :]
+    if segments == 1:
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # 0: an empty sequence, whose result is 0
+        out = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    elif SPLIT:
+        index = (item * NUM_KV_HEADS + kv_head) * BLOCK_M + rows
+        tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_sum_ptr + index, row_sum, mask=row_mask)
+        tl.store(partial_max_ptr + index, running_max * unit, mask=row_mask)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def paged_attention_triton(
@@ -130,36 +285,84 @@ def paged_attention_triton(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     out: Tensor | None = None,
+    config: Configuration | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`; `out` is written if given.
+    """Arguments and result as `baton_kernels.attention.paged_attention`.
+
+    Args:
+        config: replaces what the table or the default says.
 
     Raises:
-        ValueError: if strides are not what the kernel addresses.
+        ValueError: if strides are not what the kernel addresses, or the scale is not positive.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
+    num_seqs = seq_lens.shape[0]
     if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1 or query.stride(2) != 1:
         raise ValueError("key and value cache need equal strides, and the head dimension of q, k and v stride 1")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if num_tokens == 0 or num_seqs == 0:
+        return out
     group = num_heads // num_kv_heads
-    block_m = max(16, triton.next_power_of_2(group))
-    if num_tokens > 8 * seq_lens.shape[0]:  # mostly prefill: longer query blocks reuse each KV tile more
-        block_m = max(block_m, 64)
+    one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(FEW_ROWS, triton.next_power_of_2(group))
+    # The longest query may be unknown; where queries are short on average, long blocks would be empty for the most part.
+    decode = one_block or num_tokens <= 4 * num_seqs
+    default = default_configuration(decode, head_dim, key_cache.dtype)
+    measured = configuration("attention", shape_class(decode, head_dim, key_cache.dtype), query.device, default)
+    config = measured if config is None else {**measured, **config}
+    queries_at_once = max_seqlen_q if one_block and max_seqlen_q is not None else 1
+    block_m = max(config["BLOCK_M"], 16, triton.next_power_of_2(queries_at_once * group))
     block_q = block_m // group
+    kv_tile = config["KV_TILE"]
+
+    target_segments = max(1, _num_sms(query.device) * config["PROGRAMS_PER_SM"] // num_kv_heads)
+    most_tiles = -(-block_tables.shape[1] * block_size // kv_tile)
+    split = (
+        one_block
+        and num_seqs * num_kv_heads < ENOUGH_PROGRAMS_PER_SM * _num_sms(query.device)
+        and 2 * most_tiles >= 3 * MIN_TILES  # else even the longest sequence is one segment
+    )
+    items = num_seqs
+    if split:
+        items += target_segments
+    elif not one_block:
+        items += num_tokens // block_q
+    partial_out = partial_sum = partial_max = segments = out  # not read without splits
+    if split:
+        rows = (items, num_kv_heads, block_m)
+        partial_out = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
+        partial_sum, partial_max = torch.empty((2, *rows), dtype=torch.float32, device=query.device).unbind()
+        segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=query.device)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
-    grid = (num_tokens // block_q + seq_lens.shape[0], num_kv_heads)
-    _paged_attention_kernel[grid](
+    _paged_attention_kernel[(items * num_kv_heads,)](
         out,
+        partial_out,
+        partial_sum,
+        partial_max,
+        segments,
         query,
         key_cache,
         value_cache,
+        query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale,
+        query if alibi_slopes is None else alibi_slopes,
         block_tables,
         cu_seqlens_q,
         seq_lens,
-        scale * math.log2(math.e),
-        seq_lens.shape[0],
+        float(scale),
+        float(soft_cap or 0.0),
+        num_seqs,
+        target_segments,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -168,15 +371,41 @@ def paged_attention_triton(
         key_cache.stride(1),
         key_cache.stride(2),
         block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=block_size,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
-        KV_TILE=64 if head_dim_padded <= 128 else 32,
+        KV_TILE=kv_tile,
         WINDOW=window or 0,
-        num_warps=4,
-        num_stages=2,
+        HAS_SOFT_CAP=soft_cap is not None,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_KV_SCALES=key_scale is not None,
+        ONE_BLOCK=one_block,
+        SPLIT=split,
+        MIN_TILES=MIN_TILES,
+        SCAN=SCAN,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
     )
+    if split:
+        join_segments_kernel[(num_heads, num_seqs, queries_at_once)](
+            out,
+            partial_out,
+            partial_sum,
+            partial_max,
+            segments,
+            cu_seqlens_q,
+            out.stride(0),
+            out.stride(1),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PADDED=head_dim_padded,
+            GROUP=group,
+            BLOCK_M=block_m,
+            SEGMENT_TILE=32,
+            num_warps=4,
+        )
     return out

@@ -26,20 +26,22 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
     """
     _check_cache(kv_cache)
     _check_pairs(pairs)
-    for run in _independent_runs(pairs):
-        if kv_cache.is_cuda:
-            from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
+    if kv_cache.is_cuda:
+        from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 
-            copy_blocks_triton(kv_cache, run)
-        else:
-            kv_cache.index_copy_(0, run[:, 1], kv_cache.index_select(0, run[:, 0]))
+        copy_blocks_triton(kv_cache, kv_cache, _chains(pairs))
+        return
+    for run in _independent_runs(pairs):
+        kv_cache.index_copy_(0, run[:, 1], kv_cache.index_select(0, run[:, 0]))
 
 
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copies blocks from one cache to another, between host and device in either direction or on the host.
 
     Where one is on a GPU the copies are queued on its current stream; the host cache may be read after that stream was
-    synchronised, and must be in pinned memory, for otherwise the host would wait for each of them.
+    synchronised, and must be in pinned memory. It is one call to the device in any case: blocks that are consecutive in both caches
+    go to its copy engine, which takes none of its processors; scattered ones would be one such call each, so that a kernel copies
+    them, addressing the pinned memory itself.
 
     Args:
         source: of shape [num_blocks, ...], contiguous.
@@ -62,10 +64,16 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     for cache in (source, target):
         if not cache.is_cuda and not cache.is_pinned():
             raise ValueError("the host's swap blocks are not in pinned memory; allocate them with pin_memory=True")
-    for first_source, first_target, length in _adjacent_runs(pairs):
+    runs = list(_adjacent_runs(pairs))
+    if len(runs) == 1:
+        first_source, first_target, length = runs[0]
         target[first_target : first_target + length].copy_(
             source[first_source : first_source + length], non_blocking=True
         )
+    elif runs:
+        from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
+
+        copy_blocks_triton(source, target, [[(first, second)] for first, second in pairs.tolist()])
 
 
 def _check_cache(cache: Tensor) -> None:
@@ -92,6 +100,25 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
         targets.add(target)
     if start < len(pairs):
         yield pairs[start:]
+
+
+def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
+    """Groups the pairs, in their order, so that what a group writes no other reads or writes."""
+    listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
+    parent = {target: target for _, target in listed}  # a forest over written blocks
+
+    def root(block: int) -> int:
+        while parent[block] != block:
+            block = parent[block]
+        return block
+
+    for source, target in listed:
+        if source in parent:
+            parent[root(source)] = root(target)
+    chains: dict[int, list[tuple[int, int]]] = {}
+    for source, target in listed:
+        chains.setdefault(root(target), []).append((source, target))
+    return list(chains.values())
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -1,34 +1,92 @@
-"""Block copies in Triton: one program per (pair, tile of a block)."""
+"""Block copies in Triton: all pairs in one launch, within one cache or between two.
+
+Pairs that touch a block which another pair writes form a chain. One program copies one tile of every pair of a chain, in their
+order: tiles do not depend on one another, and neither do chains. Almost always a chain is one pair.
+
+A cache in pinned host memory is addressed by its pointer like one on the device (unified virtual addressing).
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.configurations import Configuration, configuration
+
+CANDIDATES: list[Configuration] = [
+    {"tile": tile, "num_warps": num_warps} for tile in (512, 1024, 2048, 4096) for num_warps in (4, 8)
+]
+"""tile: in words of up to eight bytes."""
+
+
+def shape_class() -> str:
+    """What a launch is tuned for: blocks are long, so that one class serves all."""
+    return "any"
+
 
 @triton.jit
 def _copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
-    cache_ptr,  # [num_blocks, elements_per_block]
-    pairs_ptr,  # [num_pairs, 2]
-    elements_per_block,
+    source_ptr,  # [num_blocks, words_per_block]
+    target_ptr,  # [num_blocks, words_per_block]
+    pairs_ptr,  # [num_pairs, 2], ordered by chain
+    chains_ptr,  # [num_chains + 1]: where each begins in pairs_ptr
+    words_per_block,
     TILE: tl.constexpr,
 ):
-    pair = tl.program_id(0)
-    source = tl.load(pairs_ptr + 2 * pair).to(tl.int64)
-    target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
-    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = element < elements_per_block
-    content = tl.load(cache_ptr + source * elements_per_block + element, mask=mask)
-    tl.store(cache_ptr + target * elements_per_block + element, content, mask=mask)
+    word = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = word < words_per_block
+    first = tl.load(chains_ptr + tl.program_id(0))
+    end = tl.load(chains_ptr + tl.program_id(0) + 1)
+    for pair in range(first, end):
+        source = tl.load(pairs_ptr + 2 * pair)
+        target = tl.load(pairs_ptr + 2 * pair + 1)
+        content = tl.load(source_ptr + source * words_per_block + word, mask=mask)
+        tl.debug_barrier()  # another thread of the program may have to read what this one overwrites
+        tl.store(target_ptr + target * words_per_block + word, content, mask=mask)
+        tl.debug_barrier()  # or to read what this one wrote
 
 
-def copy_blocks_triton(kv_cache: Tensor, pairs: Tensor) -> None:
-    """Arguments as `baton_kernels.block_copy.copy_blocks`; no block is a target and in another pair, too."""
-    if len(pairs) == 0:
+def copy_blocks_triton(
+    source: Tensor, target: Tensor, chains: list[list[tuple[int, int]]], config: Configuration | None = None
+) -> None:
+    """Copies in one launch, without waiting for the device.
+
+    Args:
+        source: of shape [num_blocks, ...], contiguous; on the device or in pinned host memory.
+        target: like source, another number of blocks perhaps; may be `source` itself.
+        chains: (source block, target block) in the order in which they take effect; a block that one chain writes is in no other.
+    """
+    if not chains:
         return
-    elements_per_block = kv_cache[0].numel()
-    tile = 4096
-    _copy_blocks_kernel[(len(pairs), triton.cdiv(elements_per_block, tile))](
-        kv_cache, pairs.contiguous().to(kv_cache.device, non_blocking=True), elements_per_block, TILE=tile, num_warps=8
+    source, target = _words(source, target)
+    device = target.device if target.is_cuda else source.device
+    starts = torch.tensor([0, *(len(chain) for chain in chains)]).cumsum(0)
+    pairs = torch.tensor([pair for chain in chains for pair in chain], dtype=torch.int64)
+    table = torch.cat((starts, pairs.flatten()))
+    if device.type == "cuda":  # from pageable memory the upload of a long table would wait
+        table = table.pin_memory().to(device, non_blocking=True)
+    words_per_block = source.shape[1]
+    if config is None:
+        config = configuration("block_copy", shape_class(), device, {"tile": 1024, "num_warps": 4})
+    _copy_blocks_kernel[(len(chains), triton.cdiv(words_per_block, config["tile"]))](
+        source,
+        target,
+        table[len(starts) :],
+        table,
+        words_per_block,
+        TILE=config["tile"],
+        num_warps=config["num_warps"],
     )
+
+
+def _words(*caches: Tensor) -> list[Tensor]:
+    """The caches as integers, [num_blocks, words_per_block], of the widest type that divides a block of each of them."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        size = dtype.itemsize
+        if all(cache[0].nbytes % size == 0 and cache.data_ptr() % size == 0 for cache in caches):
+            break
+    else:
+        dtype = torch.uint8
+    return [cache.flatten(1).view(torch.uint8).view(dtype) for cache in caches]

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import resources
+from pathlib import Path
 
 import torch
 
 Configuration = Mapping[str, int]
 """Constants of a launch by name: tile sizes, num_warps, num_stages."""
+Table = dict[str, dict[str, dict[str, int]]]
+"""{operation: {shape class: configuration}}."""
+Answer = Callable[[str, str, Configuration], Configuration]
+"""(operation, shape class, default) -> what to launch with."""
+
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
 def configuration(operation: str, shape_class: str, device: torch.device, default: Configuration) -> Configuration:
@@ -26,8 +35,21 @@ def configuration(operation: str, shape_class: str, device: torch.device, defaul
         shape_class: what the launch is tuned for, "decode/head_dim=128" for example.
         default: names every constant; a measured one replaces those it names.
     """
+    answer = _answer.get()
+    if answer is not None:
+        return answer(operation, shape_class, default)
     measured = _table(device_key(device)).get(operation, {}).get(shape_class)
     return default if measured is None else {**default, **measured}
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Within it, this thread's launches get what `answer` says instead of what the table says: for measuring, not for serving."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
 
 
 @functools.cache
@@ -38,7 +60,24 @@ def device_key(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
-@functools.cache
-def _table(key: str) -> dict[str, dict[str, dict[str, int]]]:
-    file = resources.files(__name__) / f"{key}.json"
+def read_table(file: Path) -> Table:
+    """What the file holds; empty if there is none."""
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def write_table(file: Path, measured: Table) -> None:
+    """Puts what was measured in the place of what the file says of the same shape classes, and leaves all else."""
+    table = read_table(file)
+    for operation, classes in measured.items():
+        table.setdefault(operation, {}).update(classes)
+    file.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+
+def table_file(key: str) -> Path:
+    """Of the device called so, as `device_key` says; it need not exist."""
+    return Path(str(resources.files(__name__))) / f"{key}.json"
+
+
+@functools.cache
+def _table(key: str) -> Table:
+    return read_table(table_file(key))

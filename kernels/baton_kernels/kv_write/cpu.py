@@ -1,4 +1,4 @@
-"""KV write on a CPU: one indexed assignment each for keys and values, with indices that are the same for all layers."""
+"""KV write on a CPU without compiled operations: one indexed assignment each for keys and values, at indices made once per step."""
 
 from __future__ import annotations
 

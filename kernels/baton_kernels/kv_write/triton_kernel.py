@@ -1,10 +1,31 @@
-"""KV write in Triton: one program per (token, KV head) copies one key row and one value row."""
+"""KV write in Triton: one program per (token, few KV heads) copies their keys and values, divided by scales into an fp8 cache."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton_kernels.configurations import Configuration, configuration
+
+CANDIDATES: list[Configuration] = [
+    {"heads": heads, "num_warps": num_warps} for heads in (1, 2, 4, 8) for num_warps in (1, 2, 4)
+]
+"""heads: per program, a power of two."""
+
+
+def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
+    """What a launch is tuned for."""
+    return f"{'few' if num_tokens <= 256 else 'many'}/kv_heads={num_kv_heads}/head_dim={head_dim}"
+
+
+@triton.jit
+def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[HEADS, dims] / scale [HEADS], saturated: the format has no infinity. 448 is its largest number."""
+    scaled = values.to(tl.float32) / tl.load(scale_ptr + head, mask=head_mask, other=1.0)
+    scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -14,6 +35,9 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
     key_cache_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     value_cache_ptr,  # like key_cache_ptr, same strides
     slot_mapping_ptr,  # [num_tokens]
+    key_scale_ptr,  # [num_kv_heads]
+    value_scale_ptr,  # [num_kv_heads]
+    num_kv_heads,
     stride_key_token,
     stride_key_head,
     stride_value_token,
@@ -24,16 +48,21 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot < 0:
         return
-    dims = tl.arange(0, HEAD_DIM_PADDED)
-    mask = dims < HEAD_DIM
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = (head < num_kv_heads) & (dims < HEAD_DIM)
     key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + dims, mask=mask)
     value = tl.load(value_ptr + token * stride_value_token + head * stride_value_head + dims, mask=mask)
+    if SCALED:
+        key = _to_fp8(key, key_scale_ptr, head, head < num_kv_heads, key_cache_ptr.dtype.element_ty)
+        value = _to_fp8(value, value_scale_ptr, head, head < num_kv_heads, value_cache_ptr.dtype.element_ty)
     target = (
         (slot // BLOCK_SIZE) * stride_kv_block + head * stride_kv_head + (slot % BLOCK_SIZE) * stride_kv_slot + dims
     )
@@ -41,7 +70,16 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
     tl.store(value_cache_ptr + target, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
 
 
-def write_kv_triton(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv_triton(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    config: Configuration | None = None,
+) -> None:
     """Arguments as `baton_kernels.kv_write.write_kv`.
 
     Raises:
@@ -57,12 +95,23 @@ def write_kv_triton(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: 
         raise ValueError("key and value cache need equal strides, and the head dimension of all of them stride 1")
     if num_tokens == 0:
         return
-    _write_kv_kernel[(num_tokens, num_kv_heads)](
+    scaled = key_cache.dtype == torch.float8_e4m3fn
+    if scaled and (key_scale is None or value_scale is None):
+        key_scale = value_scale = torch.ones(num_kv_heads, dtype=torch.float32, device=key.device)
+    head_dim_padded = triton.next_power_of_2(head_dim)
+    if config is None:
+        heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
+        default = {"heads": heads, "num_warps": min(max(heads * head_dim_padded // 256, 1), 4)}
+        config = configuration("kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default)
+    _write_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, config["heads"]))](
         key,
         value,
         key_cache,
         value_cache,
         slot_mapping,
+        key_scale if scaled else slot_mapping,
+        value_scale if scaled else slot_mapping,
+        num_kv_heads,
         key.stride(0),
         key.stride(1),
         value.stride(0),
@@ -71,7 +120,9 @@ def write_kv_triton(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: 
         key_cache.stride(1),
         key_cache.stride(2),
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+        HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=key_cache.shape[2],
-        num_warps=1,
+        HEADS=config["heads"],
+        SCALED=scaled,
+        num_warps=config["num_warps"],
     )

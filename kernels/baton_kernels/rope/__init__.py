@@ -8,8 +8,10 @@ Dimension pair (i, i + head_dim / 2) of a head at position p turns by the angle 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from baton_kernels import cpu
 from baton_kernels.rope.reference import rotate_qk_reference
 
 
@@ -51,4 +53,10 @@ def rotate_qk(
     Returns:
         Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim], dtype of qkv, computed in float32.
     """
+    if qkv.is_cuda and not torch.compiler.is_compiling():  # a compiler fuses the reference with what surrounds it
+        from baton_kernels.rope.triton_kernel import rotate_qk_triton
+
+        return rotate_qk_triton(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)
+    if (ops := cpu.ops_for(qkv)) is not None:
+        return ops.rotate_qk(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)
     return rotate_qk_reference(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)

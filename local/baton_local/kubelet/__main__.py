@@ -34,6 +34,9 @@ def main() -> None:
     )
     parser.add_argument("--backoff-cap", type=float, default=30.0, help="seconds at most before a restart")
     parser.add_argument(
+        "--refresh", type=float, default=10.0, help="seconds between refreshes of configMap, secret and token files"
+    )
+    parser.add_argument(
         "--shutdown-grace", type=float, default=5.0, help="seconds running containers get when the kubelet stops"
     )
     parser.add_argument("--parent-pid", type=int, help="end when this process (which must be the parent) ends")
@@ -49,6 +52,7 @@ def main() -> None:
         max_pods=args.max_pods,
         extended_resources=resources,
         backoff=BackoffPolicy(args.backoff_base, args.backoff_cap),
+        refresh_s=args.refresh,
         shutdown_grace_s=args.shutdown_grace,
     )
     run_until_terminated(Kubelet(config).run, name="kubelet", stop_timeout_s=args.shutdown_grace + 15)

@@ -36,6 +36,7 @@ class Services:
     http: aiohttp.ClientSession
     lookup: Lookup
     backoff: BackoffPolicy
+    refresh_s: float
     host_ip: str
     allocatable: dict[str, str]
 

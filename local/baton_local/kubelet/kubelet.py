@@ -39,6 +39,7 @@ class KubeletConfig:
     max_pods: int = 500
     extended_resources: dict[str, str] = field(default_factory=dict)
     backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
+    refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
     shutdown_grace_s: float = 5.0  # for running containers when the kubelet itself is told to stop
 
 
@@ -86,6 +87,7 @@ class Kubelet:
             http,
             _lookup(api),
             config.backoff,
+            config.refresh_s,
             pool.node_address,
             capacity | config.extended_resources,
         )

@@ -18,7 +18,6 @@ from baton_local.kubelet.volumes import MountError, PodVolumes, with_service_acc
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to make volumes or to get an address
-REFRESH_S = 10.0  # between refreshes of configMap, secret and token files
 DEFAULT_GRACE_S = 30
 LAST_STATUS_S = 2.0  # for telling the API server when the kubelet ends
 TERMINAL = ("Succeeded", "Failed")
@@ -188,7 +187,7 @@ class PodWorker:
     async def _refresh(self, volumes: PodVolumes) -> None:
         """Keep files made from API objects up to date."""
         while True:
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(self._services.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)
             try:
                 await volumes.make()

@@ -95,6 +95,7 @@ def _model_config(owner: Owner) -> ModelConfig:
         path=model.container_path(source.uri),
         served_name=owner.served_name,
         dtype=source.dtype,
+        quantization=source.quantization,
         max_model_len=source.max_model_len,
     )
 

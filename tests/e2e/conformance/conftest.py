@@ -93,6 +93,14 @@ class Api:
         return value
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `late` run after the others of this folder."""
+    places = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ordered = sorted((items[place] for place in places), key=lambda item: item.get_closest_marker("late") is not None)
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
 @pytest.fixture(scope="session")
 def api(control_plane: ControlPlane) -> Api:
     return Api(control_plane.kubeconfig)
@@ -226,7 +234,8 @@ def install(api: Api, definition: Object) -> None:
 @pytest.fixture(scope="session")
 def relay_group(api: Api) -> str:
     group = "conformance.baton.dev"
-    install(api, relay_definition(group))
+    if not api.get(f"{CRDS}/relays.{group}").ok:
+        install(api, relay_definition(group))
     return group
 
 

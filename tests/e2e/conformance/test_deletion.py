@@ -1,5 +1,7 @@
 """Deleting: finalizers, grace periods, owners, collections and namespaces."""
 
+import pytest
+
 POD = {"terminationGracePeriodSeconds": 20, "containers": [{"name": "c", "image": "i"}]}
 
 
@@ -61,10 +63,10 @@ def test_dependents_go_with_their_owner(api, core):
     api.eventually("the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404)
 
 
+@pytest.mark.late  # a real collector learns of new kinds every half minute
 def test_dependents_of_a_custom_resource_go_with_it(api, relays, core):
     owner = api.post(relays.path, relays.body("owner")).json()
     api.post(f"{core}/secrets", _owned(owner, "child", apiVersion=relays.api_version, kind="Relay"))
-    # A real collector learns of new kinds every half minute.
     api.delete(relays.at("owner"))
     api.eventually("the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404, timeout_s=90)
 

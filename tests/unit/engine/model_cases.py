@@ -16,7 +16,8 @@ from torch import Tensor
 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.models.config import load_checkpoint_config
-from baton_engine.models.layers import CausalLM, ForwardBatch
+from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
+from baton_engine.models.layers import CausalLM
 from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ALONE, shard
 
@@ -45,15 +46,16 @@ def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tens
     tables = torch.arange(kv_cache.shape[0], dtype=torch.int32).view(-1, num_seqs).T.contiguous()
     positions = torch.arange(start, end)
     slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    return ForwardBatch(
-        input_ids=torch.tensor([sequence[start:end] for sequence in sequences]).flatten(),
-        positions=positions.repeat(num_seqs),
+    context = ForwardContext(
         slot_mapping=slots.flatten(),
         block_tables=tables,
         cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32) * size,
         seq_lens=torch.full((num_seqs,), end, dtype=torch.int32),
         kv_cache=kv_cache,
+        max_seqlen_q=size,
     )
+    input_ids = torch.tensor([sequence[start:end] for sequence in sequences]).flatten()
+    return ForwardBatch(input_ids, positions.repeat(num_seqs), context)
 
 
 @torch.inference_mode()
@@ -72,7 +74,9 @@ def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor
         hidden = None
         if not model.parallel.is_first_stage:
             hidden = pipeline.recv(torch.empty(len(batch.input_ids), model.config.hidden_size), pipeline.rank - 1)
-        hidden = model(batch, hidden)
+        batch.context.tensor_group = model.parallel.tensor
+        with forward_context(batch.context):
+            hidden = model(batch.input_ids, batch.positions, hidden)
         if model.parallel.is_last_stage:
             logits.append(model.compute_logits(hidden).view(len(sequences), end - start, -1))
         else:

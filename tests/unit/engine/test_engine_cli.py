@@ -71,6 +71,7 @@ def test_flags_override_the_file(tmp_path):
         ("--http-port 65536", r"http_port must be in"),
         ("--drain-timeout-s nan", r"drain_timeout_s must be a number of seconds"),
         ("--device tpu", r"device must be auto, cpu or cuda, got 'tpu'"),
+        ("--quantization int3", r"model\.quantization must be int8 or not given, got 'int3'"),
         ("--num-threads 0", r"num_threads must be at least 1"),
         (
             "--no-enable-chunked-prefill --max-model-len 4096",

@@ -75,14 +75,15 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
         spans = {r: range(computed[r], computed[r] + n) for r, n in counts.items()}
         assert forward.input_ids.tolist() == [tokens[r][p] for r, span in spans.items() for p in span]
         assert forward.positions.tolist() == [p for span in spans.values() for p in span]
-        assert forward.slot_mapping.tolist() == [
+        assert forward.context.slot_mapping.tolist() == [
             tables[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for r, span in spans.items() for p in span
         ]
-        assert forward.cu_seqlens_q.tolist() == [0, *np.cumsum(list(counts.values()))]
-        assert forward.seq_lens.tolist() == [span.stop for span in spans.values()]
+        assert forward.context.cu_seqlens_q.tolist() == [0, *np.cumsum(list(counts.values()))]
+        assert forward.context.max_seqlen_q == max(counts.values())
+        assert forward.context.seq_lens.tolist() == [span.stop for span in spans.values()]
         for row, (r, span) in enumerate(spans.items()):
             used = -(-span.stop // BLOCK_SIZE)
-            assert forward.block_tables[row, :used].tolist() == tables[r][:used]
+            assert forward.context.block_tables[row, :used].tolist() == tables[r][:used]
         reaches = batch.reaches_last_token(scheduled)
         assert reaches.tolist() == [span.stop == len(tokens[r]) for r, span in spans.items()]
         sampled = [draw.randrange(1000) for _ in range(int(reaches.sum()))]

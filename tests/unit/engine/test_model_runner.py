@@ -15,6 +15,7 @@ from baton_engine.core.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.protocol.config import EngineConfig, ModelConfig
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 512
@@ -212,6 +213,16 @@ def test_compatibility_hash_tells_models_and_block_sizes_apart(checkpoints: dict
     assert len({hash_of("llama"), hash_of("qwen3"), hash_of("llama", block_size=32)}) == 3
 
 
+def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Path]) -> None:
+    hashes = [
+        ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization=quantization), device="cpu")
+        ).compatibility_hash
+        for quantization in (None, "int8")
+    ]
+    assert hashes[0] != hashes[1]
+
+
 def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path: Path) -> None:
     for seed in (1, 2):
         create_checkpoint(tmp_path / str(seed), "llama", seed=seed)
@@ -227,6 +238,10 @@ def test_missing_model_and_bad_settings_are_refused(tmp_path: Path, checkpoints:
         ModelRunner(EngineConfig(model=too_long)).load_model()
     with pytest.raises(ConfigurationError, match="dtype must be auto"):
         ModelRunner(EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), dtype="int3"))).load_model()
+    with pytest.raises(ConfigurationError, match="quantization must be int8 or not given, got 'int3'"):
+        ModelRunner(EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization="int3")))
+    with pytest.raises(ConfigurationError, match="quantization int8 is for CPUs, but the model runs on cuda"):
+        check_quantization("int8", torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -235,6 +250,8 @@ def test_missing_model_and_bad_settings_are_refused(tmp_path: Path, checkpoints:
         ("bfloat16", {"avx512_bf16": True}, torch.bfloat16),
         ("bfloat16", {"avx512_f": True}, torch.float32),
         ("float16", {"avx512_bf16": True}, torch.float32),
+        ("bfloat16", {"amx_bf16": True}, torch.bfloat16),
+        ("float16", {"avx512_fp16": True}, torch.float16),
         ("float32", {"avx512_bf16": True}, torch.float32),
     ],
 )
@@ -244,11 +261,17 @@ def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(
     checkpoint_dtype: str,
     capabilities: dict[str, bool],
     expected: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", num_layers=1, vocab_size=300, dtype=checkpoint_dtype)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     runner = ModelRunner(EngineConfig(model=ModelConfig(path=str(path)), device="cpu"))
-    assert runner.dtype is expected
+    with caplog.at_level("INFO"):
+        assert runner.dtype is expected
+    reason = next(iter(capabilities)) if checkpoint_dtype == str(expected)[6:] != "float32" else checkpoint_dtype
+    assert len(caplog.records) == 1
+    assert f"dtype {expected}".replace("torch.", "") in caplog.text
+    assert reason in caplog.text
     assert f"torch.{runner.kv_cache_layout(1).dtype}" == str(expected)
 
 

@@ -6,18 +6,23 @@ import queue
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
+from graph_double import RecordedRuns
 from model_cases import run_ranks
 from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import ParallelContext
+from baton_engine.protocol.config import CompilationConfig
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 512
 DEADLINE_S = 60.0
+EAGER = CompilationConfig(enforce_eager=True)
+GRAPHS = CompilationConfig(mode="eager", cudagraph_mode="full_and_piecewise", capture_sizes=(1, 3, 16))
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +66,25 @@ def make_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(("tensor_size", "pipeline_size"), [(1, 2), (1, 3), (2, 1), (2, 2)])
-def test_ranks_together_are_one_worker(checkpoint: Path, tensor_size: int, pipeline_size: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor_size", "pipeline_size", "compilation"),
+    [(1, 2, EAGER), (1, 3, EAGER), (2, 1, EAGER), (2, 2, EAGER), (2, 1, GRAPHS), (1, 2, GRAPHS)],
+)
+def test_ranks_together_are_one_worker(
+    checkpoint: Path,
+    tensor_size: int,
+    pipeline_size: int,
+    compilation: CompilationConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     expected = make_requests()
     StepDriver(make_runner(checkpoint), seed=2).run(expected, max_chunk=13, join_probability=0.5)
+    if compilation is GRAPHS:
+        monkeypatch.setattr("baton_engine.worker.model_runner.graph_backend", lambda device: RecordedRuns())
     outputs: list[queue.Queue[ModelRunnerOutput]] = [queue.Queue() for _ in range(tensor_size * pipeline_size)]
 
     def serve(parallel: ParallelContext) -> list[Request]:
-        runner = ModelRunner(runner_config(checkpoint), parallel)
+        runner = ModelRunner(msgspec.structs.replace(runner_config(checkpoint), compilation=compilation), parallel)
         runner.load_model()
         kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
         assert kv_cache[0].nbytes == runner.kv_cache_layout(1).block_nbytes

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.models.config import load_checkpoint_config
+from baton_engine.models.forward_context import forward_context
 
 TOLERANCE = 1e-4
 VOCAB_SIZE = 300
@@ -117,8 +118,8 @@ def test_sparse_layers_report_their_experts_when_asked(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "mixtral", num_experts=5, num_experts_per_tok=3, **SMALL)
     model, tokens = load(path), sequences(2, 9)
     batch = chunk_batch(tokens, 0, 9, new_kv_cache(model, 9, 2))
-    batch.routed_experts = []
-    with torch.inference_mode():
-        model(batch)
-    assert [tuple(experts.shape) for experts in batch.routed_experts] == [(18, 3)] * 2
-    assert all(len(set(row)) == 3 and max(row) < 5 for experts in batch.routed_experts for row in experts.tolist())
+    recorded = batch.context.routed_experts = []
+    with torch.inference_mode(), forward_context(batch.context):
+        model(batch.input_ids, batch.positions)
+    assert [tuple(experts.shape) for experts in recorded] == [(18, 3)] * 2
+    assert all(len(set(row)) == 3 and max(row) < 5 for experts in recorded for row in experts.tolist())

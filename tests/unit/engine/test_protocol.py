@@ -94,8 +94,9 @@ def test_compatibility_hash_depends_on_everything_pods_must_share():
         compatibility_hash(files, "bfloat16", 16, "L"),
         compatibility_hash(files, "float32", 32, "L"),
         compatibility_hash(files, "float32", 16, "M"),
+        compatibility_hash(files, "float32", 16, "L", "int8"),
     ]
-    assert len({base, *others}) == 5
+    assert len({base, *others}) == 6
 
 
 def test_container_paths_are_mapped_below_the_pod_root(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker.noise import gumbel_noise, noise_key
 from baton_engine.worker.sampler import SamplingInput, sample
+from baton_kernels.sampling.noise import gumbel_noise, noise_key
 
 VOCAB_SIZE = 24
 NUM_SEEDS = 20_000

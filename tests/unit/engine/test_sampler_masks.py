@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker import random_sampling
 from baton_engine.worker.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
-from baton_engine.worker.noise import gumbel, gumbel_noise, keys_tensor, least_mantissa, noise_key, noise_mantissa
 from baton_engine.worker.sampler import SamplerOutput, SamplingInput, sample
+from baton_kernels.sampling import draw_tokens
+from baton_kernels.sampling.noise import gumbel, gumbel_noise, keys_tensor, least_mantissa, noise_key, noise_mantissa
 
 EOS = [2]
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -146,7 +146,7 @@ def test_a_beam_row_lists_possible_continuations_only() -> None:
 def test_prompt_logprobs_are_of_the_following_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(2))
     following = [3, 1, 4, 1, 5, 9, 2]
-    monkeypatch.setattr("baton_engine.worker.vocabulary_blocks.CPU_CHUNK", 60)
+    monkeypatch.setattr("baton_kernels.sampling.vocabulary_blocks.CPU_CHUNK", 60)
     reported = prompt_logprobs(logits, following, 2)
     expected = logits.log_softmax(-1)
     for position, (token, entry) in enumerate(zip(following, reported, strict=True)):
@@ -202,7 +202,7 @@ def test_drawing_agrees_with_looking_at_every_token(seed: int, vocab_size: int, 
     logits[hidden] = -math.inf
     keys = [noise_key(seed, position, 0) for position in range(len(params))]
     expected = [drawn_by_looking_at_all(logits[i], params[i], keys[i]) for i in range(len(params))]
-    assert random_sampling.sample_random(logits, params, keys).tolist() == expected
+    assert draw_tokens(logits, params, keys).tolist() == expected
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1.7, 4.0], ids=["flat", "wide", "narrow", "peaked"])
@@ -212,7 +212,7 @@ def test_top_p_keeps_as_many_tokens_as_it_needs(scale: float) -> None:
     params = [SamplingParams(top_p=top_p) for top_p in (0.2, 0.5, 0.8, 0.9, 0.99, 0.999)]
     keys = [noise_key(11, position, 0) for position in range(6)]
     expected = [drawn_by_looking_at_all(logits[i], params[i], keys[i]) for i in range(6)]
-    assert random_sampling.sample_random(logits, params, keys).tolist() == expected
+    assert draw_tokens(logits, params, keys).tolist() == expected
 
 
 @given(noise=st.floats(-5, 45))

@@ -130,6 +130,9 @@ class FakeWorker:
     def threads(self) -> tuple[int | None, str | None]:
         return self.config.num_threads, os.environ.get("OMP_NUM_THREADS")
 
+    def cpus(self) -> list[int]:
+        return sorted(os.sched_getaffinity(0))
+
     def get_calls(self) -> list[str]:
         return self.calls
 

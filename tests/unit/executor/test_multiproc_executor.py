@@ -102,6 +102,16 @@ def test_calls_answer_in_rank_order(shared: MultiprocExecutor) -> None:
     assert [pid for _, pid in shared.collective_rpc("who")] == shared.worker_pids
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared out")
+def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(shared: MultiprocExecutor) -> None:
+    before = os.sched_getaffinity(0)
+    first, second = shared.collective_rpc("cpus")
+    assert first
+    assert second
+    assert set(first).isdisjoint(second)
+    assert {*first, *second} <= before == os.sched_getaffinity(0)
+
+
 def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(shared: MultiprocExecutor) -> None:
     with pytest.raises(WorkerError, match=r"worker 1 failed in raise_on: KeyError: 'nothing here'(.|\n)*in raise_on"):
         shared.collective_rpc("raise_on", (1,))

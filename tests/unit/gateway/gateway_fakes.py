@@ -232,7 +232,13 @@ class Stand:
     """A gateway, its discovery file and its engines."""
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, *, prefill_timeout_s: float = DEADLINE_S, **config: Any
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        prefill_timeout_s: float = DEADLINE_S,
+        resume_wait_s: float = 3.0,
+        **config: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.file = folder / "engines.json"
@@ -246,7 +252,7 @@ class Stand:
             self.config,
             tokenizer,
             FileDiscovery(self.file, poll_s=0.02),
-            resume_wait_s=3.0,
+            resume_wait_s=resume_wait_s,
             prefill_timeout_s=prefill_timeout_s,
             max_backoff_s=0.2,
         )

@@ -174,7 +174,8 @@ async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(stand: Sta
     assert stand.metric("baton:requests_resumed_total") == 1
 
 
-async def test_only_an_engine_with_the_same_config_hash_continues_a_request(stand: Stand):
+async def test_only_an_engine_with_the_same_config_hash_continues_a_request(make_stand: MakeStand):
+    stand = make_stand(resume_wait_s=1.0)
     engine = stand.engine("d", "decode", TEXT, config_hash="old")
     await stand.start(engine)
     _, reading = await die_after(stand, [engine], 4)
@@ -186,7 +187,8 @@ async def test_only_an_engine_with_the_same_config_hash_continues_a_request(stan
     assert not other.adds
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(stand: Stand):
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(make_stand: MakeStand):
+    stand = make_stand(resume_wait_s=0.5)
     engine = stand.engine("d", "decode", TEXT)
     await stand.start(engine)
     _, reading = await die_after(stand, [engine], 4)

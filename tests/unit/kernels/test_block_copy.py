@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.block_copy import _adjacent_runs, copy_blocks, swap_blocks
+from baton_kernels.block_copy import _adjacent_runs, _chains, copy_blocks, swap_blocks
 from baton_kernels.block_copy.reference import copy_blocks_reference, swap_blocks_reference
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 
@@ -39,13 +39,39 @@ def test_copies_take_effect_in_order(pairs: list[tuple[int, int]], dtype: torch.
     assert_same(cache, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_triton_copies_blocks(dtype: torch.dtype, triton_device: str) -> None:
-    cache = make_cache(NUM_BLOCKS, dtype).to(triton_device)
+SHUFFLED = [(4, 10), (10, 2), (2, 4), (0, 0), (7, 8), (8, 9), (2, 9)]  # blocks change places, a block onto itself
+
+
+@pytest.mark.parametrize("pairs", [DISTINCT, CHAINED, SHUFFLED, []], ids=["distinct", "chained", "shuffled", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_one_launch_copies_blocks_in_order(
+    pairs: list[tuple[int, int]], dtype: torch.dtype, triton_device: str
+) -> None:
+    cache = torch.randn(NUM_BLOCKS, 3, 5, 7).to(dtype).to(triton_device)
     expected = cache.clone()
-    copy_blocks_triton(cache, torch.tensor(DISTINCT))
-    copy_blocks_reference(expected, torch.tensor(DISTINCT))
-    assert_same(cache, expected)
+    table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    copy_blocks_triton(cache, cache, _chains(table), {"tile": 64, "num_warps": 4})
+    copy_blocks_reference(expected, table)
+    assert_same(cache.float(), expected.float())
+
+
+def test_chains_share_no_block_that_is_written() -> None:
+    assert _chains(torch.tensor(DISTINCT)) == [[pair] for pair in DISTINCT]
+    chains = _chains(torch.tensor(SHUFFLED))
+    assert chains == [[(4, 10), (10, 2), (2, 4), (7, 8), (8, 9), (2, 9)], [(0, 0)]]
+
+
+def test_one_launch_copies_between_caches(triton_device: str) -> None:
+    source, target = make_cache(NUM_BLOCKS).to(triton_device), make_cache(6)
+    if source.is_cuda:
+        target = target.pin_memory()
+    expected = target.clone()
+    pairs = [(9, 0), (2, 3), (4, 5)]
+    copy_blocks_triton(source, target, [[pair] for pair in pairs])
+    if source.is_cuda:
+        torch.cuda.synchronize()
+    swap_blocks_reference(source, expected, torch.tensor(pairs))
+    assert_same(target, expected)
 
 
 def test_blocks_swap_out_and_in(triton_device: str) -> None:

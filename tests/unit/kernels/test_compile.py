@@ -23,4 +23,3 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("shared memory") == 6

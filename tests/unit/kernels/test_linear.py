@@ -1,11 +1,12 @@
-"""Linear layers compute the same with plain and with packed weights."""
+"""Linear layers compute the same with plain and with packed weights, and nearly the same with weights in eight bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from baton_kernels.linear import can_pack, linear, pack_weight
+from baton_kernels import linear as linear_module
+from baton_kernels.linear import FEW_ROWS, Int8Weight, can_pack, linear, pack_weight
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -32,3 +33,64 @@ def test_plain_and_packed_weights_give_the_product(
 
 def test_half_precision_cannot_be_packed() -> None:
     assert not can_pack(torch.zeros(4, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (1, 300)])
+def test_int8_weights_are_the_nearest_to_the_floats_that_a_scale_per_output_allows(
+    dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None]).to(dtype)
+    quantized = Int8Weight(weight)
+    scales = quantized.scales.double()[:, None]
+    # Half a step, and of the largest value what the scale itself was rounded by.
+    error = (quantized.values.double() * scales - weight.double()).abs()
+    assert (error <= scales * 0.5 * (1 + 2**-7)).all()
+    assert quantized.values.abs().amax(1).min() >= 126, "every output uses the whole range"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (1, 300)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("native_bf16", [False, True])
+@torch.inference_mode()
+def test_products_of_int8_weights_are_as_exact_as_bfloat16(
+    dtype: torch.dtype,
+    inputs: int,
+    outputs: int,
+    has_bias: bool,
+    native_bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_module, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32)
+    monkeypatch.setattr(linear_module, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
+    torch.manual_seed(0)
+    weight = Int8Weight(torch.randn(outputs, inputs) / inputs**0.5)
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    exact = weight.values.double() * weight.scales.double()[:, None]
+    tolerance = TOLERANCE[torch.bfloat16]
+    for num_rows in (0, 1, FEW_ROWS, FEW_ROWS + 1, 100):
+        x = torch.randn(num_rows, inputs).to(dtype)
+        expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+        actual = linear(x, weight, bias)
+        assert actual.dtype is dtype
+        torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_an_output_of_zeros_stays_zero_in_eight_bits() -> None:
+    weight = Int8Weight(torch.tensor([[0.0] * 16, [1.0] * 16]))
+    assert linear(torch.full((1, 16), 2.0), weight).tolist() == [[0.0, 32.0]]
+
+
+def test_int8_weights_take_inputs_of_any_shape() -> None:
+    weight = Int8Weight(torch.randn(8, 32))
+    x = torch.randn(3, 2, 64)[..., ::2]  # not contiguous
+    torch.testing.assert_close(linear(x, weight), linear(x.reshape(6, 32), weight).view(3, 2, 8))
+
+
+@pytest.mark.parametrize("num_rows", [FEW_ROWS, FEW_ROWS + 1])
+def test_compiled_programs_multiply_by_int8_weights_too(num_rows: int) -> None:
+    weight, x = Int8Weight(torch.randn(8, 32)), torch.randn(num_rows, 32)
+    compiled = torch.compile(lambda x: linear(x, weight), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), linear(x, weight))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing as mp
 import os
+import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -17,7 +22,10 @@ from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer import create_connector
 from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, KVCacheLayout, LoadResult
-from baton_kv_transfer.transfer_connector import TransferConnector  # loaded once, in the fork server
+from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_kv_transfer.transports import libucp
+
+libucp.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -33,14 +41,21 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = DEADLIN
     return value
 
 
+@functools.cache
+def _fork_server() -> ForkServerContext:
+    """Forks from a process that has imported this module."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it is not told where modules are
+        forkserver.ensure_running()
+    return context
+
+
 class _Process:
     """A child that answers (method, args) over a pipe."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        context = mp.get_context(
-            "forkserver"
-        )  # forked from a process that imported this module, and nothing of UCX yet
-        context.set_forkserver_preload([__name__])
+        context = _fork_server()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()

@@ -137,7 +137,7 @@ class KubeletProcess:
         self.node = node
         self._command = [sys.executable, "-m", "baton_local.kubelet", "--kubeconfig", str(server.kubeconfig)]
         self._command += ["--state-dir", str(state_dir), "--node-name", node, "--address-pool", pool]
-        self._command += ["--backoff-base", "0.2", "--backoff-cap", "1"]
+        self._command += ["--backoff-base", "0.2", "--backoff-cap", "1", "--refresh", "0.5"]
         self._log = state_dir.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -33,7 +33,16 @@ def test_engines_are_told_their_side_of_the_hand_off() -> None:
 
 def test_engine_configuration_says_what_the_spec_says_and_leaves_the_rest_to_the_engine() -> None:
     tuned = {"blockSize": 32, "kvCacheMemory": "2Mi", "maxNumSeqs": 3, "numThreads": 2, "device": "cpu"}
-    got = read("decode", EngineConfig, engine=tuned, kvTransfer={"loadFailurePolicy": "fail"}, drainTimeoutSeconds=9)
+    model = {"uri": "file:///m", "dtype": "float32", "quantization": "int8"}
+    got = read(
+        "decode",
+        EngineConfig,
+        model=model,
+        engine=tuned,
+        kvTransfer={"loadFailurePolicy": "fail"},
+        drainTimeoutSeconds=9,
+    )
+    assert (got.model.dtype, got.model.quantization) == ("float32", "int8")
     assert (got.cache.block_size, got.cache.memory_bytes, got.scheduler.max_num_seqs) == (32, 2 * 2**20, 3)
     assert (got.num_threads, got.device, got.drain_timeout_s) == (2, "cpu", 9.0)
     assert got.kv_transfer.load_failure_policy == "fail"

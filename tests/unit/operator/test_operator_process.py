@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ import pytest
 from aiohttp import web
 from api_server import api_server
 
-from baton_local.control_plane.real import find_assets
+from baton_local.control_plane.real import find_assets, free_ports
 from baton_operator.kube import Kube, KubeError, connect
 from baton_operator.manifests import files
 from baton_operator.names import GROUP
 
 Object = dict[str, Any]
 DEADLINE_S = 30.0
+RESYNC_S = 0.5
 NAMESPACE = "default"
 
 pytestmark = pytest.mark.skipif(
@@ -55,15 +58,37 @@ async def _install(kubeconfig: Path) -> None:
         await eventually(kube.discover, "the CRD to be served")
 
 
+@dataclass
+class Operator:
+    """The process, seen from outside."""
+
+    http_port: int
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
+
+    async def look_around(self, times: int) -> None:
+        """Returns when the operator has looked at every service `times` times more: each resync makes all of them due."""
+        looks = times * self.metric("baton_operator_services") + self.metric("baton_operator_reconcile_seconds_count")
+
+        async def looked() -> bool:
+            return self.metric("baton_operator_reconcile_seconds_count") >= looks
+
+        await eventually(looked, f"{times} resyncs")
+
+
 @pytest.fixture(scope="module")
-def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The process; its log."""
+def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     log = tmp_path_factory.mktemp("operator") / "log"
+    [port] = free_ports(1)
     command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfigs["operator"])]
+    command += ["--host", "127.0.0.1", "--http-port", str(port), "--resync", str(RESYNC_S)]
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--http-port", "0", "--resync", "2"], stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        yield log
+        yield Operator(port)
         assert process.poll() is None, f"the operator ended:\n{log.read_text()[-3000:]}"
         process.terminate()
         assert process.wait(20) == 0, log.read_text()[-3000:]
@@ -75,7 +100,7 @@ def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-async def kube(kubeconfigs: dict[str, Path], operator: Path) -> AsyncIterator[Kube]:
+async def kube(kubeconfigs: dict[str, Path], operator: Operator) -> AsyncIterator[Kube]:
     async with connect(str(kubeconfigs["admin"])) as (client, _):
         await client.discover()
         yield client
@@ -189,15 +214,21 @@ class Cluster:
             raise AssertionError(f"{error}; status: {(await self.service()).get('status')}") from None
 
 
-async def serve_drain(ip: str, answers: list[int]) -> web.AppRunner:
-    """An engine's HTTP that answers POST /drain by `answers` in turn, the last one for ever."""
+class DrainingEngine:
+    """An engine's HTTP that answers POST /drain."""
 
-    async def drain(_: web.Request) -> web.Response:
-        unfinished = answers.pop(0) if len(answers) > 1 else answers[0]
-        return web.json_response({"draining": True, "unfinished": unfinished})
+    def __init__(self, unfinished: int) -> None:
+        self.unfinished, self.asked = unfinished, 0
+
+    async def answer(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.json_response({"draining": True, "unfinished": self.unfinished})
+
+
+async def serve_drain(ip: str, engine: DrainingEngine) -> web.AppRunner:
 
     app = web.Application()
-    app.add_routes([web.post("/drain", drain)])
+    app.add_routes([web.post("/drain", engine.answer)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, ip, 8000).start()
@@ -228,7 +259,7 @@ async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     assert "annotations" not in service["metadata"]
 
 
-async def test_a_steady_service_is_not_written_again(kube: Kube) -> None:
+async def test_a_steady_service_is_not_written_again(kube: Kube, operator: Operator) -> None:
     steady = Cluster(kube, "steady")
     await steady.create()
     await steady.names("decode-0")
@@ -246,7 +277,7 @@ async def test_a_steady_service_is_not_written_again(kube: Kube) -> None:
         }
 
     before = await versions()
-    await asyncio.sleep(5)  # more than two resyncs
+    await operator.look_around(times=4)
     assert await versions() == before
 
 
@@ -254,8 +285,8 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
     shrink = Cluster(kube, "shrink")
     await shrink.create(decode={"replicas": 2})
     await shrink.names("decode-0", "decode-1")
-    answers = [2]
-    runner = await serve_drain("127.201.0.2", answers)
+    engine = DrainingEngine(unfinished=2)
+    runner = await serve_drain("127.201.0.2", engine)
     try:
         await shrink.run("decode-0")
         await shrink.run("decode-1", ip="127.201.0.2")
@@ -267,9 +298,13 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
             return annotations.get(f"{GROUP}/draining") == "true"
 
         await eventually(draining, "decode-1 to be marked as draining")
-        await asyncio.sleep(2)
+
+        async def asked_again() -> bool:
+            return engine.asked > 3
+
+        await eventually(asked_again, "the engine to be asked more than once")
         assert "shrink-decode-1" in await shrink.pods(), "deleted with two requests unfinished"
-        answers[0] = 0
+        engine.unfinished = 0
         await shrink.names("decode-0")
     finally:
         await runner.cleanup()
@@ -283,13 +318,17 @@ async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
     await lost.die("decode-0", "loading\nFATAL ModelNotFound: /models/x does not exist\n")
     condition = await lost.condition("Ready", "False", "ModelNotFound")
     assert "/models/x" in condition["message"]
-    events = await kube.list_all("Event", NAMESPACE)
-    assert any(e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events)
+
+    async def told() -> Any:
+        events = await kube.list_all("Event", NAMESPACE)
+        return any(e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events)
+
+    await eventually(told, "the event, which follows the status")
     await lost.run("decode-0")
     await lost.condition("Ready", "True")
 
 
-async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube) -> None:
+async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator: Operator) -> None:
     roll = Cluster(kube, "roll")
     await roll.create(decode={"replicas": 2}, drainTimeoutSeconds=0)
     old = await roll.names("decode-0", "decode-1")
@@ -309,7 +348,7 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube) -> None:
 
     await eventually(replaced("roll-decode-1"), "decode-1 to be replaced")
     await roll.condition("DecodeReady", "False")
-    await asyncio.sleep(2.5)  # a resync goes by
+    await operator.look_around(times=3)
     assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"]["metadata"]["uid"]
     await roll.run("decode-1")
     await eventually(replaced("roll-decode-0"), "decode-0 to be replaced")
@@ -375,7 +414,7 @@ async def test_a_wrong_spec_is_refused_by_field(kube: Kube, spec: Object, field:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-def test_kubectl_applies_the_generated_files_as_they_are(kubeconfigs: dict[str, Path], operator: Path) -> None:
+def test_kubectl_applies_the_generated_files_as_they_are(kubeconfigs: dict[str, Path], operator: Operator) -> None:
     manifests = Path(__file__).parents[3] / "manifests"
     for path in ("crd", "rbac", "operator.yaml"):
         command = ["kubectl", "--kubeconfig", str(kubeconfigs["admin"]), "apply", "-f", str(manifests / path)]

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, activation and mixture of experts against their formulas, written out plainly."""
+"""Norm, rotary embedding and activation against their formulas, written out plainly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotary_angles, rotate_qk
 
@@ -75,24 +74,3 @@ def test_silu_and_mul_splits_gate_from_up() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
     expected = gate / (1 + torch.exp(-gate)) * up
     torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), expected)
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (13, 8, 3), (5, 6, 6)])
-def test_experts_give_the_weighted_sum(num_tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
-    hidden, intermediate = 12, 7
-    x, logits = torch.randn(num_tokens, hidden), torch.randn(num_tokens, num_experts)
-    gate_up, down = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
-
-    weights, expert_ids = route_top_k(logits, top_k, renormalize)
-    actual = run_experts(x, gate_up, down, weights, expert_ids)
-
-    expected = torch.zeros_like(x)
-    for token in range(num_tokens):
-        probs = logits[token].softmax(-1)
-        chosen = probs.argsort(descending=True)[:top_k].tolist()
-        total = sum(probs[e] for e in chosen) if renormalize else 1.0
-        for expert in chosen:
-            gate, up = (gate_up[expert] @ x[token]).split(intermediate)
-            expected[token] += probs[expert] / total * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -1,9 +1,4 @@
-"""Draws tokens: Gumbel-max over what min_p, top_k and top_p keep, without touching most of the vocabulary in float64.
-
-    token = argmax over the kept t of (logits[t] / temperature + noise[t])
-
-The filters apply in this order, each to what the one before left: min_p, top_k (ties: lower ids stay), top_p (the smallest set
-of best tokens that reaches it). The most likely token always stays.
+"""The draw in torch, without touching most of the vocabulary in float64.
 
 Only candidates are looked at exactly. A row's candidates are the tokens not below a bound that no kept token can be below: the
 k-th largest of the maxima of blocks of the vocabulary, among which the best k tokens are. Rows without a filter take two rounds:
@@ -20,12 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker.noise import gumbel, keys_tensor, least_mantissa, noise_mantissa
-from baton_engine.worker.vocabulary_blocks import block_maxima, rank_bound, row_chunks, tokens_at_least
-
-MIN_TEMPERATURE = 1e-5
-"""Lower ones count as this: the most likely token wins anyway, and nothing overflows."""
+from baton_kernels.sampling.noise import gumbel, keys_tensor, least_mantissa, noise_mantissa
+from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
+from baton_kernels.sampling.vocabulary_blocks import block_maxima, rank_bound, row_chunks, tokens_at_least
 
 FEW = 64
 MANY = 1024
@@ -35,17 +27,8 @@ _UNIT = 2.0**32
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def sample_random(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
-    """Draws one token per row.
-
-    Args:
-        logits: processed, float32, of shape [rows, vocab_size]; -inf for masked tokens, at least one per row is not; not changed.
-        params: per row; temperatures over 0.
-        keys: per row, from `noise_key`.
-
-    Returns:
-        Token ids, int64 of shape [rows].
-    """
+def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
+    """Arguments and result as `baton_kernels.sampling.draw_tokens`."""
     drawn = [
         _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device)) for rows in row_chunks(logits)
     ]
@@ -74,7 +57,7 @@ class _Rows:
         return _Rows(*(getattr(self, name)[index] for name in self.__slots__))
 
 
-def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
+def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) -> Tensor:
     vocab_size, device = logits.shape[-1], logits.device
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:

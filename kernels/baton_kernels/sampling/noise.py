@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 _MASK64 = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 _MANTISSA_BITS = 52  # one less than a double has, so that u + 1/2 ulp stays below 1
 
 
@@ -26,7 +26,7 @@ def noise_key(seed: int, position: int, sample_index: int) -> int:
 
 def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
     """Keys as int64, of shape [len(keys)]."""
-    return torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)
+    return torch.tensor([signed(key) for key in keys], dtype=torch.int64, device=device)
 
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
@@ -36,14 +36,14 @@ def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> 
 
 def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:
     """The 52 random bits per (key, token id), as int64 in [0, 2**52); the arguments are broadcast. The noise grows with them."""
-    bits = keys + (token_ids + 1) * _signed(_GAMMA)
+    bits = keys + (token_ids + 1) * signed(GAMMA)
     shifted = torch.empty_like(bits)
     # torch multiplies modulo 2**64; its shift copies the sign bit, which the mask takes away again.
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 0)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 0)):
         torch.bitwise_right_shift(bits, shift, out=shifted)
         bits ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
         if factor:
-            bits *= _signed(factor)
+            bits *= signed(factor)
     bits >>= 64 - _MANTISSA_BITS
     return bits.bitwise_and_((1 << _MANTISSA_BITS) - 1)
 
@@ -63,13 +63,13 @@ def least_mantissa(noise: Tensor) -> Tensor:
 
 def _mix(value: int) -> int:
     """SplitMix64's step on Python integers; the tensor form is in noise_mantissa."""
-    value = (value + _GAMMA) & _MASK64
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK64
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK64
+    value = (value + GAMMA) & _MASK64
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK64
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK64
     return value ^ (value >> 31)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the bits of a uint64."""
     value &= _MASK64
     return value - 2**64 if value >= 2**63 else value

@@ -7,6 +7,7 @@ the cores.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -42,7 +43,8 @@ class Remote:
     def close(self) -> None:
         """Calls the object's `close`, if it has one, and ends the process."""
         if self._process.is_alive():
-            self._connection.send(None)
+            with contextlib.suppress(BrokenPipeError):  # it is ending already
+                self._connection.send(None)
         self._process.join(60)
 
     def _answer(self) -> Any:

@@ -1,0 +1,110 @@
+"""Decode attention on a CPU: the ceiling is what the cores can read together, for every key and value is read once.
+
+The bandwidth is measured in a process of its own, in turn with the attention: neighbours on a shared machine change it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import machine
+from attention_decode import check_decode
+from goals import reached
+from measure import Result, Rows, Setting, check, gb_s, us
+from paged import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SCALE, Paged
+from remote import Remote
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from baton_engine.worker.kv_memory import KVMemory
+from baton_kv_transfer.connector import KVCacheLayout
+
+POINTS = [(1, 4096), (4, 4096), (16, 256)]
+"""(sequences, tokens of each)."""
+GOAL_CONTEXT = 4096
+NUM_LAYERS = 32
+BUDGET_BYTES = 4 * 2**30
+"""Fewer layers where 32 would take more."""
+
+
+def run(setting: Setting) -> Result:
+    bandwidth = None if setting.quick else Remote(machine.Machine)
+    rows: Rows = []
+    ratios: list[float] = []
+    for num_seqs, num_tokens in [(1, 70), (3, 40)] if setting.quick else POINTS:
+        batch = _batch(setting, num_seqs, num_tokens)
+        check_decode(batch)
+        layers = range(batch.num_layers)
+        gathered = [_gather(batch, layer) for layer in range(min(2, batch.num_layers))]
+        by_peer = _sdpa(batch, *gathered[0])
+        check("torch SDPA on gathered KV", by_peer, batch.attend(0), 1e-3)
+        seconds: dict[str, list[float]] = {"ours": [], "SDPA": [], "gather, SDPA": []}
+        read: list[float] = []
+        for _ in range(1 if setting.quick else 2 * setting.repeats):
+            read.append(setting.copy_bandwidth if bandwidth is None else bandwidth.call("read_bandwidth"))
+            once = Setting(setting.device, repeats=1)
+            seconds["ours"].append(once.seconds([partial(batch.attend, layer) for layer in layers]))
+            seconds["SDPA"].append(once.seconds([partial(_sdpa, batch, *kv) for kv in gathered]))
+            whole = [partial(_gather_sdpa, batch, layer) for layer in layers[:4]]
+            seconds["gather, SDPA"].append(once.seconds(whole))
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        nbytes = batch.moved_nbytes()
+        fractions = [nbytes / one / rate for one, rate in zip(seconds["ours"], read, strict=True)]
+        if num_tokens == GOAL_CONTEXT:
+            ratios.append(statistics.median(fractions))
+        rows.append(
+            {
+                "part": "CPU decode attention",
+                "batch x context": f"{num_seqs} x {num_tokens}",
+                "us": us(median["ours"]),
+                "GB/s": gb_s(nbytes, median["ours"]),
+                "of read": round(statistics.median(fractions), 3),
+                "read GB/s": round(statistics.median(read) / 1e9, 1),
+                "against SDPA on gathered KV": round(median["SDPA"] / median["ours"], 2),
+                "against gathering and SDPA": round(median["gather, SDPA"] / median["ours"], 2),
+            }
+        )
+    if bandwidth is not None:
+        bandwidth.close()
+    return rows, reached("cpu_attention", min(ratios, default=None))
+
+
+def _batch(setting: Setting, num_seqs: int, num_tokens: int) -> Paged:
+    """Over memory as the engine takes it: in huge pages, where the system has them."""
+    num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE) + 1
+    per_layer = num_blocks * NUM_KV_HEADS * 2 * BLOCK_SIZE * HEAD_DIM * setting.dtype.itemsize
+    num_layers = 2 if setting.quick else min(NUM_LAYERS, BUDGET_BYTES // per_layer)
+    layout = KVCacheLayout(
+        num_blocks=num_blocks,
+        num_kv_heads=NUM_KV_HEADS,
+        num_layers=num_layers,
+        block_size=BLOCK_SIZE,
+        head_dim=HEAD_DIM,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        name="NHL2BD",
+    )
+    cache = KVMemory(layout, 0, setting.device).cache
+    cache.normal_()
+    return Paged(cache, [1] * num_seqs, [num_tokens] * num_seqs)
+
+
+def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
+    """[num_seqs, num_kv_heads, seq_len, head_dim] each, contiguous."""
+    tables = batch.block_tables.long()
+    length = batch.seq_lens[0]
+    key, value = (
+        batch.cache[:, :, layer, which][tables].permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :length]
+        for which in range(2)
+    )
+    return key, value
+
+
+def _sdpa(batch: Paged, key: Tensor, value: Tensor) -> Tensor:
+    """The heads that share keys stand as queries of one head, so that keys are not copied per head."""
+    query = batch.query.unflatten(1, (NUM_KV_HEADS, -1))
+    return scaled_dot_product_attention(query, key, value, scale=SCALE).view(-1, NUM_HEADS, HEAD_DIM)
+
+
+def _gather_sdpa(batch: Paged, layer: int) -> Tensor:
+    return _sdpa(batch, *_gather(batch, layer))

@@ -1,0 +1,195 @@
+"""How all kernel benchmarks measure: seconds per call over rotated buffers, the device's ceilings, and the check before the clock.
+
+On a GPU the calls are captured into one CUDA graph and its replays are timed with events, so that short kernels are not measured by
+their launches. On a CPU the clock is perf_counter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from report import Goal
+
+Rows = list[dict[str, Any]]
+Result = tuple[Rows, list[Goal]]
+Call = Callable[[], object]
+
+GPU_CACHE_BYTES = 64 * 2**20
+"""More than the L2 of the GPUs this runs on: 50 to 60 MB on an H200."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Relative error in the Frobenius norm that a check accepts."""
+
+
+class WrongResult(Exception):  # noqa: N818  # it says what was found
+    """An operation's result is not what its reference says: its time is not reported."""
+
+
+@dataclass
+class Setting:
+    """Where a part runs, and how much of it.
+
+    Args:
+        device: what is measured. Parts without a meaning on it are not called.
+        quick: tiny sizes, one repeat: to see that a part works.
+        repeats: timed rounds; figures are their medians.
+    """
+
+    device: torch.device
+    quick: bool = False
+    repeats: int = 5
+    remarks: list[str] = field(default_factory=list)
+    """What a reader of the figures must know; parts append theirs."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV: what is served on such a device."""
+        return torch.bfloat16 if self.is_gpu else torch.float32
+
+    @cached_property
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read plus written, of a large copy on the device."""
+        nbytes = 2**22 if self.quick else 2**32 if self.is_gpu else 2**28
+        source = torch.empty(nbytes, dtype=torch.uint8, device=self.device).random_(0, 255)
+        target = torch.empty_like(source)
+        return 2 * nbytes / self.seconds([lambda: target.copy_(source)])
+
+    @cached_property
+    def gemm_flops(self) -> float:
+        """FLOP/s of a large square matrix product in this device's dtype."""
+        size = 128 if self.quick else 8192 if self.is_gpu else 2048
+        a, b = (torch.randn(size, size, device=self.device).to(self.dtype) for _ in range(2))
+        return 2 * size**3 / self.seconds([lambda: a @ b])
+
+    def rotations(self, nbytes: int, most: int = 64) -> int:
+        """Sets of buffers, of so many bytes each, that together outgrow the cache."""
+        if self.quick:
+            return 2
+        wanted = (4 * GPU_CACHE_BYTES) if self.is_gpu else 2**28
+        return max(2, min(most, -(-wanted // max(1, nbytes))))
+
+    def seconds(self, calls: Sequence[Call], *, graph: bool = True) -> float:
+        """Seconds per call: the median of `repeats` rounds through all calls.
+
+        Args:
+            calls: the same operation on different buffers; see `rotations`.
+            graph: False: the calls cannot be captured into a CUDA graph, and are timed with their launches.
+        """
+        rounds = 1 if self.quick else self.repeats
+        if self.is_gpu:
+            return _gpu_seconds(calls, rounds, graph) / len(calls)
+        for call in calls[:2]:
+            call()
+        return statistics.median(_wall_seconds(calls) for _ in range(rounds)) / len(calls)
+
+
+def _wall_seconds(calls: Sequence[Call]) -> float:
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
+    """Seconds for all calls together."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:3]:  # compiles, allocates workspaces
+            call()
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+    def eager() -> None:
+        for call in calls:
+            call()
+
+    run: Call = eager
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            eager()
+        run = captured.replay
+    run()
+    once = _event_seconds(run, 1)
+    times = max(1, min(200, round(5e-3 / max(once, 1e-7))))  # at least 5 ms per round, so that events cost nothing
+    return statistics.median(_event_seconds(run, times) / times for _ in range(rounds))
+
+
+def _event_seconds(run: Call, times: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> float:
+    """The relative error |got - expected| / |expected|.
+
+    Args:
+        tolerance: the most that is accepted; None: what suits the dtype of `got`; 0: equal bits.
+
+    Raises:
+        WrongResult: if it is more, or `got` has a NaN.
+    """
+    if got.shape != expected.shape:
+        raise WrongResult(f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
+    bound = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    if bound == 0:
+        if not torch.equal(got, expected):
+            raise WrongResult(f"{name}: {int((got != expected).sum())} of {got.numel()} elements differ")
+        return 0.0
+    difference = (got.double() - expected.double()).norm()
+    error = float(difference / expected.double().norm().clamp_min(1e-30))
+    if not error <= bound:  # NaN is refused, too
+        raise WrongResult(f"{name}: relative error {error:.2e}, at most {bound:.0e} is accepted")
+    return error
+
+
+def gb_s(nbytes: float, seconds: float) -> float:
+    return round(nbytes / seconds / 1e9, 1)
+
+
+def tflop_s(flops: float, seconds: float) -> float:
+    return round(flops / seconds / 1e12, 2)
+
+
+def us(seconds: float) -> float:
+    return round(seconds * 1e6, 2)
+
+
+def best_peer(setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool = True) -> tuple[str, float, Rows]:
+    """Times all peers that run here.
+
+    Returns:
+        The fastest one's name, its seconds (infinite if none runs), and a row for each: its time, or why there is none.
+    """
+    seconds: dict[str, float] = {}
+    rows: Rows = []
+    for name, calls in peers.items():
+        try:
+            seconds[name] = setting.seconds(calls, graph=graph)
+            rows.append({"peer": name, "us": us(seconds[name]), "not run": None})
+        except Exception as error:  # a peer that does not run here: torch has no kernel for it, or no compiler
+            reason = f"{type(error).__name__}: {error!s}".splitlines()[0]
+            rows.append({"peer": name, "us": None, "not run": reason[:80]})
+            if setting.is_gpu:
+                torch.cuda.synchronize()
+    name = min(seconds, key=seconds.__getitem__, default="none")
+    return name, seconds.get(name, float("inf")), rows

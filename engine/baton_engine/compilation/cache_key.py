@@ -1,0 +1,93 @@
+"""What a compiled piece on disk depends on: code, configuration, versions and machine in one key, the piece's graph in another."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext
+
+
+def environment_key(source_files: Iterable[str], config: Sequence[object], device: torch.device) -> str:
+    """Equal where what was compiled may be used again.
+
+    Args:
+        source_files: whose code was traced.
+        config: whatever else decides what is compiled; by its repr.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"baton-compile")
+    for path in sorted({*source_files, *map(str, Path(__file__).parent.glob("*.py"))}):
+        digest.update(path.encode() + b"\0" + _content(path))
+    versions = {name: _version(name) for name in ("torch", "triton", "baton")}
+    for part in (versions, torch.version.cuda, platform.python_version(), _describe(device), *config):
+        digest.update(repr(part).encode() + b"\0")
+    return digest.hexdigest()
+
+
+def traced_source_files(graph: fx.GraphModule) -> set[str]:
+    """Files whose code went into the graph that is being compiled; called by a backend of torch.compile."""
+    files: set[str] = set()
+    codes = getattr(TracingContext, "get_traced_code", lambda: None)()
+    files.update(code.co_filename for code in codes or ())
+    for node in graph.graph.nodes:  # not all versions of torch tell: what left operators behind
+        for line in (node.stack_trace or "").splitlines():
+            if line.lstrip().startswith('File "'):
+                files.add(line.split('"')[1])
+    return {path for path in files if Path(path).is_file()}
+
+
+def piece_key(graph: fx.GraphModule) -> str | None:
+    """Equal for pieces that compute the same of their arguments, whatever these are called.
+
+    None: it holds tensors of its own, which cannot be told apart by name.
+    """
+    numbers: dict[fx.Node, int] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for number, node in enumerate(graph.graph.nodes):
+        if node.op in ("get_attr", "call_module"):
+            return None
+        target = "" if node.op in ("placeholder", "output") else _name(node.target)
+        arguments: object = ()
+        if node.op != "placeholder":  # whose only argument is a default
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")
+        digest.update(f"{node.op} {target} {arguments!r} {_meta(node.meta.get('example_value'))}\n".encode())
+        numbers[node] = number
+    return digest.hexdigest()
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{target!s}".split(" at 0x")[0]
+
+
+def _meta(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_meta, value))
+    return str(value)
+
+
+def _content(path: str) -> bytes:
+    try:
+        return hashlib.blake2b(Path(path).read_bytes()).digest()
+    except OSError:
+        return b"gone"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe(device: torch.device) -> object:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return device.type, platform.machine(), torch.backends.cpu.get_cpu_capability()

@@ -1,0 +1,132 @@
+"""Which CPUs each of a host's workers computes on: those this process may use, told by core and NUMA node, shared out.
+
+Linux tells what there is in /sys and /proc; where it does not, there is one node, and every CPU is a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from baton_engine.protocol.config import EngineConfig
+
+ROOT = Path("/")
+
+
+class Core(NamedTuple):
+    node: int
+    """NUMA node."""
+    cpus: tuple[int, ...]
+    """Its hardware threads, ascending: one, or two siblings that share its arithmetic units."""
+
+
+class Place(NamedTuple):
+    cpus: frozenset[int]
+    num_threads: int
+    """One per core, since siblings would only wait for each other; fewer where a limit leaves no time for so many."""
+
+
+def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
+    """Shares the cores out: equally many for every rank, none for two ranks. If there are fewer cores than ranks, all get all.
+
+    With at least as many ranks as nodes, each rank's cores are of one node, even if some stay unused; with fewer, ranks take
+    their part of all cores in the order of the nodes.
+
+    Args:
+        cores: at least one.
+        num_ranks: at least 1.
+        cpu_limit: CPUs' worth of time that all ranks together get; None: no limit.
+    """
+    nodes = [list(own) for _, own in groupby(sorted(cores), lambda core: core.node)]
+    share = len(cores) // num_ranks
+    if num_ranks >= len(nodes):
+        while share and sum(len(node) // share for node in nodes) < num_ranks:
+            share -= 1
+        runs = [node[start : start + share] for node in nodes for start in _starts(len(node), share)]
+    else:
+        in_order = [core for node in nodes for core in node]
+        runs = [in_order[start : start + share] for start in _starts(len(in_order), share)]
+    most = max(1, share if cpu_limit is None else min(share, math.floor(cpu_limit / num_ranks)))
+    if not share:
+        runs = [list(cores)] * num_ranks
+    return [Place(frozenset(cpu for core in run for cpu in core.cpus), most) for run in runs[:num_ranks]]
+
+
+def place_here(num_ranks: int) -> list[Place]:
+    """`place` of the CPUs that this process may use."""
+    return place(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
+
+
+def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
+    """The CPUs that each of several worker processes on this host keeps to; empty: it is not bound.
+
+    They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a core per thread.
+    """
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not (root / "proc/driver/nvidia").exists())
+    places = place_here(num_ranks)
+    enough = config.num_threads is None or config.num_threads <= len(places[0].cpus)
+    if not (config.bind_threads and on_cpu and enough and num_ranks > 1):
+        return [frozenset()] * num_ranks
+    return [place.cpus for place in places]
+
+
+def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
+    """The cores and nodes of `cpus`, as far as /sys tells."""
+    system = root / "sys/devices/system"
+    node_of: dict[int, int] = {}
+    for folder in sorted(system.glob("node/node[0-9]*")):
+        for cpu in _read_cpu_list(folder / "cpulist"):
+            node_of[cpu] = int(folder.name.removeprefix("node"))
+    cores = set()
+    for cpu in cpus:
+        siblings = _read_cpu_list(system / f"cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(Core(node_of.get(cpu, 0), tuple(sorted({cpu, *siblings} & cpus))))
+    return sorted(cores)
+
+
+def cpu_limit(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time that this process's control groups grant it: the least of its own and those above. None: no limit."""
+    limits = []
+    for folder in _control_groups(root):
+        with contextlib.suppress(OSError, ValueError):
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:  # version 1
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if quota != "max" and int(quota) > 0:
+                limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Folders of this process's groups that may limit CPU time, and of all above them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct") if controllers else ("sys/fs/cgroup",):
+            own = root / mount / path.lstrip("/")
+            yield from (own, *own.parents[: len(Path(path).parts) - 1])
+
+
+def _read_cpu_list(path: Path) -> list[int]:
+    """Of Linux's form "0-3,8,10-11"; empty if it cannot be read."""
+    try:
+        parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
+        return [cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)]
+    except (OSError, ValueError):
+        return []
+
+
+def _starts(length: int, share: int) -> range:
+    """Where whole runs of `share` begin."""
+    return range(0, length - share + 1, share) if share else range(0)

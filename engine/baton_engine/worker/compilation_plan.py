@@ -1,0 +1,102 @@
+"""What of compilation and CUDA graphs a worker uses, from what is configured and what its device and model allow."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from baton_engine.compilation.dispatch import CudagraphMode, default_sizes
+from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "none", "eager", "inductor")
+CUDAGRAPH_MODES = ("auto", *(mode.name.lower() for mode in CudagraphMode))
+
+
+@dataclass(frozen=True, slots=True)
+class CompilationPlan:
+    mode: str
+    """none, eager (traced and cut into pieces that run operator by operator) or inductor."""
+    compilation_is_asked_for: bool
+    """By name: a failure is an error, not a warning."""
+    cudagraph_mode: CudagraphMode
+    graphs_are_asked_for: bool
+    capture_sizes: tuple[int, ...]
+    compile_sizes: tuple[int, ...]
+    cache_dir: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+
+
+def plan_compilation(
+    config: EngineConfig, model: CheckpointConfig, max_model_len: int, *, has_graphs: bool
+) -> CompilationPlan:
+    """Args:
+        has_graphs: the device can record and replay graphs, as a GPU does.
+
+    Raises:
+        ConfigurationError: a value is unknown or out of bounds.
+    """
+    given, scheduler = config.compilation, config.scheduler
+    for name, value, known in (
+        ("mode", given.mode, MODES),
+        ("cudagraph_mode", given.cudagraph_mode, CUDAGRAPH_MODES),
+    ):
+        if value not in known:
+            raise ConfigurationError(
+                "InvalidConfig", f"compilation.{name} must be one of {', '.join(known)}, got {value!r}"
+            )
+    budget = scheduler.max_num_batched_tokens
+    sizes = {"capture_sizes": given.capture_sizes, "compile_sizes": given.compile_sizes}
+    for name, each in sizes.items():
+        if any(not 0 < size <= budget for size in each or ()):
+            raise ConfigurationError(
+                "InvalidConfig",
+                f"compilation.{name} are numbers of tokens of a step, 1 to max_num_batched_tokens={budget}, got {each}",
+            )
+    mode = given.mode if given.mode != "auto" else "inductor" if has_graphs else "none"
+    if given.enforce_eager:
+        mode = "none"
+    if mode != "none" and config.model.quantization is not None and model.sparse_layers:
+        logger.warning("compilation.mode is %s, but experts with quantised weights are not traced: it is none", mode)
+        mode = "none"
+    cudagraph_mode = _cudagraph_mode(config, compiled=mode != "none", has_graphs=has_graphs)
+    capture_sizes = given.capture_sizes or default_sizes(scheduler.max_num_seqs, budget)
+    return CompilationPlan(
+        mode=mode,
+        compilation_is_asked_for=given.mode != "auto",
+        cudagraph_mode=cudagraph_mode,
+        graphs_are_asked_for=given.cudagraph_mode != "auto",
+        capture_sizes=() if cudagraph_mode is CudagraphMode.NONE else tuple(sorted(capture_sizes)),
+        compile_sizes=() if mode == "none" else tuple(sorted(given.compile_sizes)),
+        cache_dir=given.cache_dir,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_blocks_per_seq=-(-max_model_len // config.cache.block_size) + 1,
+    )
+
+
+def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -> CudagraphMode:
+    given = config.compilation
+    if given.enforce_eager:
+        return CudagraphMode.NONE
+    if given.cudagraph_mode == "auto":
+        if not has_graphs:
+            return CudagraphMode.NONE
+        return CudagraphMode.FULL_AND_PIECEWISE if compiled else CudagraphMode.FULL_DECODE_ONLY
+    mode = CudagraphMode[given.cudagraph_mode.upper()]
+    if mode is not CudagraphMode.NONE and not has_graphs:
+        logger.warning("compilation.cudagraph_mode is %s, but there is no GPU: steps run without graphs", mode.name)
+        return CudagraphMode.NONE
+    if mode.has_pieces and not compiled:
+        logger.warning(
+            "compilation.cudagraph_mode is %s, but pieces are what compilation.mode makes, which is none: "
+            "only decode steps run as graphs",
+            mode.name,
+        )
+        return CudagraphMode.FULL_DECODE_ONLY
+    return mode

@@ -1,0 +1,203 @@
+"""Runs a step's forward in the fastest way that was prepared for it: a captured graph, compiled pieces, or layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton_engine.compilation.dispatch import BatchDescriptor, CudagraphMode, Dispatch, Dispatcher, GraphKind
+from baton_engine.compilation.graphs import CudaGraphs, GraphBackend, PieceGraphs
+from baton_engine.compilation.inductor import InductorCompiler, NoCompiler, PieceCompiler
+from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
+from baton_engine.models.forward_context import ForwardBatch, RunPiece, forward_context
+from baton_engine.models.layers import CausalLM
+from baton_engine.models.operators import SPLITTING
+from baton_engine.worker.compilation_plan import CompilationPlan
+from baton_engine.worker.static_inputs import StaticInputs
+
+logger = logging.getLogger(__name__)
+
+
+def graph_backend(device: torch.device) -> GraphBackend | None:
+    """What records graphs on `device`; None: nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class ForwardRunner:
+    """Use: prepare(kv_cache) once the KV memory is there, then `run` per step; `drop_graphs` before weights or KV move.
+
+    Args:
+        model: with weights, on its device.
+        graph_backend: of the model's device, see `graph_backend`; None: the plan has no graphs.
+    """
+
+    def __init__(self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None) -> None:
+        self.plan = plan
+        self.model = model
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._forward: Callable[..., Tensor] = model
+        self.compiler: PieceCompiler | None = None
+        self.backend: PiecewiseBackend | None = None
+        if plan.mode != "none":
+            self._set_up_compiler(plan)
+        self._dispatcher = Dispatcher(plan.cudagraph_mode, plan.capture_sizes, plan.max_num_seqs)
+        self._graph_backend = graph_backend
+        self._static: StaticInputs | None = None
+        self._full: dict[BatchDescriptor, Callable[[], Tensor]] = {}
+        self._pieces: dict[BatchDescriptor, PieceGraphs] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._full) + len(self._pieces)
+
+    def run(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """The model's forward of one step.
+
+        Args:
+            hidden: of the previous pipeline stage.
+
+        Returns:
+            As of `CausalLM.forward`; valid until the next run.
+        """
+        context, num_tokens = batch.context, len(batch.input_ids)
+        if context.routed_experts is not None:  # they are recorded layer by layer
+            return self._call(self.model, batch, hidden)
+        _, descriptor = self._dispatcher.dispatch(num_tokens, len(context.seq_lens))
+        if descriptor is not None and (replay := self._full.get(descriptor)) is not None:
+            self._inputs.fill(descriptor, batch, hidden)
+            return replay()[:num_tokens]
+        if descriptor is not None and (pieces := self._pieces.get(descriptor)) is not None:
+            padded = self._inputs.fill_tokens(descriptor.num_tokens, batch, hidden)
+            context.run_piece = pieces
+            return self._call(self._forward, padded, self._inputs.hidden_of(descriptor.num_tokens))[:num_tokens]
+        return self._call(self._forward, batch, hidden)
+
+    @torch.inference_mode()
+    def prepare(self, kv_cache: Tensor) -> None:
+        """Traces and compiles the model, and captures its graphs, as the plan says. Nothing is written into the cache.
+
+        What was not asked for by name and fails is done without; a warning says so.
+        """
+        self.drop_graphs()
+        self.compile(kv_cache)
+        self._capture(self._dispatcher.graphs(), kv_cache)
+        if self.num_graphs:
+            logger.info("%d CUDA graphs captured (%s)", self.num_graphs, self._dispatcher.mode.name)
+
+    @torch.inference_mode()
+    def compile(self, kv_cache: Tensor) -> None:
+        """Traces the model with its first forward, and compiles pieces for the sizes of the plan."""
+        if self.backend is None or self.backend.num_pieces:
+            return
+        self._forward = compile_model(self.model, self.backend)  # not before: the first run must not be of one token
+        size = min(max(2, *self.plan.compile_sizes, *self.plan.capture_sizes), self.plan.max_num_batched_tokens)
+        inputs = self._new_inputs(max(2, size), 1)
+        inputs.clear()
+        try:
+            for num_tokens in (max(2, size), *self.plan.compile_sizes):
+                self._run_static(inputs, BatchDescriptor(num_tokens), kv_cache)
+        except Exception:
+            if self.plan.compilation_is_asked_for:
+                raise
+            logger.warning("the model runs without torch.compile, which failed", exc_info=True)
+            self._forward, self.backend, self.compiler = self.model, None, None
+            mode = self._dispatcher.mode
+            if mode.has_pieces:
+                mode = CudagraphMode.FULL_DECODE_ONLY
+            self._dispatcher = Dispatcher(mode, self.plan.capture_sizes, self.plan.max_num_seqs)
+
+    @torch.inference_mode()
+    def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
+        """What all graphs will take of the GPU, by capturing the two largest of each kind and dropping them."""
+        by_kind: dict[GraphKind, list[Dispatch]] = {}
+        for each in self._dispatcher.graphs():
+            by_kind.setdefault(each.kind, []).append(each)
+        total, free = 0, self._free_bytes()
+        for wanted in by_kind.values():
+            for each, times in zip(wanted, (1, len(wanted) - 1), strict=False):
+                self._capture([each], kv_cache)
+                before, free = free, self._free_bytes()
+                total += times * max(0, before - free)
+        self.drop_graphs()
+        return total
+
+    def drop_graphs(self) -> None:
+        """They hold addresses of weights and KV; `prepare` captures them again."""
+        self._full.clear()
+        self._pieces.clear()
+        self._static = None
+        if self._graph_backend is not None:
+            self._graph_backend.start_over()
+
+    def _set_up_compiler(self, plan: CompilationPlan) -> None:
+        folder = Path(plan.cache_dir) if plan.cache_dir else None
+        self.compiler = NoCompiler() if plan.mode == "eager" else InductorCompiler(folder)
+        model, group = self.model, self.model.parallel.tensor
+        config = (type(model).__qualname__, model.config, self.dtype, group.size, model.layer_ids)
+        self.backend = PiecewiseBackend(self.compiler, SPLITTING, plan.compile_sizes, config, self.device)
+
+    def _capture(self, wanted: list[Dispatch], kv_cache: Tensor) -> None:
+        if not wanted:
+            return
+        try:
+            self._capture_all(wanted, kv_cache)
+        except Exception:
+            self.drop_graphs()
+            if self.plan.graphs_are_asked_for:
+                raise
+            logger.warning("steps run without CUDA graphs, for they could not be captured", exc_info=True)
+            self._dispatcher = Dispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
+
+    def _capture_all(self, wanted: list[Dispatch], kv_cache: Tensor) -> None:
+        assert self._graph_backend is not None, "a plan without a GPU has no graphs"
+        if self._static is None:
+            most_seqs = max(1, self._dispatcher.max_padded_seqs)
+            self._static = self._new_inputs(max(self._dispatcher.sizes), most_seqs)
+        self._static.clear()
+        with self._graph_backend.session():
+            for kind, descriptor in wanted:
+                assert descriptor is not None
+                run = partial(self._run_static, self._inputs, descriptor, kv_cache)
+                run()  # what is made at a first use is made now
+                if kind is GraphKind.FULL:
+                    _, self._full[descriptor] = self._graph_backend.capture(run)
+                else:
+                    self._pieces[descriptor] = PieceGraphs(self._graph_backend)
+                    run(self._pieces[descriptor])
+
+    def _free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def _run_static(
+        self,
+        inputs: StaticInputs,
+        descriptor: BatchDescriptor,
+        kv_cache: Tensor,
+        run_piece: RunPiece | None = None,
+    ) -> Tensor:
+        batch = inputs.batch(descriptor, kv_cache)
+        batch.context.run_piece = run_piece
+        return self._call(self._forward, batch, inputs.hidden_of(descriptor.num_tokens))
+
+    def _call(self, forward: Callable[..., Tensor], batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
+        batch.context.tensor_group = self.model.parallel.tensor
+        with forward_context(batch.context):
+            return forward(batch.input_ids, batch.positions, hidden)
+
+    @property
+    def _inputs(self) -> StaticInputs:
+        assert self._static is not None, "prepare() first"
+        return self._static
+
+    def _new_inputs(self, max_tokens: int, max_seqs: int) -> StaticInputs:
+        hidden = None
+        if not self.model.parallel.is_first_stage:
+            hidden = torch.zeros((max_tokens, self.model.config.hidden_size), dtype=self.dtype, device=self.device)
+        return StaticInputs(max_tokens, max_seqs, self.plan.max_blocks_per_seq, self.device, hidden)

@@ -1,0 +1,130 @@
+"""Operations for CPUs in C++ (`source/`), as torch.ops.baton_cpu.*: paged attention, KV write, norms, rotary embedding, SwiGLU.
+
+`python -m baton_kernels.cpu.build` compiles them; `make install` does so. Where that was not done, or could not be, or the
+processor lacks what they were compiled for, OPS is None and dispatchers take their torch versions. BATON_CPU_KERNELS=torch asks
+for that, and BATON_CPU_KERNELS=avx2 for what an older processor would take.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_kernels.cpu.libraries import InstructionSet, instruction_sets, library_file
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""What the operations compute with and store; for others the torch versions serve."""
+
+Op = Callable[..., Any]
+"""Any: torch operators are untyped; each is called in one place, beside a torch version with types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Arguments as of the dispatchers; the schemas are at the end of source/ops.cpp."""
+
+    rms_norm: Op
+    add_rms_norm: Op
+    rotate_qk: Op
+    silu_and_mul: Op
+    write_kv: Op
+    paged_attention: Op
+
+
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What the processor can do, as Linux names it. Empty where that is not said."""
+    try:
+        with cpuinfo.open() as lines:
+            for line in lines:
+                name, _, flags = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(flags.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, str]:
+    """The compiled operations that this processor can run.
+
+    Args:
+        wanted: the value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
+
+    Returns:
+        The instruction set and its name; or None and why.
+    """
+    if wanted == "torch":
+        return None, "BATON_CPU_KERNELS=torch"
+    able = [one for one in instruction_sets() if one.needs <= flags and wanted in ("", one.name)]
+    if not able:
+        return None, f"no C++ kernels for this processor{f' and BATON_CPU_KERNELS={wanted}' if wanted else ''}"
+    compiled = next((one for one in able if library_file(one).exists()), None)
+    if compiled is None:
+        return None, "not compiled for this version: python -m baton_kernels.cpu.build"
+    return compiled, compiled.name
+
+
+def _load() -> tuple[Ops | None, str]:
+    chosen, why = choose(processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
+    if chosen is None:
+        return None, f"torch ({why})"
+    try:
+        torch.ops.load_library(library_file(chosen))
+    except OSError as error:
+        return None, f"torch ({library_file(chosen)}: {error})"
+    _register_fakes()
+    return Ops(**{name: getattr(torch.ops.baton_cpu, name).default for name in Ops.__slots__}), f"C++ ({why})"
+
+
+def _register_fakes() -> None:
+    """Shapes of results, for torch.compile."""
+
+    def fake(name: str) -> Callable[[Op], Op]:
+        return torch.library.register_fake(f"baton_cpu::{name}")
+
+    @fake("rms_norm")
+    def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @fake("add_rms_norm")
+    def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+
+    @fake("rotate_qk")
+    def _(qkv: Tensor, num_heads: int, num_kv_heads: int, *others: object) -> tuple[Tensor, Tensor]:
+        num_tokens, width = qkv.shape
+        head_dim = width // (num_heads + 2 * num_kv_heads)
+        q, k = ((num_tokens, heads, head_dim) for heads in (num_heads, num_kv_heads))
+        return qkv.new_empty(q), qkv.new_empty(k)
+
+    @fake("silu_and_mul")
+    def _(gate_up: Tensor) -> Tensor:
+        return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+    @fake("write_kv")
+    def _(*arguments: object) -> None:
+        return None
+
+    @fake("paged_attention")
+    def _(*arguments: object) -> None:
+        return None
+
+
+OPS, DESCRIPTION = _load()
+"""The compiled operations, None: the torch versions serve; and which of the two it is and why, for the log."""
+
+
+def ops_for(x: Tensor) -> Ops | None:
+    """The compiled operations if they take x. torch.compile fuses the torch versions with what surrounds them."""
+    return OPS if x.is_cpu and x.dtype in DTYPES and not torch.compiler.is_compiling() else None
+
+
+def available() -> bool:
+    """Whether the compiled operations are loaded."""
+    return OPS is not None

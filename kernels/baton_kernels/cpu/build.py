@@ -1,0 +1,88 @@
+"""Compiles the C++ operations of this folder: `python -m baton_kernels.cpu.build`, in the environment that will use them.
+
+Needs a C++20 compiler (`$CXX`, else `c++` or `g++`) and torch's own headers, nothing else. A file for each instruction set that the
+compiler can aim at lies in `built/` afterwards, whatever processor compiled it; at load the processor chooses. A file's name says
+which torch and which sources it belongs to: after a change of either it is not found any more, and this is to be run again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from baton_kernels.cpu.libraries import BUILT, FLAGS, SOURCES, InstructionSet, instruction_sets, library_file
+
+# Compiled with OpenMP but not linked with it: torch's copy is in the process already, and a second one would have its own threads.
+OPENMP = "-fopenmp"
+
+
+def compiler() -> str | None:
+    """The C++ compiler's command, if there is one."""
+    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((command for command in candidates if command and shutil.which(command)), None)
+
+
+def build(instruction_set: InstructionSet, command: str) -> Path:
+    """Compiles unless it is done already; an older file of the same torch goes.
+
+    Raises:
+        RuntimeError: with what the compiler said.
+    """
+    target = library_file(instruction_set)
+    if target.exists():
+        return target
+    BUILT.mkdir(exist_ok=True)
+    include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        compiled, linked = Path(folder, "ops.o"), Path(folder, "ops.so")
+        flags = [*FLAGS, *instruction_set.flags, OPENMP, abi, "-isystem", str(include)]
+        _run([command, *flags, "-c", str(SOURCES / "ops.cpp"), "-o", str(compiled)])
+        _run([command, "-shared", str(compiled), "-o", str(linked), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        linked.replace(target)  # at once: another process may be loading
+    for old in BUILT.glob(f"{instruction_set.name}-torch{torch.__version__}-*.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+    return target
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-4000:]}")
+
+
+def main() -> int:
+    """Exits with 0 also where nothing can be compiled: the torch versions serve."""
+    wanted = instruction_sets()
+    command = compiler()
+    if not wanted or command is None:
+        missing = "C++ compiler" if command is None else f"C++ kernels for {platform.machine()}"
+        print(f"no {missing}: Baton's CPU kernels run as torch operations, slower")
+        return 0
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        futures = {one.name: pool.submit(build, one, command) for one in wanted}
+    failed = {name: error for name, future in futures.items() if (error := future.exception()) is not None}
+    for name, error in failed.items():
+        print(
+            f"compiling the CPU kernels for {name} failed; torch operations serve there, slower:\n{error}",
+            file=sys.stderr,
+        )
+    built = ", ".join(name for name in futures if name not in failed)
+    if built:
+        print(f"CPU kernels compiled for {built} in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+// Paged attention that reads keys and values where they lie.
+//
+// The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
+// tile of tokens, a part of one block, and then their values while both are in the nearest cache, with the online softmax of
+// Milakov and Gimelshein 2018 in float32. A tile is prefetched while its predecessor is computed.
+//
+// Work is divided into tasks by positions alone: (sequence, KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the
+// rest of the batch changes a bit of a result.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "attention_tile.h"
+#include "vector.h"
+
+namespace baton {
+
+constexpr int64_t ROWS = 32;     // rows of a task
+constexpr int64_t SPLIT = 512;   // tokens of a task, where all rows of a sequence and KV head fit into one
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // of keys read, below which waking other threads costs more than they save
+
+struct Problem {
+    int64_t num_seqs, num_heads, num_kv_heads, num_blocks, block_size, head_dim;
+    int64_t query_stride_token, query_stride_head, out_stride_token, out_stride_head;
+    int64_t cache_stride_block, cache_stride_head, table_stride, table_length;
+    const int32_t *block_tables, *cu_seqlens_q, *seq_lens;
+    float scale;
+    int64_t window = 0;      // 0: none
+    float soft_cap = 0.0f;   // 0: none
+    const float* alibi_slopes = nullptr;
+
+    int64_t group_size() const { return num_heads / num_kv_heads; }
+    int64_t padded_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
+};
+
+// Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, and the positions they meet.
+struct Task {
+    int64_t seq, kv_head, first_row, num_rows, begin, end;
+    int64_t partial;  // where its part of the result goes; -1: it is the whole
+};
+
+// Parts of one result, in the order of their tokens.
+struct Merge {
+    Task task;
+    int64_t num_parts;
+};
+
+inline int64_t num_queries(const Problem& p, int64_t seq) { return p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]; }
+
+inline int64_t position_of(const Problem& p, const Task& task, int64_t row) {
+    return p.seq_lens[task.seq] - num_queries(p, task.seq) + (task.first_row + row) / p.group_size();
+}
+
+inline int64_t first_visible(const Problem& p, int64_t position) {
+    return p.window == 0 ? 0 : std::max<int64_t>(0, position - p.window + 1);
+}
+
+struct Work {
+    std::vector<Task> tasks;
+    std::vector<Merge> merges;
+    int64_t num_partials = 0;
+    int64_t elements = 0;  // of keys that are read
+};
+
+inline Work divide(const Problem& p) {
+    Work work;
+    for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+        if (p.seq_lens[seq] == 0) continue;
+        const int64_t rows = num_queries(p, seq) * p.group_size();
+        TORCH_CHECK_VALUE(
+            rows >= 0 && p.seq_lens[seq] >= num_queries(p, seq) &&
+                p.seq_lens[seq] <= p.table_length * p.block_size,
+            "sequence ", seq, " has ", p.seq_lens[seq], " tokens, ", num_queries(p, seq), " of them queries, and ",
+            p.table_length, " blocks of ", p.block_size
+        );
+        for (int64_t kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+            for (int64_t first_row = 0; first_row < rows; first_row += ROWS) {
+                Task task{seq, kv_head, first_row, std::min(ROWS, rows - first_row), 0, 0, -1};
+                const int64_t begin = first_visible(p, position_of(p, task, 0));
+                const int64_t end = position_of(p, task, task.num_rows - 1) + 1;
+                work.elements += (end - begin) * p.head_dim;
+                const int64_t split = rows <= ROWS ? SPLIT : end;
+                const int64_t parts = (end - 1) / split - begin / split + 1;
+                if (parts > 1) {
+                    task.partial = work.num_partials;
+                    work.merges.push_back({task, parts});
+                    work.num_partials += parts;
+                }
+                for (int64_t part = begin / split; part * split < end; ++part) {
+                    task.begin = std::max(begin, part * split);
+                    task.end = std::min(end, (part + 1) * split);
+                    work.tasks.push_back(task);
+                    if (parts > 1) ++task.partial;
+                }
+            }
+        }
+    }
+    return work;
+}
+
+// What one thread computes with; rows are padded_dim() apart.
+struct Room {
+    explicit Room(const Problem& p)
+        : memory(static_cast<float*>(::operator new[](elements(p) * sizeof(float), std::align_val_t(64)))) {
+        query = memory.get();
+        sums = query + ROWS * p.padded_dim();
+        scores = sums + ROWS * p.padded_dim();
+        tile = scores + ROWS * TILE;
+    }
+    static int64_t elements(const Problem& p) { return (2 * ROWS + TILE) * p.padded_dim() + ROWS * TILE; }
+
+    struct Delete {
+        void operator()(float* pointer) const { ::operator delete[](pointer, std::align_val_t(64)); }
+    };
+    std::unique_ptr<float[], Delete> memory;
+    float *query, *sums, *scores, *tile;
+    float largest[ROWS], total[ROWS];
+};
+
+// Scores of what a row does not see become -inf; and what changes scores by position is applied.
+inline void adjust_scores(
+    const Problem& p, const Task& task, Room& room, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end
+) {
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+        float* scores = room.scores + row * TILE - tile_begin;
+        const int64_t position = position_of(p, task, row);
+        if (p.soft_cap != 0.0f) {
+            for (int64_t t = begin; t < end; ++t) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
+        }
+        if (p.alibi_slopes != nullptr) {
+            const int64_t head = task.kv_head * p.group_size() + (task.first_row + row) % p.group_size();
+            for (int64_t t = begin; t < end; ++t) {
+                scores[t] += p.alibi_slopes[head] * static_cast<float>(t - position);
+            }
+        }
+        constexpr float hidden = -std::numeric_limits<float>::infinity();
+        const int64_t visible_begin = std::max(begin, first_visible(p, position));
+        const int64_t visible_end = std::min(end, position + 1);
+        for (int64_t t = tile_begin; t < visible_begin; ++t) scores[t] = hidden;
+        for (int64_t t = std::max(tile_begin, visible_end); t < tile_end; ++t) scores[t] = hidden;
+    }
+}
+
+// Scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
+inline void soften(const Task& task, Room& room, int64_t padded_length, float* corrections) {
+    const int64_t vectors = padded_length / LANES;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+        float* scores = room.scores + row * TILE;
+        Floats most = load(scores);
+        for (int64_t v = 1; v < vectors; ++v) most = maximum(most, load(scores + v * LANES));
+        const float largest = std::max(room.largest[row], maximum(most));
+        // While a row has seen nothing, every weight is exp(-inf - 0) = 0.
+        const float reference = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
+        Floats total{};
+        for (int64_t v = 0; v < vectors; ++v) {
+            const Floats weights = exp(load(scores + v * LANES) - reference);
+            store(scores + v * LANES, weights);
+            total += weights;
+        }
+        const float correction = room.largest[row] == largest ? 1.0f : std::exp(room.largest[row] - reference);
+        room.total[row] = room.total[row] * correction + sum(total);
+        room.largest[row] = largest;
+        corrections[row] = correction;
+    }
+}
+
+template <typename Query, typename Cache>
+void attend(
+    const Problem& p, const Task& task, Room& room, Query* out, const Query* query, const Cache* keys,
+    const Cache* values, float* partials
+) {
+    const int64_t group_size = p.group_size(), dim = p.padded_dim();
+    const int64_t first_query = p.cu_seqlens_q[task.seq];
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+        const int64_t token = first_query + (task.first_row + row) / group_size;
+        const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
+        const Query* from = query + token * p.query_stride_token + head * p.query_stride_head;
+        float* to = room.query + row * dim;
+        std::fill(to, to + dim, 0.0f);
+        for_each_vector(p.head_dim, [&](int64_t i, auto read, auto) { store(to + i, read(from + i) * p.scale); });
+        room.largest[row] = -std::numeric_limits<float>::infinity();
+        room.total[row] = 0.0f;
+    }
+    std::fill(room.sums, room.sums + task.num_rows * dim, 0.0f);
+
+    const int32_t* table = p.block_tables + task.seq * p.table_stride;
+    const int64_t tile_length = std::min(TILE, p.block_size);
+    const int64_t padded_length = (tile_length + LANES - 1) / LANES * LANES;
+    // Where the rows of the tile that holds a position begin, relative to the cache's first one.
+    const auto offset_of = [&](int64_t position) {
+        const int64_t block = table[position / p.block_size];
+        TORCH_CHECK_INDEX(block >= 0 && block < p.num_blocks, "block ", block, " does not exist");
+        return block * p.cache_stride_block + task.kv_head * p.cache_stride_head +
+               position % p.block_size * p.head_dim;
+    };
+    // Rows see everything between these positions.
+    const int64_t all_visible_begin = first_visible(p, position_of(p, task, task.num_rows - 1));
+    const int64_t all_visible_end = position_of(p, task, 0) + 1;
+    float corrections[ROWS];
+
+    for (int64_t begin = task.begin, offset = offset_of(begin); begin < task.end;) {
+        const int64_t slot = begin % p.block_size;
+        const int64_t tile_begin = begin - slot % tile_length;
+        const int64_t block_end = begin - slot + p.block_size;
+        const int64_t end = std::min({tile_begin + tile_length, block_end, task.end});
+        const int64_t next_offset = end < task.end ? offset_of(end) : offset;
+        const int64_t count = end - begin;
+
+        const Rows<Cache> key_rows{keys + offset, keys + next_offset, count, p.head_dim};
+        score_tile(room.scores + begin - tile_begin, room.query, task.num_rows, in_float(key_rows, room.tile), dim);
+        const bool partly_hidden = begin < all_visible_begin || end > all_visible_end || count < padded_length;
+        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
+            adjust_scores(p, task, room, tile_begin, tile_begin + padded_length, begin, end);
+        }
+        soften(task, room, padded_length, corrections);
+        const Rows<Cache> value_rows{values + offset, values + next_offset, count, p.head_dim};
+        add_tile(
+            room.sums, corrections, room.scores + begin - tile_begin, task.num_rows, in_float(value_rows, room.tile), dim
+        );
+        begin = end;
+        offset = next_offset;
+    }
+
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+        const float* sums = room.sums + row * dim;
+        if (task.partial >= 0) {
+            float* part = partials + (task.partial * ROWS + row) * (dim + 2);
+            std::copy(sums, sums + dim, part);
+            part[dim] = room.largest[row];
+            part[dim + 1] = room.total[row];
+            continue;
+        }
+        const int64_t token = first_query + (task.first_row + row) / group_size;
+        const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
+        Query* to = out + token * p.out_stride_token + head * p.out_stride_head;
+        const float factor = 1.0f / room.total[row];
+        for_each_vector(p.head_dim, [&](int64_t i, auto, auto write) { write(to + i, load(sums + i) * factor); });
+    }
+}
+
+// Brings the parts of a result to the largest score of all, and adds them.
+template <typename Query>
+void merge(const Problem& p, const Merge& merge, Query* out, const float* partials) {
+    const int64_t group_size = p.group_size(), dim = p.padded_dim();
+    const Task& task = merge.task;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+        const auto part = [&](int64_t i) { return partials + ((task.partial + i) * ROWS + row) * (dim + 2); };
+        float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
+        for (int64_t i = 0; i < merge.num_parts; ++i) largest = std::max(largest, part(i)[dim]);
+        float factors[64];
+        std::vector<float> many;
+        float* factor = factors;
+        if (merge.num_parts > 64) {
+            many.resize(merge.num_parts);
+            factor = many.data();
+        }
+        for (int64_t i = 0; i < merge.num_parts; ++i) {
+            factor[i] = std::exp(part(i)[dim] - largest);
+            total += factor[i] * part(i)[dim + 1];
+        }
+        const int64_t token = p.cu_seqlens_q[task.seq] + (task.first_row + row) / group_size;
+        const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
+        Query* to = out + token * p.out_stride_token + head * p.out_stride_head;
+        for_each_vector(p.head_dim, [&](int64_t at, auto, auto write) {
+            Floats sums{};
+            for (int64_t i = 0; i < merge.num_parts; ++i) sums += load(part(i) + at) * factor[i];
+            write(to + at, sums / total);
+        });
+    }
+}
+
+// Queries of a sequence of length 0, padding of a batch, attend to nothing.
+template <typename Query>
+void zero_padding(const Problem& p, Query* out) {
+    for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+        if (p.seq_lens[seq] != 0) continue;
+        for (int64_t token = p.cu_seqlens_q[seq]; token < p.cu_seqlens_q[seq + 1]; ++token) {
+            for (int64_t head = 0; head < p.num_heads; ++head) {
+                std::fill_n(out + token * p.out_stride_token + head * p.out_stride_head, p.head_dim, Query(0.0f));
+            }
+        }
+    }
+}
+
+template <typename Query, typename Cache>
+void paged_attention(const Problem& p, Query* out, const Query* query, const Cache* keys, const Cache* values) {
+    const Work work = divide(p);
+    const int64_t num_tasks = static_cast<int64_t>(work.tasks.size());
+    std::unique_ptr<float[]> partials(
+        work.num_partials == 0 ? nullptr : new float[work.num_partials * ROWS * (p.padded_dim() + 2)]
+    );
+    std::atomic<int64_t> next{0};
+    // Whoever is free takes the next task.
+    const auto run_tasks = [&](int64_t, int64_t) {
+        Room room(p);
+        for (int64_t task = next++; task < num_tasks; task = next++) {
+            attend(p, work.tasks[task], room, out, query, keys, values, partials.get());
+        }
+    };
+    const int64_t num_threads =
+        work.elements < PARALLEL_ELEMENTS ? 1 : std::min<int64_t>(at::get_num_threads(), num_tasks);
+    if (num_threads == 1 || at::in_parallel_region()) {
+        run_tasks(0, 1);
+    } else {
+        at::parallel_for(0, num_threads, 1, run_tasks);
+    }
+    zero_padding(p, out);
+    for (const Merge& one : work.merges) merge(p, one, out, partials.get());
+}
+
+}  // namespace baton

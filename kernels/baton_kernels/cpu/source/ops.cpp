@@ -1,0 +1,270 @@
+// The operations as torch knows them: torch.ops.baton_cpu.*. Checks of shapes, and the way from tensors to pointers.
+// Their fake (shape-only) implementations for torch.compile are in ../__init__.py.
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "elementwise.h"
+
+#define DISPATCH(type, name, ...) \
+    AT_DISPATCH_FLOATING_TYPES_AND2_WITHOUT_DOUBLE(type, name, __VA_ARGS__)
+
+#define AT_DISPATCH_FLOATING_TYPES_AND2_WITHOUT_DOUBLE(type, name, ...)   \
+    AT_DISPATCH_SWITCH(                                                    \
+        type, name,                                                        \
+        AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                          \
+        AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__)                       \
+        AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__)                           \
+    )
+
+namespace baton {
+namespace {
+
+using at::Tensor;
+
+void check_like(const Tensor& tensor, const Tensor& x, const char* name) {
+    TORCH_CHECK(
+        tensor.scalar_type() == x.scalar_type() && tensor.is_contiguous(), name, " must be contiguous and of dtype ",
+        x.scalar_type(), ", not ", tensor.scalar_type()
+    );
+}
+
+Tensor rms_norm_op(const Tensor& x_, const Tensor& weight, double eps) {
+    const Tensor x = x_.contiguous();
+    const int64_t dim = weight.numel();
+    check_like(weight, x, "weight");
+    TORCH_CHECK(dim > 0 && x.dim() > 0 && x.size(-1) == dim, "the last dimension of x and the weight differ");
+    Tensor out = at::empty_like(x);
+    DISPATCH(x.scalar_type(), "rms_norm", [&] {
+        rms_norm<scalar_t>(
+            out.mutable_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(),
+            x.numel() / dim, dim, static_cast<float>(eps)
+        );
+    });
+    return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_op(
+    const Tensor& x_, const Tensor& residual_, const Tensor& weight, double eps
+) {
+    const Tensor x = x_.contiguous(), residual = residual_.contiguous();
+    const int64_t dim = weight.numel();
+    check_like(weight, x, "weight");
+    check_like(residual, x, "residual");
+    TORCH_CHECK(dim > 0 && x.dim() > 0 && x.size(-1) == dim, "the last dimension of x and the weight differ");
+    TORCH_CHECK(x.sizes() == residual.sizes(), "x and residual differ in shape");
+    Tensor out = at::empty_like(x), total = at::empty_like(x);
+    DISPATCH(x.scalar_type(), "add_rms_norm", [&] {
+        add_rms_norm<scalar_t>(
+            out.mutable_data_ptr<scalar_t>(), total.mutable_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(),
+            residual.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(), x.numel() / dim, dim,
+            static_cast<float>(eps)
+        );
+    });
+    return {out, total};
+}
+
+std::tuple<Tensor, Tensor> rotate_qk_op(
+    const Tensor& qkv_, int64_t num_heads, int64_t num_kv_heads, const Tensor& cos_, const Tensor& sin_,
+    const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps
+) {
+    TORCH_CHECK(qkv_.dim() == 2 && num_heads > 0 && num_kv_heads > 0, "qkv must have the shape [num_tokens, heads]");
+    const Tensor qkv = qkv_.stride(1) == 1 ? qkv_ : qkv_.contiguous();
+    const Tensor cos = cos_.contiguous(), sin = sin_.contiguous();
+    const int64_t num_tokens = qkv.size(0), all_heads = num_heads + 2 * num_kv_heads;
+    const int64_t head_dim = qkv.size(1) / all_heads;
+    TORCH_CHECK(head_dim * all_heads == qkv.size(1) && head_dim % 2 == 0, "qkv does not divide into heads");
+    for (const Tensor& angles : {cos, sin}) {
+        TORCH_CHECK(
+            angles.scalar_type() == at::kFloat && angles.numel() == num_tokens * head_dim / 2,
+            "cos and sin must be float32 of shape [num_tokens, head_dim / 2]"
+        );
+    }
+    const bool normed = q_weight.has_value() && k_weight.has_value();
+    if (normed) {
+        for (const Tensor& weight : {*q_weight, *k_weight}) {
+            check_like(weight, qkv, "a norm's weight");
+            TORCH_CHECK(weight.numel() == head_dim, "the norms' weights must have the shape [head_dim]");
+        }
+    }
+    Tensor q = at::empty({num_tokens, num_heads, head_dim}, qkv.options());
+    Tensor k = at::empty({num_tokens, num_kv_heads, head_dim}, qkv.options());
+    DISPATCH(qkv.scalar_type(), "rotate_qk", [&] {
+        rotate_qk<scalar_t>(
+            q.mutable_data_ptr<scalar_t>(), k.mutable_data_ptr<scalar_t>(), qkv.const_data_ptr<scalar_t>(),
+            normed ? q_weight->const_data_ptr<scalar_t>() : nullptr,
+            normed ? k_weight->const_data_ptr<scalar_t>() : nullptr, cos.const_data_ptr<float>(),
+            sin.const_data_ptr<float>(), num_tokens, qkv.stride(0), num_heads, num_kv_heads, head_dim,
+            static_cast<float>(eps)
+        );
+    });
+    return {q, k};
+}
+
+Tensor silu_and_mul_op(const Tensor& gate_up_) {
+    const Tensor gate_up = gate_up_.contiguous();
+    TORCH_CHECK(gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0, "gate and up must be equally long");
+    auto shape = gate_up.sizes().vec();
+    const int64_t dim = shape.back() /= 2;
+    Tensor out = at::empty(shape, gate_up.options());
+    DISPATCH(gate_up.scalar_type(), "silu_and_mul", [&] {
+        silu_and_mul<scalar_t>(
+            out.mutable_data_ptr<scalar_t>(), gate_up.const_data_ptr<scalar_t>(), dim == 0 ? 0 : out.numel() / dim,
+            2 * dim, dim
+        );
+    });
+    return out;
+}
+
+template <typename T>
+Heads<const T> rows_of(const Tensor& tensor) {
+    return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), 0};
+}
+
+template <typename T>
+Heads<T> slots_of(const Tensor& cache) {
+    return {cache.mutable_data_ptr<T>(), cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+void write_kv_op(
+    const Tensor& key_, const Tensor& value_, Tensor& key_cache, Tensor& value_cache, const Tensor& slot_mapping_
+) {
+    const Tensor key = key_.stride(-1) == 1 ? key_ : key_.contiguous();
+    const Tensor value = value_.stride(-1) == 1 ? value_ : value_.contiguous();
+    const Tensor slot_mapping = slot_mapping_.contiguous();
+    TORCH_CHECK(
+        key.dim() == 3 && key_cache.dim() == 4 && key.sizes() == value.sizes() &&
+            key_cache.sizes() == value_cache.sizes() && key.size(1) == key_cache.size(1) &&
+            key.size(2) == key_cache.size(3) && slot_mapping.numel() == key.size(0),
+        "keys and values [num_tokens, num_kv_heads, head_dim], caches [num_blocks, num_kv_heads, block_size, head_dim] "
+        "and slot_mapping [num_tokens] do not fit together"
+    );
+    TORCH_CHECK(
+        key_cache.stride(3) == 1 && value_cache.stride(3) == 1 && slot_mapping.scalar_type() == at::kLong &&
+            key.scalar_type() == value.scalar_type() && key_cache.scalar_type() == value_cache.scalar_type(),
+        "the caches' last stride must be 1, slot_mapping int64, and keys and values of equal dtypes"
+    );
+    const int64_t num_tokens = key.size(0), num_kv_heads = key.size(1), head_dim = key.size(2);
+    const int64_t num_blocks = key_cache.size(0), block_size = key_cache.size(2);
+    const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
+    DISPATCH(key.scalar_type(), "write_kv", [&] {
+        using From = scalar_t;
+        const auto keys = rows_of<From>(key), values = rows_of<From>(value);
+        DISPATCH(key_cache.scalar_type(), "write_kv", [&] {
+            const auto to_keys = slots_of<scalar_t>(key_cache), to_values = slots_of<scalar_t>(value_cache);
+            for_each_row(num_tokens, 2 * num_kv_heads * head_dim, [&](int64_t token) {
+                if (slots[token] < 0) return;
+                const int64_t block = slots[token] / block_size, slot = slots[token] % block_size;
+                TORCH_CHECK_INDEX(block < num_blocks, "slot ", slots[token], " lies past the cache's end");
+                write_heads(to_keys, keys, token, block, slot, num_kv_heads, head_dim);
+                write_heads(to_values, values, token, block, slot, num_kv_heads, head_dim);
+            });
+        });
+    });
+}
+
+void paged_attention_op(
+    Tensor& out, const Tensor& query_, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables_,
+    const Tensor& cu_seqlens_q_, const Tensor& seq_lens_, double scale, std::optional<int64_t> window,
+    std::optional<double> soft_cap, const std::optional<Tensor>& alibi_slopes_
+) {
+    const Tensor query = query_.stride(-1) == 1 ? query_ : query_.contiguous();
+    const Tensor cu_seqlens_q = cu_seqlens_q_.contiguous(), seq_lens = seq_lens_.contiguous();
+    const Tensor block_tables = block_tables_.stride(-1) == 1 ? block_tables_ : block_tables_.contiguous();
+    TORCH_CHECK(
+        query.dim() == 3 && key_cache.dim() == 4 && query.size(2) == key_cache.size(3) &&
+            key_cache.sizes() == value_cache.sizes() && query.size(1) % key_cache.size(1) == 0 &&
+            block_tables.dim() == 2 && cu_seqlens_q.numel() == seq_lens.numel() + 1 &&
+            block_tables.size(0) >= seq_lens.numel(),
+        "query [num_tokens, num_heads, head_dim], caches [num_blocks, num_kv_heads, block_size, head_dim], block_tables "
+        "[num_seqs, blocks], cu_seqlens_q [num_seqs + 1] and seq_lens [num_seqs] do not fit together"
+    );
+    const int64_t head_dim = query.size(2);
+    TORCH_CHECK_VALUE(
+        key_cache.stride(3) == 1 && key_cache.stride(2) == head_dim,
+        "on a CPU the cache needs strides ", head_dim, " and 1 within a block; it has ", key_cache.strides()
+    );
+    TORCH_CHECK_VALUE(
+        key_cache.strides() == value_cache.strides(), "key and value cache need equal strides, not ", key_cache.strides(), " and ", value_cache.strides()
+    );
+    TORCH_CHECK(
+        key_cache.scalar_type() == value_cache.scalar_type() && block_tables.scalar_type() == at::kInt &&
+            cu_seqlens_q.scalar_type() == at::kInt && seq_lens.scalar_type() == at::kInt,
+        "block_tables, cu_seqlens_q and seq_lens must be int32, and both caches of one dtype"
+    );
+    TORCH_CHECK(
+        out.sizes() == query.sizes() && out.scalar_type() == query.scalar_type() && out.stride(2) == 1,
+        "out must be of query's shape and dtype, its last stride 1"
+    );
+    TORCH_CHECK_VALUE(!window || *window >= 1, "window must be at least 1, not ", window.value_or(0));
+
+    Problem problem;
+    problem.num_seqs = seq_lens.numel();
+    problem.num_heads = query.size(1);
+    problem.num_kv_heads = key_cache.size(1);
+    problem.num_blocks = key_cache.size(0);
+    problem.block_size = key_cache.size(2);
+    problem.head_dim = head_dim;
+    problem.query_stride_token = query.stride(0);
+    problem.query_stride_head = query.stride(1);
+    problem.out_stride_token = out.stride(0);
+    problem.out_stride_head = out.stride(1);
+    problem.cache_stride_block = key_cache.stride(0);
+    problem.cache_stride_head = key_cache.stride(1);
+    problem.table_stride = block_tables.stride(0);
+    problem.table_length = block_tables.size(1);
+    problem.block_tables = block_tables.const_data_ptr<int32_t>();
+    problem.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int32_t>();
+    problem.seq_lens = seq_lens.const_data_ptr<int32_t>();
+    problem.scale = static_cast<float>(scale);
+    problem.window = window.value_or(0);
+    problem.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
+    Tensor alibi_slopes;
+    if (alibi_slopes_) {
+        alibi_slopes = alibi_slopes_->to(at::kFloat).contiguous();
+        TORCH_CHECK(alibi_slopes.numel() == problem.num_heads, "alibi_slopes must have the shape [num_heads]");
+        problem.alibi_slopes = alibi_slopes.const_data_ptr<float>();
+    }
+    DISPATCH(query.scalar_type(), "paged_attention", [&] {
+        using Query = scalar_t;
+        DISPATCH(key_cache.scalar_type(), "paged_attention", [&] {
+            paged_attention<Query, scalar_t>(
+                problem, out.mutable_data_ptr<Query>(), query.const_data_ptr<Query>(),
+                key_cache.const_data_ptr<scalar_t>(), value_cache.const_data_ptr<scalar_t>()
+            );
+        });
+    });
+}
+
+}  // namespace
+}  // namespace baton
+
+TORCH_LIBRARY(baton_cpu, library) {
+    library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+    library.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+    library.def(
+        "rotate_qk(Tensor qkv, int num_heads, int num_kv_heads, Tensor cos, Tensor sin, Tensor? q_weight, "
+        "Tensor? k_weight, float eps) -> (Tensor, Tensor)"
+    );
+    library.def("silu_and_mul(Tensor gate_up) -> Tensor");
+    library.def(
+        "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()"
+    );
+    library.def(
+        "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
+    );
+}
+
+TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
+    library.impl("rms_norm", baton::rms_norm_op);
+    library.impl("add_rms_norm", baton::add_rms_norm_op);
+    library.impl("rotate_qk", baton::rotate_qk_op);
+    library.impl("silu_and_mul", baton::silu_and_mul_op);
+    library.impl("write_kv", baton::write_kv_op);
+    library.impl("paged_attention", baton::paged_attention_op);
+}

@@ -1,0 +1,169 @@
+// Short vectors of floats, as wide as the processor's registers, and how bfloat16 and float16 become such. Extensions of
+// GCC and Clang only: the same code serves AVX-512 and AVX2.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halfwords __attribute__((vector_size(2 * LANES)));
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+template <typename To, typename From>
+inline To read_as(const From* from) {
+    To to;
+    std::memcpy(&to, from, sizeof(to));
+    return to;
+}
+
+inline Floats splat(float value) { return Floats{} + value; }
+
+inline Floats select(Ints condition, Floats yes, Floats no) {
+    return bits_as<Floats>((bits_as<Ints>(yes) & condition) | (bits_as<Ints>(no) & ~condition));
+}
+
+inline Floats load(const float* from) { return read_as<Floats>(from); }
+
+inline Floats load(const c10::BFloat16* from) {
+    return bits_as<Floats>(__builtin_convertvector(read_as<Halfwords>(from), Words) << 16);
+}
+
+// A float16's exponent is rebased by a multiplication; a subnormal one is made of a float's mantissa and a subtraction.
+inline Floats load(const c10::Half* from) {
+    const Words word = __builtin_convertvector(read_as<Halfwords>(from), Words) << 16;
+    const Words magnitude = word + word;  // without the sign
+    const Floats normal = bits_as<Floats>((magnitude >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+    const Floats subnormal = bits_as<Floats>((magnitude >> 17) | (126u << 23)) - 0.5f;
+    const Floats value = select(bits_as<Ints>(magnitude < (1u << 27)), subnormal, normal);
+    return bits_as<Floats>(bits_as<Words>(value) | (word & 0x80000000u));
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+
+inline void store(c10::BFloat16* to, Floats value) {
+    const Words word = bits_as<Words>(value);
+    const Words rounded = (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    const Words quiet_nan = Words{} + 0x7FC0u;
+    const Ints is_nan = bits_as<Ints>(value != value);
+    const Floats chosen = select(is_nan, bits_as<Floats>(quiet_nan), bits_as<Floats>(rounded));
+    const Halfwords halfwords = __builtin_convertvector(bits_as<Words>(chosen), Halfwords);
+    std::memcpy(static_cast<void*>(to), &halfwords, sizeof(halfwords));
+}
+
+inline void store(c10::Half* to, Floats value) {
+    for (int64_t lane = 0; lane < LANES; ++lane) to[lane] = static_cast<c10::Half>(value[lane]);
+}
+
+// The first `count` elements; the other lanes are zero.
+template <typename T>
+inline Floats load(const T* from, int64_t count) {
+    T padded[LANES] = {};
+    std::copy_n(from, count, padded);
+    return load(padded);
+}
+
+template <typename T>
+inline void store(T* to, Floats value, int64_t count) {
+    T padded[LANES];
+    store(padded, value);
+    std::copy_n(padded, count, to);
+}
+
+// `body(offset, read, write)` for each vector of a row of `length` elements, where read(pointer) and write(pointer, value) leave
+// alone what lies behind the row's end.
+template <typename Body>
+inline void for_each_vector(int64_t length, Body body) {
+    int64_t offset = 0;
+    for (; offset + LANES <= length; offset += LANES) {
+        body(
+            offset, [](const auto* from) { return load(from); }, [](auto* to, Floats value) { store(to, value); });
+    }
+    if (const int64_t rest = length - offset; rest > 0) {
+        body(
+            offset, [rest](const auto* from) { return load(from, rest); },
+            [rest](auto* to, Floats value) { store(to, value, rest); });
+    }
+}
+
+// As the value that was stored in T and read again: operations that follow one another in bfloat16 round after each.
+template <typename T>
+inline Floats rounded_to(Floats value) {
+    if constexpr (std::is_same_v<T, float>) {
+        return value;
+    } else {
+        T stored[LANES];
+        store(stored, value);
+        return load(stored);
+    }
+}
+
+template <int64_t N>
+struct Reduction {
+    typedef float Half __attribute__((vector_size(2 * N)));
+    template <typename Vector>
+    static float sum(Vector v) {
+        Half low, high;
+        std::memcpy(&low, &v, sizeof(low));
+        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
+        return Reduction<N / 2>::sum(low + high);
+    }
+};
+
+template <>
+struct Reduction<2> {
+    template <typename Vector>
+    static float sum(Vector v) { return v[0] + v[1]; }
+};
+
+inline float sum(Floats v) { return Reduction<LANES>::sum(v); }
+
+inline float maximum(Floats v) {
+    float largest = v[0];
+    for (int64_t lane = 1; lane < LANES; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+    return largest;
+}
+
+inline Floats maximum(Floats a, Floats b) { return select(bits_as<Ints>(a > b), a, b); }
+
+// e^x: 0 below -87.3, near the largest float above 88.3; NaN stays.
+inline Floats exp(Floats x) {
+    const Floats low = splat(-87.33f), high = splat(88.37f);
+    const Floats clamped = select(bits_as<Ints>(x < low), low, select(bits_as<Ints>(x > high), high, x));
+    const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats exponent = (clamped * 1.44269504f + shifter) - shifter;
+    const Floats r = (clamped - exponent * 0.693359375f) - exponent * -2.12194440e-4f;
+    Floats p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
+    return select(bits_as<Ints>(x < low), Floats{}, p * bits_as<Floats>(power));
+}
+
+}  // namespace baton

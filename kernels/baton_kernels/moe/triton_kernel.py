@@ -1,0 +1,157 @@
+"""Experts in Triton: chooses between grouped GEMMs and, for a few tokens, GEMVs, and their tiles.
+
+Constants of a launch:
+
+    BLOCK_M     rows per tile; 1: GEMVs, with neither sorting nor padding
+    BLOCK_N     rows of weights per tile; in the first GEMM half of them gate's and half up's
+    BLOCK_K     columns of weights per step
+    GROUP_M     tiles of rows that take turns on one tile of weights
+    SWAP        1: the product is taken transposed, weights on the wide side
+    num_warps, num_stages
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.moe.gemm_triton import run_experts_gemm
+from baton_kernels.moe.gemv_triton import run_experts_gemv
+from baton_kernels.moe.routing_triton import route_top_k_triton
+
+__all__ = ["CANDIDATES", "default_configuration", "route_top_k_triton", "run_experts_triton", "shape_class"]
+
+GEMV_TOKENS = 8
+"""Up to so many tokens are multiplied one by one where nothing was measured."""
+
+
+def _gemv(block_n: int, block_k: int, num_warps: int) -> Configuration:
+    return _gemm(1, block_n, block_k, 1, 0, num_warps, 1)
+
+
+def _gemm(
+    block_m: int, block_n: int, block_k: int, group_m: int, swap: int, num_warps: int, num_stages: int
+) -> Configuration:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": group_m,
+        "SWAP": swap,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+CANDIDATES: list[Configuration] = [
+    *(
+        _gemv(block_n, block_k, num_warps)
+        for block_n, block_k, num_warps in (
+            (1, 1024, 4),
+            (2, 512, 2),
+            (2, 1024, 4),
+            (4, 256, 2),
+            (4, 256, 4),
+            (4, 512, 4),
+            (4, 1024, 8),
+            (8, 256, 4),
+            (8, 512, 8),
+            (16, 256, 8),
+        )
+    ),
+    *(
+        _gemm(block_m, block_n, block_k, 4, 1, 4, num_stages)
+        for block_m in (16, 32)
+        for block_n, block_k, num_stages in (
+            (128, 64, 4),
+            (128, 64, 6),
+            (128, 128, 3),
+            (128, 128, 4),
+            (128, 256, 2),
+            (256, 64, 4),
+            (256, 128, 2),
+        )
+    ),
+    *(_gemm(16, block_n, 128, 4, 0, 4, num_stages) for block_n, num_stages in ((64, 4), (128, 3), (128, 4))),
+    *(
+        _gemm(64, block_n, block_k, group_m, swap, num_warps, num_stages)
+        for block_n, block_k, swap, num_warps, num_stages in (
+            (128, 64, 0, 4, 4),
+            (128, 64, 1, 4, 4),
+            (128, 128, 0, 4, 3),
+            (256, 64, 0, 4, 3),
+            (256, 64, 0, 8, 3),
+        )
+        for group_m in (4, 8)
+    ),
+    *(
+        _gemm(128, block_n, 64, group_m, 0, 8, num_stages)
+        for block_n, num_stages in ((128, 4), (256, 3), (256, 4))
+        for group_m in (8, 16)
+    ),
+]
+"""What tune.py measures, for 16-bit weights. Those that need more shared memory than a device has fail to launch there."""
+
+
+def default_configuration(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype) -> Configuration:
+    """What serves where nothing was measured: tiles about as high as an expert has rows on average."""
+    halves = dtype.itemsize // 2  # float32 takes twice the room
+    rows_per_expert = num_tokens * top_k / num_experts
+    if num_tokens <= GEMV_TOKENS:
+        return _gemv(4, 512 // halves, 4)
+    if rows_per_expert <= 8:
+        return _gemm(16, 128, 128 // halves, 4, 1, 4, 3)
+    if rows_per_expert <= 24:
+        return _gemm(32, 128, 128 // halves, 4, 1, 4, 3)
+    if rows_per_expert <= 96:
+        return _gemm(64, 128, 64 // halves, 8, 0, 4, 4)
+    return _gemm(128, 256, 64 // halves, 8, 0, 8, 3)
+
+
+def shape_class(
+    num_tokens: int, num_experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype
+) -> str:
+    """Tokens count up to the next power of two, and those beyond 8192 as 8192."""
+    tokens = min(8192, triton.next_power_of_2(num_tokens))
+    model = f"experts={num_experts}/top_k={top_k}/hidden={hidden}/intermediate={intermediate}"
+    return f"{model}/{str(dtype).removeprefix('torch.')}/tokens={tokens}"
+
+
+def run_experts_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    config: Configuration | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as `baton_kernels.moe.run_experts`; `out` is written if given.
+
+    Raises:
+        ValueError: the experts' weights are not contiguous, or their shapes do not belong together.
+    """
+    num_tokens, top_k = expert_ids.shape
+    num_experts, hidden, intermediate = down.shape
+    if gate_up.shape != (num_experts, 2 * intermediate, hidden) or x.shape != (num_tokens, hidden):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gate_up, down, expert_ids))
+        raise ValueError(f"x, gate_up, down and expert ids do not belong together: {shapes}")
+    if not gate_up.is_contiguous() or not down.is_contiguous():
+        raise ValueError("the experts' stacked weights must be contiguous")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    if config is None:
+        config = configuration(
+            "moe",
+            shape_class(num_tokens, num_experts, top_k, hidden, intermediate, x.dtype),
+            x.device,
+            default_configuration(num_tokens, num_experts, top_k, x.dtype),
+        )
+    run = run_experts_gemv if config["BLOCK_M"] == 1 else run_experts_gemm
+    run(out, x.contiguous(), gate_up, down, weights.contiguous(), expert_ids.contiguous(), config)
+    return out

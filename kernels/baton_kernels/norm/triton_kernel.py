@@ -1,0 +1,123 @@
+"""RMSNorm in Triton: one program per few rows, statistics in float32; the sum with the residual on the way, if there is one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.configurations import Configuration, configuration
+
+MAX_TILE = 8192
+"""Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers."""
+
+CANDIDATES: list[Configuration] = [
+    {"elements": elements, "num_warps": num_warps} for elements in (1024, 2048, 4096) for num_warps in (2, 4, 8, 16)
+]
+"""elements: of short rows, as many rows per program as have this many."""
+
+
+def shape_class(num_rows: int, dim: int) -> str:
+    """What a launch is tuned for: few rows need many warps each, many rows fill the GPU anyway."""
+    return f"{'few' if num_rows <= 256 else 'many'}/dim={triton.next_power_of_2(dim)}"
+
+
+@triton.jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+    out_ptr,  # [num_rows, dim]
+    total_ptr,  # [num_rows, dim]: residual + x
+    x_ptr,  # [num_rows, dim]
+    residual_ptr,  # [num_rows, dim]
+    weight_ptr,  # [dim]
+    eps,
+    num_rows,
+    dim,
+    stride_x_row,
+    stride_residual_row,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # dim <= TILE
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    mask = (row < num_rows) & (column < dim)
+    x = tl.load(x_ptr + row * stride_x_row + column, mask=mask, other=0.0)  # [ROWS, TILE]
+    if ADD:
+        x += tl.load(residual_ptr + row * stride_residual_row + column, mask=mask, other=0.0)
+        tl.store(total_ptr + row * dim + column, x, mask=mask)
+    squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+    if not ONE_TILE:
+        for start in range(TILE, dim, TILE):
+            mask = (row < num_rows) & (start + column < dim)
+            more = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
+            if ADD:
+                more += tl.load(residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0)
+                tl.store(total_ptr + row * dim + start + column, more, mask=mask)
+            squares += tl.sum(more.to(tl.float32) * more.to(tl.float32), axis=1)
+    factor = tl.rsqrt(squares / dim + eps)[:, None]
+
+    # Rounded before the weight is applied, as the reference and Hugging Face do.
+    if ONE_TILE:
+        weight = tl.load(weight_ptr + column, mask=column < dim, other=0.0)
+        normed = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * dim + column, normed * weight, mask=mask)
+    else:
+        for start in range(0, dim, TILE):
+            mask = (row < num_rows) & (start + column < dim)
+            weight = tl.load(weight_ptr + start + column, mask=start + column < dim, other=0.0)
+            x = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
+            if ADD:  # the sum again, since what another thread stored may not be seen yet
+                x += tl.load(residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0)
+            normed = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * dim + start + column, normed * weight, mask=mask)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: Configuration | None = None) -> Tensor:
+    """Arguments and result as `baton_kernels.norm.rms_norm`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _launch(rows, None, weight, eps, config)[0].view(x.shape)
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
+) -> tuple[Tensor, Tensor]:
+    """Arguments and result as `baton_kernels.norm.add_rms_norm`."""
+    return _launch(x, residual, weight, eps, config)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Configuration | None
+) -> tuple[Tensor, Tensor]:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    num_rows, dim = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x if residual is None else torch.empty_like(out)
+    if num_rows == 0:
+        return out, total
+    tile = min(triton.next_power_of_2(dim), MAX_TILE)
+    if config is None:
+        default = {"elements": 2048, "num_warps": min(max(tile // 512, 4), 16)}
+        config = configuration("norm", shape_class(num_rows, dim), x.device, default)
+    rows = max(config["elements"] // tile, 1) if num_rows > 256 else 1
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        out,
+        total,
+        x,
+        x if residual is None else residual,
+        weight,
+        eps,
+        num_rows,
+        dim,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        ROWS=rows,
+        TILE=tile,
+        ADD=residual is not None,
+        ONE_TILE=dim <= tile,
+        num_warps=config["num_warps"],
+    )
+    return out, total

@@ -1,0 +1,127 @@
+"""Rotary embedding in Triton: one program per (token, few heads), query and key heads alike, with the norm of the heads before it.
+
+Reads queries and keys where the projection left them and writes both results: one launch, no copy of qkv.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.configurations import Configuration, configuration
+
+CANDIDATES: list[Configuration] = [
+    {"heads": heads, "num_warps": num_warps} for heads in (2, 4, 8, 16) for num_warps in (1, 2, 4)
+]
+"""heads: per program."""
+
+
+def shape_class(num_tokens: int, head_dim: int) -> str:
+    """What a launch is tuned for."""
+    return f"{'few' if num_tokens <= 256 else 'many'}/head_dim={head_dim}"
+
+
+@triton.jit
+def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+    q_ptr,  # [num_tokens, num_heads, head_dim]
+    k_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    cos_ptr,  # [num_tokens, head_dim / 2]
+    sin_ptr,  # [num_tokens, head_dim / 2]
+    q_weight_ptr,  # [head_dim]
+    k_weight_ptr,  # [head_dim]
+    eps,
+    stride_qkv_token,
+    stride_cos_token,
+    stride_sin_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, HALF_PADDED)[None, :]
+    is_q = head < NUM_HEADS
+    mask = (head < NUM_HEADS + NUM_KV_HEADS) & (dim < HALF)
+    source = qkv_ptr + token * stride_qkv_token + head * (2 * HALF) + dim
+    first = tl.load(source, mask=mask, other=0.0)  # [HEADS, HALF_PADDED]
+    second = tl.load(source + HALF, mask=mask, other=0.0)
+    if NORM:
+        dtype = first.dtype
+        first_wide, second_wide = first.to(tl.float32), second.to(tl.float32)
+        squares = tl.sum(first_wide * first_wide + second_wide * second_wide, axis=1)
+        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        q_mask, k_mask = mask & is_q, mask & (head >= NUM_HEADS)
+        first_weight = tl.load(q_weight_ptr + dim + 0 * head, mask=q_mask, other=0.0)
+        first_weight += tl.load(k_weight_ptr + dim + 0 * head, mask=k_mask, other=0.0)
+        second_weight = tl.load(q_weight_ptr + HALF + dim + 0 * head, mask=q_mask, other=0.0)
+        second_weight += tl.load(k_weight_ptr + HALF + dim + 0 * head, mask=k_mask, other=0.0)
+        first = (first_wide * factor).to(dtype) * first_weight
+        second = (second_wide * factor).to(dtype) * second_weight
+    cos = tl.load(cos_ptr + token * stride_cos_token + dim, mask=dim < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * stride_sin_token + dim, mask=dim < HALF, other=0.0)
+    turned_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(q_ptr.dtype.element_ty)
+    turned_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(q_ptr.dtype.element_ty)
+
+    to_q = q_ptr + (token * NUM_HEADS + head) * (2 * HALF) + dim
+    tl.store(to_q, turned_first, mask=mask & is_q)
+    tl.store(to_q + HALF, turned_second, mask=mask & is_q)
+    to_k = k_ptr + (token * NUM_KV_HEADS + head - NUM_HEADS) * (2 * HALF) + dim
+    tl.store(to_k, turned_first, mask=mask & (head >= NUM_HEADS))
+    tl.store(to_k + HALF, turned_second, mask=mask & (head >= NUM_HEADS))
+
+
+def rotate_qk_triton(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    config: Configuration | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and result as `baton_kernels.rope.rotate_qk`.
+
+    Raises:
+        ValueError: if strides are not what the kernel addresses.
+    """
+    if qkv.stride(-1) != 1 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        raise ValueError("the last dimension of qkv, cos and sin needs stride 1")
+    num_tokens = qkv.shape[0]
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return q, k
+    if config is None:
+        default = {"heads": 4 if num_tokens <= 256 else 8, "num_warps": 2}
+        config = configuration("rope", shape_class(num_tokens, head_dim), qkv.device, default)
+    norm = q_weight is not None and k_weight is not None
+    _rotate_qk_kernel[(num_tokens, triton.cdiv(num_heads + num_kv_heads, config["heads"]))](
+        q,
+        k,
+        qkv,
+        cos,
+        sin,
+        q_weight if norm else qkv,
+        k_weight if norm else qkv,
+        eps,
+        qkv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        HEADS=config["heads"],
+        NORM=norm,
+        num_warps=config["num_warps"],
+    )
+    return q, k

@@ -1,0 +1,106 @@
+"""The engine on a GPU gives the tokens of the engine on a CPU: layer by layer, as graphs, compiled, and both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_engine import LLM, SamplingParams
+from baton_engine.checkpoint import create_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB_SIZE = 512
+NUM_TOKENS = 24
+PROMPTS = [
+    [3 + (7 * i + 3 * j) % (VOCAB_SIZE - 3) for j in range(n)]
+    for i, n in enumerate((1, 2, 15, 16, 17, 33, 70, 90, 5, 48))
+]
+TIE = 1e-3
+"""Log-probabilities this close are summed in another order, and either token may win."""
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "decode-graphs": {"compilation_mode": "none", "cudagraph_mode": "full_decode_only"},
+    "full-graphs": {"compilation_mode": "none", "cudagraph_mode": "full"},
+    "piecewise-graphs": {"compilation_mode": "eager", "cudagraph_mode": "piecewise"},
+    "compiled": {"compilation_mode": "inductor", "cudagraph_mode": "none", "compile_sizes": [1, 8]},
+    "compiled-graphs": {"compilation_mode": "inductor", "cudagraph_mode": "full_and_piecewise"},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _exact_products() -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / request.param
+    return create_checkpoint(path, request.param, num_layers=3, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("compile-cache"))
+
+
+def generate(checkpoint: Path, nap: bool = False, **options: Any) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
+    """(token ids, log-probabilities of the best two at each place) of each prompt, in chunks and with preemption."""
+    llm = LLM(
+        str(checkpoint), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, num_blocks=24, max_model_len=160, **options
+    )  # fmt: skip
+    try:
+        if nap:
+            llm.generate(PROMPTS[:3], SamplingParams(max_tokens=2), use_tqdm=False)
+            llm.sleep(1)
+            llm.wake_up()
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+        results = [result.outputs[0] for result in llm.generate(PROMPTS, params, use_tqdm=False)]
+        metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+        assert metrics["baton:num_preemptions_total"] > 0, "nothing was preempted"
+    finally:
+        llm.close()
+    return [list(result.token_ids) for result in results], [list(result.logprobs) for result in results]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(checkpoint: Path) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
+    return generate(checkpoint, device="cpu")
+
+
+def assert_same(actual: list[list[int]], on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]) -> None:
+    """A sequence may leave the CPU's only where its two best tokens were a tie; after that it is another sequence."""
+    for prompt, (tokens, expected, logprobs) in enumerate(zip(actual, *on_cpu, strict=True)):
+        for place, (token, best) in enumerate(zip(tokens, expected, strict=True)):
+            if token != best:
+                values = sorted((entry.logprob for entry in logprobs[place].values()), reverse=True)
+                where = f"prompt {prompt}, token {place}: {token} instead of {best}"
+                assert token in logprobs[place], where
+                assert values[0] - values[1] < TIE, where
+                break
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_tokens_of_the_cpu(
+    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]], cache_dir: str, mode: str
+) -> None:
+    options = MODES[mode]
+    tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
+    assert_same(tokens, on_cpu)
+
+
+def test_graphs_are_right_after_a_nap(
+    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]
+) -> None:
+    """Weights and KV may lie elsewhere then."""
+    options = {"compilation_mode": "none", "cudagraph_mode": "full"}
+    assert_same(generate(checkpoint, nap=True, device="cuda", **options)[0], on_cpu)

@@ -1,0 +1,49 @@
+"""Stands in for CUDA graphs on a CPU: replays by running what was recorded again, on the tensors it was recorded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+class RecordedRuns:
+    """As with a graph, what is recorded reads where its inputs lay then, its results always lie at the same place, and nothing
+    but a replay puts anything there: after a capture they are NaN."""
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+        self._in_session = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self._in_session = True
+        yield
+        self._in_session = False
+
+    def start_over(self) -> None:
+        pass
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
+        assert self._in_session
+        self.num_captures += 1
+        result = pytree.tree_map_only(Tensor, torch.clone, run())
+
+        def replay() -> T:
+            self.num_replays += 1
+            for place, tensor in zip(pytree.tree_leaves(result), pytree.tree_leaves(run()), strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(tensor)
+            return result
+
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        return result, replay

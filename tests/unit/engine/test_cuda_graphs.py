@@ -1,0 +1,115 @@
+"""Steps through captured graphs give the tokens that eager ones give. The graphs are a double's; all else is the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_double import RecordedRuns
+
+from baton_engine import LLM, SamplingParams
+from baton_engine.checkpoint import create_checkpoint
+
+PROMPTS = [[3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))]
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(tmp_path_factory.mktemp("graphs") / request.param, request.param, **SMALL)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> RecordedRuns:
+    runs = RecordedRuns()
+    monkeypatch.setattr("baton_engine.worker.model_runner.graph_backend", lambda device: runs)
+    return runs
+
+
+def generate(checkpoint: Path, between: Callable[[LLM], None] | None = None, **options: Any) -> list[list[int]]:
+    """Twice the same prompts' tokens, joined; `between` comes in between."""
+    llm = LLM(
+        str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_batched_tokens=12, max_num_seqs=4,
+        num_blocks=12, block_size=4, max_model_len=44, enable_prefix_caching=False, **options,
+    )  # fmt: skip
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+        first = llm.generate(PROMPTS, params, use_tqdm=False)
+        if between is not None:
+            between(llm)
+        again = llm.generate(PROMPTS, params, use_tqdm=False)
+    finally:
+        llm.close()
+    return [list(output.outputs[0].token_ids) for output in (*first, *again)]
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Path) -> list[list[int]]:
+    return generate(checkpoint, enforce_eager=True)
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise"])
+def test_chunks_decodes_and_preemption_give_the_tokens_of_eager_steps(
+    checkpoint: Path, eager: list[list[int]], double: RecordedRuns, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")  # checks that arguments stay where they were
+    assert generate(checkpoint, compilation_mode="eager", cudagraph_mode=mode, capture_sizes=[1, 3, 8, 12]) == eager
+    assert double.num_replays > 20
+
+
+def test_graphs_are_captured_again_after_sleep(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+    captured = []
+
+    def nap(llm: LLM) -> None:
+        for level in (1, 2):
+            captured.append(double.num_captures)
+            llm.sleep(level)
+            llm.wake_up()
+        captured.append(double.num_captures)
+
+    options = {"compilation_mode": "eager", "cudagraph_mode": "full_and_piecewise", "capture_sizes": [2, 4, 12]}
+    assert generate(checkpoint, nap, **options) == eager
+    assert captured == [captured[0] * n for n in (1, 2, 3)]
+
+
+def test_steps_larger_than_every_graph_run_without(
+    checkpoint: Path, eager: list[list[int]], double: RecordedRuns
+) -> None:
+    assert generate(checkpoint, compilation_mode="none", cudagraph_mode="full", capture_sizes=[2]) == eager
+    assert double.num_captures == 2  # two tokens of two sequences, and of one or two with chunks
+
+
+def test_one_flag_switches_everything_off(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+    options = {"compilation_mode": "inductor", "cudagraph_mode": "full"}
+    assert generate(checkpoint, enforce_eager=True, **options) == eager
+    assert double.num_captures == 0
+
+
+def test_a_capture_that_fails_is_done_without_unless_it_was_asked_for(
+    checkpoint: Path,
+    eager: list[list[int]],
+    double: RecordedRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(run: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(double, "capture", fail)
+    assert generate(checkpoint, compilation_mode="none") == eager
+    assert "steps run without CUDA graphs" in caplog.text
+    with pytest.raises(Exception, match="not permitted when stream is capturing"):
+        generate(checkpoint, compilation_mode="none", cudagraph_mode="full_decode_only")
+
+
+def test_without_a_gpu_graphs_are_refused_with_a_log_line(
+    checkpoint: Path, eager: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert generate(checkpoint, cudagraph_mode="full") == eager
+    assert "there is no GPU: steps run without graphs" in caplog.text

@@ -1,0 +1,82 @@
+"""Which graph serves a step: the smallest that fits, of the kind the mode allows, and only one that was captured."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton_engine.compilation.dispatch import BatchDescriptor, CudagraphMode, Dispatcher, GraphKind, default_sizes
+
+MODES = st.sampled_from(CudagraphMode)
+SIZES = st.lists(st.integers(1, 40), max_size=6)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Dispatcher, int, int]:
+    """(dispatcher, tokens, sequences) of a step that the dispatcher's engine may run."""
+    max_num_seqs = draw(st.integers(1, 20))
+    num_seqs = draw(st.integers(1, max_num_seqs))
+    num_tokens = draw(st.one_of(st.just(num_seqs), st.integers(num_seqs, 50)))
+    return Dispatcher(draw(MODES), draw(SIZES), max_num_seqs), num_tokens, num_seqs
+
+
+@given(steps())
+def test_a_step_fits_into_its_graph_and_that_was_captured(step: tuple[Dispatcher, int, int]) -> None:
+    dispatcher, num_tokens, num_seqs = step
+    answer = dispatcher.dispatch(num_tokens, num_seqs)
+    assert (answer.descriptor is None) == (answer.kind is GraphKind.NONE)
+    if answer.descriptor is None:
+        return
+    assert answer in dispatcher.graphs()
+    assert answer.descriptor.num_tokens >= num_tokens
+    assert (answer.descriptor.num_seqs is None) == (answer.kind is GraphKind.PIECEWISE)
+    if answer.descriptor.num_seqs is not None:
+        assert num_seqs <= answer.descriptor.num_seqs <= dispatcher.max_padded_seqs
+    if answer.descriptor.uniform_decode:
+        assert num_tokens == num_seqs, "attention would take a chunk for a decode"
+
+
+@given(steps())
+def test_no_smaller_size_would_do_and_only_too_large_steps_have_none(step: tuple[Dispatcher, int, int]) -> None:
+    dispatcher, num_tokens, num_seqs = step
+    uniform = num_tokens == num_seqs
+    kind = dispatcher.mode.decode if uniform else dispatcher.mode.mixed
+    answer = dispatcher.dispatch(num_tokens, num_seqs)
+    fitting = [size for size in dispatcher.sizes if size >= num_tokens]
+    if kind is GraphKind.NONE or not fitting:
+        assert answer.descriptor is None
+    else:
+        assert answer.kind is kind
+        assert answer.descriptor is not None
+        assert answer.descriptor.num_tokens == min(fitting)
+
+
+@given(MODES, SIZES, st.integers(1, 20))
+def test_graphs_are_captured_from_the_largest_and_each_once(
+    mode: CudagraphMode, sizes: list[int], max_num_seqs: int
+) -> None:
+    graphs = Dispatcher(mode, sizes, max_num_seqs).graphs()
+    numbers = [graph.descriptor.num_tokens for graph in graphs if graph.descriptor is not None]
+    assert len(numbers) == len(graphs) == len(set(graphs))
+    assert numbers == sorted(numbers, reverse=True)
+
+
+def test_decode_graphs_end_where_all_sequences_fit() -> None:
+    dispatcher = Dispatcher(CudagraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_seqs=6)
+    descriptors = [graph.descriptor for graph in dispatcher.graphs()]
+    assert descriptors == [BatchDescriptor(size, size, True) for size in (8, 4, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "budget"), [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)]
+)
+def test_default_sizes_hold_every_decode_step_of_at_most_512(num_seqs: int, budget: int) -> None:
+    sizes = default_sizes(num_seqs, budget)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert min(num_seqs, budget, 512) <= sizes[-1] <= min(budget, 512)
+    for size, following in itertools.pairwise(sizes):
+        assert following - size <= max(8, size // 8) or following <= 8, "much of a step would be padding"
