@@ -90,6 +90,29 @@ def write(
     return path
 
 
+def replace(subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = "") -> Path:
+    """Puts what some parts measured anew in the place of their old figures; arguments as of `write`.
+
+    Every part holds its peers in its own run, so parts of one subject need not be of one hour.
+
+    Raises:
+        FileNotFoundError: there is no result of the subject on this machine yet.
+    """
+    path = RESULTS / machine() / f"{subject}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: measure all parts first")
+    old = json.loads(path.read_text())
+    parts, names = {row["part"] for row in figures}, {goal.name for goal in goals}
+    kept = [Goal(**{key: value for key, value in goal.items() if key != "met"}) for goal in old["goals"]]
+    return write(
+        subject,
+        [row for row in old["figures"] if row["part"] not in parts] + figures,
+        [goal for goal in kept if goal.name not in names] + goals,
+        remarks=remarks,
+        **old["circumstances"],
+    )
+
+
 def render() -> None:
     """Writes docs/benchmarks.md from all results."""
     lines = [

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What `make gpu` does on a machine with a GPU, python3 (3.12), torch 2.11, triton 3.6 and no network: kernel tests natively, parity
-# of the engine on the GPU, then the benchmarks, which write benchmarks/results/<gpu>/kernels.json. About 8 minutes on an H200.
+# of the engine on the GPU, then the benchmarks, which write benchmarks/results/<gpu>/kernels.json.
 # Without a GPU the kernel tests run in Triton's interpreter, and the benchmarks at tiny sizes on the CPU, which writes nothing.
 #
 #   hack/gpu.sh [PYTHON]
 #   PARTS="tests engine bench"      what to run, in this order; also: tune (launch configurations, for up to TUNE_MINUTES)
+#   BENCH_MINUTES=9                 parts of the benchmarks that are not done by then are left out, the others' figures written
 #   TEST_ARGS, BENCH_ARGS           further arguments of pytest and of benchmarks/kernels/bench.py
 #
 # Packages that this python3 lacks come from .gpu-wheels (`make gpu-wheels`, on a machine with a network) and go into .gpu-site, which
@@ -33,8 +34,10 @@ done < <(sed 's/#.*//' hack/gpu-wheels.txt | awk 'NF')
 if [ "${#missing[@]}" -gt 0 ]; then
     if [ -d .gpu-wheels ]; then
         say "installing into .gpu-site: ${missing[*]}"
-        "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --find-links .gpu-wheels \
-            --target .gpu-site --upgrade "${missing[@]}" || exit 1
+        for distribution in "${missing[@]}"; do # one by one: a wheel that is not there keeps no other from being installed
+            "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --find-links .gpu-wheels \
+                --target .gpu-site --upgrade "$distribution" || say "no wheel of $distribution; what needs it will fail"
+        done
     else
         say "missing: ${missing[*]}; and there is no .gpu-wheels: run 'make gpu-wheels' where there is a network, and bring the folder"
     fi
@@ -76,7 +79,8 @@ for part in $parts; do
         elif has msgspec && has zmq && has pytest; then
             timed "engine on the GPU" run_pytest "${files[@]}" -m gpu
         else
-            say "engine tests need msgspec, pyzmq and pytest: skipped"
+            say "engine tests need msgspec, pyzmq and pytest"
+            failed+=("engine on the GPU")
         fi
         ;;
     tune)
@@ -86,7 +90,7 @@ for part in $parts; do
         quick=""
         [ -n "$gpu" ] || quick="--quick"
         # shellcheck disable=SC2086
-        timed "benchmarks" "$python" benchmarks/kernels/bench.py $quick ${BENCH_ARGS:-}
+        timed "benchmarks" "$python" benchmarks/kernels/bench.py $quick --minutes "${BENCH_MINUTES:-9}" ${BENCH_ARGS:-}
         ;;
     *)
         say "no part is called $part; there are: tests, engine, tune, bench"
@@ -98,4 +102,5 @@ if [ "${#failed[@]}" -gt 0 ]; then
     say "failed: ${failed[*]}"
     exit 1
 fi
-say "all done in $SECONDS s"
+say "all done in $SECONDS s${gpu:+ on $gpu}"
+[ -n "$gpu" ] || say "there is no GPU: what needs one was skipped"

@@ -43,7 +43,9 @@ def main() -> int:
     parser.add_argument("--part", choices=known, action="append", help="only this; may be repeated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="parts that are not done by then are left out")
     args = parser.parse_args()
+    deadline = time.perf_counter() + 60 * args.minutes
     setting = Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, args.repeats)
     parts = GPU_PARTS if setting.is_gpu else CPU_PARTS
     if args.quick and not setting.is_gpu:
@@ -55,7 +57,12 @@ def main() -> int:
     for name in args.part or parts:
         print(f"\n{name}", flush=True)
         start = time.perf_counter()
-        outcome = _apart(name, setting) if setting.is_gpu else run_part(name, setting)
+        if start > deadline:
+            outcome = Outcome(failure=f"{name} was not run, for the time was up.")
+        elif setting.is_gpu:
+            outcome = _apart(name, setting, min(PATIENCE_S, deadline - start))
+        else:
+            outcome = run_part(name, setting)
         report.print_table(outcome.rows)
         if outcome.failure:
             print(f"  {outcome.failure}")
@@ -71,15 +78,16 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _apart(name: str, setting: Setting) -> Outcome:
-    """In a process of its own."""
-    process = Remote(Parts)
+def _apart(name: str, setting: Setting, patience_s: float) -> Outcome:
+    """In a process of its own. However that ends, the other parts are measured."""
     try:
-        outcome: Outcome = process.call("run", name, setting, timeout_s=PATIENCE_S)
-    except (EOFError, TimeoutError) as error:
+        process = Remote(Parts)
+        try:
+            outcome: Outcome = process.call("run", name, setting, timeout_s=patience_s)
+        finally:
+            process.close()
+    except (EOFError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
         return Outcome(failure=f"{name} failed: {type(error).__name__}: {error}.")
-    finally:
-        process.close()
     return outcome
 
 

@@ -88,7 +88,8 @@ def choose(
         candidates = [
             one for one in subject.candidates(*key) if set(one) <= set(default) and {**default, **one} != default
         ]
-        _compile(subject, [{**best, key: {**default, **one}} for one in candidates], num_threads)
+        trials = [{**best, key: {**default, **one}} for one in candidates]
+        _compile(subject, trials, num_threads, lambda: now() > deadline)
         default_seconds = _with(best, subject.seconds)
         choice = Choice(*key, None, default_seconds, default_seconds, 0, [], 0)
         for candidate in candidates:
@@ -122,10 +123,14 @@ def _answer_with(answers: Mapping[Key, Configuration]) -> Answer:
     return lambda operation, shape_class, default: answers.get((operation, shape_class), default)
 
 
-def _compile(subject: Subject, trials: Sequence[Mapping[Key, Configuration]], num_threads: int) -> None:
+def _compile(
+    subject: Subject, trials: Sequence[Mapping[Key, Configuration]], num_threads: int, is_late: Callable[[], bool]
+) -> None:
     """Fills Triton's cache. What fails here fails again, and is counted, when it is tried."""
 
     def attempt(trial: Mapping[Key, Configuration]) -> None:
+        if is_late():
+            return
         try:
             _with(trial, subject.call)
         except Exception:

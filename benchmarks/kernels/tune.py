@@ -42,13 +42,14 @@ def main() -> int:
         return 1
     begin = time.monotonic()
     wrong = 0
+    failures: list[str] = []
     operations = args.only or list(subjects.OPERATIONS)
     file = table_file(device_key(setting.device))
     for number, operation in enumerate(operations):
         # Each operation gets its share of what time is left.
         share = (60 * args.minutes - (time.monotonic() - begin)) / (len(operations) - number)
         measured: Table = {}
-        for choice in _tune(operation, setting, share):
+        for choice in _tune(operation, setting, share, failures):
             wrong += len(choice.wrong)
             _tell(choice)
             if choice.config is not None:
@@ -59,11 +60,11 @@ def main() -> int:
             torch.cuda.empty_cache()
     if setting.is_gpu:
         print(f"tune: {file.name} written, {time.monotonic() - begin:.0f} s")
-    return 1 if wrong else 0
+    return 1 if wrong or failures else 0
 
 
-def _tune(operation: str, setting: Setting, share_s: float) -> Iterator[Choice]:
-    """Choices of one operation; a subject that cannot be tuned is named and left out."""
+def _tune(operation: str, setting: Setting, share_s: float, failures: list[str]) -> Iterator[Choice]:
+    """Choices of one operation; a subject that cannot be tuned is left out: named, and added to the failures."""
     work = subjects.OPERATIONS[operation](setting)
     begin = time.monotonic()
     for number, make in enumerate(work):
@@ -75,9 +76,8 @@ def _tune(operation: str, setting: Setting, share_s: float) -> Iterator[Choice]:
             with torch.no_grad():
                 yield from choose(subject, deadline, num_threads=NUM_COMPILING if setting.is_gpu else 0)
         except Exception as error:
-            print(
-                f"  {operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True
-            )
+            failures.append(f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            print(f"  {failures[-1]}", flush=True)
 
 
 def _with_two_candidates(subject: Subject) -> Subject:

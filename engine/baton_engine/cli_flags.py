@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,10 @@ class Flag(NamedTuple):
 
 def sizes(text: str) -> list[int]:
     """Numbers with commas between them."""
-    return [int(part) for part in text.split(",") if part.strip()]
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers with commas between them, like 1,2,4,8, got {text!r}") from None
 
 
 FLAGS = [

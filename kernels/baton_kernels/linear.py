@@ -4,8 +4,8 @@ torch's own `linear` hands float32 to MKL, which reads a row-major weight again 
 of other makers. A packed weight is reordered once, after loading. The engine's benchmark prints the rates of both.
 
 An int8 weight takes a quarter of the memory of a float32 one, half of a bfloat16 one: w[o, i] ~ values[o, i] * scales[o].
-Its products sum in float32 what x is in bfloat16, whatever the dtype of x, and are rounded to bfloat16: that changes them less
-than rounding w does.
+Sums are taken in float32. With few rows, or where the processor multiplies in bfloat16, x and the product are rounded to bfloat16,
+whatever the dtype of x: that changes the product less than rounding w does.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class Int8Weight(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        largest = weight.abs().amax(dim=1).float()
-        # Rounded before they are used: what int8 values are taken of is what they are multiplied by again.
-        scales = torch.where(largest > 0, largest / 127, 1.0).bfloat16()
+        scales = weight.new_empty(len(weight), dtype=torch.bfloat16)
         values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         for rows in _tiles(*weight.shape):
-            exact = weight[rows].float() / scales[rows, None].float()
-            values[rows] = exact.round_().clamp_(-127, 127)
+            exact = weight[rows].float()
+            largest = exact.abs().amax(dim=1)
+            scales[rows] = torch.where(largest == 0, 1.0, largest / 127)  # NaN stays NaN
+            # By the rounded scales: what int8 values are taken of is what they are multiplied by again.
+            values[rows] = (exact / scales[rows, None].float()).round_().clamp_(-127, 127)
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
 
@@ -101,9 +102,10 @@ def _int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None)
         y = torch.ops.aten._weight_int8pack_mm(rows.bfloat16().contiguous(), values, scales).to(x.dtype)
         y = y if bias is None else y + bias
     else:
-        y, scales = _by_tiles(rows.to(_tile_dtype()), values).to(x.dtype), scales.to(x.dtype)
-        y = y * scales if bias is None else torch.addcmul(bias, y, scales)
-    return y.unflatten(0, x.shape[:-1])
+        wide = torch.promote_types(x.dtype, torch.bfloat16)  # float16 may not hold sums before they are scaled
+        y, scales = _by_tiles(rows.to(_tile_dtype()), values).to(wide), scales.to(wide)
+        y = (y * scales if bias is None else torch.addcmul(bias.to(wide), y, scales)).to(x.dtype)
+    return y.view(*x.shape[:-1], len(values))
 
 
 @torch.library.custom_op("baton::int8_linear", mutates_args=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
     "piecewise-graphs": {"compilation_mode": "eager", "cudagraph_mode": "piecewise"},
     "compiled": {"compilation_mode": "inductor", "cudagraph_mode": "none", "compile_sizes": [1, 8]},
     "compiled-graphs": {"compilation_mode": "inductor", "cudagraph_mode": "full_and_piecewise"},
+    "compiled-graphs-ahead": {
+        "compilation_mode": "inductor",
+        "cudagraph_mode": "full_and_piecewise",
+        "async_scheduling": True,
+    },
 }
 
 
@@ -91,16 +97,22 @@ def assert_same(actual: list[list[int]], on_cpu: tuple[list[list[int]], list[lis
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_tokens_of_the_cpu(
-    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]], cache_dir: str, mode: str
+    checkpoint: Path,
+    on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]],
+    cache_dir: str,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
 ) -> None:
+    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")  # checks that arguments stay where they were
     options = MODES[mode]
     tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
     assert_same(tokens, on_cpu)
 
 
+@pytest.mark.parametrize("mode", ["full-graphs", "compiled-graphs"])
 def test_graphs_are_right_after_a_nap(
-    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]
+    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]], cache_dir: str, mode: str
 ) -> None:
     """Weights and KV may lie elsewhere then."""
-    options = {"compilation_mode": "none", "cudagraph_mode": "full"}
-    assert_same(generate(checkpoint, nap=True, device="cuda", **options)[0], on_cpu)
+    tokens, _ = generate(checkpoint, nap=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode])
+    assert_same(tokens, on_cpu)

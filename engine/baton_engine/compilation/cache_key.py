@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def environment_key(source_files: Iterable[str], config: Sequence[object], devic
     for path in sorted({*source_files, *map(str, Path(__file__).parent.glob("*.py"))}):
         digest.update(path.encode() + b"\0" + _content(path))
     versions = {name: _version(name) for name in ("torch", "triton", "baton")}
-    for part in (versions, torch.version.cuda, platform.python_version(), _describe(device), *config):
+    for part in (versions, torch.version.cuda, platform.python_version(), _describe(device), _settings(), *config):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()
 
@@ -90,4 +91,18 @@ def _version(package: str) -> str | None:
 def _describe(device: torch.device) -> object:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    return device.type, platform.machine(), torch.backends.cpu.get_cpu_capability()
+    # Code for a CPU is built for its instructions and a number of threads.
+    instructions = sorted(name for name, present in torch.cpu.get_capabilities().items() if present is True)
+    return (
+        device.type,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        instructions,
+        torch.get_num_threads(),
+    )
+
+
+def _settings() -> list[tuple[str, str]]:
+    """What the environment tells Inductor, except where its files go."""
+    names = (name for name in os.environ if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR")
+    return sorted((name, os.environ[name]) for name in names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +41,9 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # Always the same, for memory of the pool is kept per stream, and so are the workspaces of matrix products. The default
+        # stream cannot be recorded.
+        self._stream = torch.cuda.Stream(device)
         self.start_over()
 
     def start_over(self) -> None:
@@ -50,20 +53,25 @@ class CudaGraphs:
     def session(self) -> Iterator[None]:
         gc.collect()  # nothing of another graph may be freed while one is recorded
         torch.cuda.synchronize(self._device)
-        stream = torch.cuda.Stream(self._device)  # the default stream cannot be recorded
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what ran on this stream before it was recorded left memory that no other stream uses
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process use the device as well: NCCL's watchdog, another engine.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # All graphs of the process share the generator's tensors, which the first one makes: those of inference mode could not be
+        # changed for graphs of others outside of it.
+        with torch.inference_mode(False):
+            # Other threads of this process use the device as well: NCCL's watchdog, another engine.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = run()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # that the recording is of no use: why, the first error says
+                graph.capture_end()
+            raise
+        graph.capture_end()
         place = pytree.tree_map_only(Tensor, _without_ownership, result)
 
         def replay() -> T:

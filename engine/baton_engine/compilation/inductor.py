@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,27 +51,41 @@ class NoCompiler:
 class InductorCompiler:
     """Pieces that compute the same are compiled once. `num_compiled` and `num_loaded` say how many came from where.
 
+    What is loaded is code. So pieces lie in folders that this user makes for itself; where that is not possible, or somebody else
+    may write into one, nothing is loaded and nothing kept.
+
     Args:
         folder: of the disk cache, shared by processes; None: default_cache_dir().
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._root = folder or default_cache_dir()
-        self._folder = self._root
+        self._root = folder
+        self.folder = Path()
+        """Of the graph that is open."""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._known: dict[tuple[str, int | None], Compiled] = {}
         self.num_compiled = 0
         self.num_loaded = 0
 
     def open(self, key: str) -> None:
-        self._folder = self._root / key
         self._known.clear()
+        try:
+            self.folder = (default_cache_dir() if self._root is None else self._root) / key
+            _take(self.folder)
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+            self._temporary = tempfile.TemporaryDirectory(prefix="baton-compile-", ignore_cleanup_errors=True)
+            self.folder = Path(self._temporary.name)
+            logger.warning(
+                "compiled code is not kept for the next start (%s); set compilation.cache_dir to a folder of this user",
+                error,
+            )
 
     def compile(self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None) -> Compiled:
         key = piece_key(graph)
         if key is None:
             compiled = self._compile(graph, arguments, size, None)
         elif (key, size) not in self._known:
-            path = self._folder / f"{key}-{'dynamic' if size is None else size}"
+            path = self.folder / f"{key}-{'dynamic' if size is None else size}"
             compiled = self._known[key, size] = self._load(path) or self._compile(graph, arguments, size, path)
         else:
             compiled = self._known[key, size]
@@ -84,7 +99,8 @@ class InductorCompiler:
                 artifact = CompiledArtifact.load(path=str(path), format="binary")
         except Exception:  # of whatever kind: a cache never keeps an engine from starting
             logger.warning("%s holds no compiled piece that can be used; it is compiled again", path, exc_info=True)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return None
         self.num_loaded += 1
         return artifact
@@ -111,14 +127,13 @@ class InductorCompiler:
     @contextmanager
     def _inductor_files(self) -> Iterator[None]:
         """Inductor puts kernels it builds beside our pieces, and finds them there."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time:
             before = os.environ.get(_CACHE_DIR)
-            os.environ[_CACHE_DIR] = str(self._folder / "inductor")
+            os.environ[_CACHE_DIR] = str(self.folder / "inductor")
             try:
                 yield
             finally:
-                os.environ.pop(_CACHE_DIR)
+                os.environ.pop(_CACHE_DIR, None)
                 if before is not None:
                     os.environ[_CACHE_DIR] = before
 
@@ -126,6 +141,16 @@ class InductorCompiler:
 def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "compile"
+
+
+def _take(folder: Path) -> None:
+    """Makes the folder. Raises OSError if that fails, or nothing can be written there, or others than this user and root can."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o002:
+        raise PermissionError(f"{folder} belongs to another user, or everybody can write there")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written")
 
 
 def _returns_several(graph: fx.GraphModule) -> bool:

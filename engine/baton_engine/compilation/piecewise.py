@@ -79,6 +79,10 @@ class PiecewiseBackend:
         self.num_pieces = self.num_cuts = 0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.num_pieces:  # of whatever sizes the step has that torch sees now, and no guard keeps later ones from it
+            raise RuntimeError(
+                "torch traces the model again, for a setting of its own changed after the engine had started"
+            )
         started = time.monotonic()
         self._compiler.open(environment_key(traced_source_files(graph), self._config, self._device))
         whole = split_at(graph, self._splitting)

@@ -87,7 +87,8 @@ class KVCacheManager:
         self.swap_pool = BlockPool(num_swap_blocks)
         self.stats = PrefixCacheStats()
         self._model_key = model_key
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
+        """May change at any time: what is cached already is found again once it is on."""
 
     @property
     def usage(self) -> float:
@@ -127,7 +128,7 @@ class KVCacheManager:
     def find_cached_prefix(self, request: Request, max_tokens: int) -> list[Block]:
         """Cached blocks that hold the request's first tokens, `max_tokens` at most. Takes none of them: `allocate` does."""
         blocks: list[Block] = []
-        if self._enable_prefix_caching:
+        if self.enable_prefix_caching:
             for block_hash in self.block_hashes(request)[: max_tokens // self.block_size]:
                 block = self.pool.find(block_hash)
                 if block is None:
@@ -262,12 +263,12 @@ class KVCacheManager:
 
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Counts one prefix-cache lookup whose request was admitted."""
-        if self._enable_prefix_caching:
+        if self.enable_prefix_caching:
             self.stats.count(num_tokens, num_hits)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Makes the full blocks findable whose tokens have been computed, or proved after a load."""
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return
         num_full = num_computed_tokens // self.block_size
         if num_full <= request.num_cached_blocks:

@@ -65,7 +65,7 @@ def place_here(num_ranks: int) -> list[Place]:
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
     """The CPUs that each of several worker processes on this host keeps to; empty: it is not bound.
 
-    They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a core per thread.
+    They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a CPU per thread.
     """
     on_cpu = config.device == "cpu" or (config.device == "auto" and not (root / "proc/driver/nvidia").exists())
     places = place_here(num_ranks)
@@ -93,7 +93,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     """CPUs' worth of time that this process's control groups grant it: the least of its own and those above. None: no limit."""
     limits = []
     for folder in _control_groups(root):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
             else:  # version 1

@@ -113,7 +113,8 @@ class CompilationConfig(_Config, frozen=True):
     compile_sizes: tuple[int, ...] = ()
     """Numbers of tokens the model is compiled for once more, beside the code for any number."""
     cache_dir: str = ""
-    """Where compiled code is kept for the next start. Empty: $XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
+    """Where compiled code is kept for the next start, if this user can write there and not everybody. Empty:
+    $XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
 
 
 class ObservabilityConfig(_Config, frozen=True):

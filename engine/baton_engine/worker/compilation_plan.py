@@ -60,6 +60,10 @@ def plan_compilation(
             )
     mode = given.mode if given.mode != "auto" else "inductor" if has_graphs else "none"
     if given.enforce_eager:
+        if {given.mode, given.cudagraph_mode} - {"auto", "none"}:
+            logger.warning(
+                "compilation.enforce_eager switches compilation and CUDA graphs off, whatever else was asked for"
+            )
         mode = "none"
     if mode != "none" and config.model.quantization is not None and model.sparse_layers:
         logger.warning("compilation.mode is %s, but experts with quantised weights are not traced: it is none", mode)

@@ -9,6 +9,7 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.forward_runner import ForwardRunner
 from baton_engine.worker.sampler import SamplingInput, sample
+from baton_kernels.sampling import greedy
 
 WARM_UP_TOKENS = 32
 
@@ -20,20 +21,30 @@ def largest(max_num_batched_tokens: int, max_num_seqs: int) -> list[int]:
     return [each + 1] * left + [each] * (num_seqs - left)
 
 
-def typical(longest: int, max_num_seqs: int, device: torch.device) -> list[tuple[list[int], int]]:
+def typical(
+    longest: int, max_num_seqs: int, max_num_batched_tokens: int, device: torch.device
+) -> list[tuple[list[int], int]]:
     """(query lengths, sequence length) of steps to warm up with: prefill, and decode.
 
-    Triton compiles a kernel again for integer arguments that are 1, or multiples of 16; so a GPU sees some of each.
+    Triton compiles a kernel again for integer arguments that are 1 or multiples of 16, and for other tile sizes; so a GPU sees
+    some of each: short and long sequences with one query, few queries, a mix, and prompts of every power of two, by which tiles
+    are chosen.
 
     Args:
         longest: tokens that one sequence may have.
     """
-    num_tokens = min(WARM_UP_TOKENS, longest)
+    num_tokens = min(WARM_UP_TOKENS, longest, max_num_batched_tokens)
     steps = [([num_tokens], num_tokens), ([1] * min(num_tokens, max_num_seqs), num_tokens)]
     if device.type == "cuda":
         odd = max(1, num_tokens - 1)
         steps += [([odd], odd), ([odd, 1], num_tokens), ([1], num_tokens), ([1] * min(3, max_num_seqs), odd)]
-    return steps
+        steps += [([1], longest), ([30] + [1] * 9, 32)]
+        steps += [([2**power], 2**power) for power in range(max_num_batched_tokens.bit_length())]
+    return [
+        (query_lens, seq_len)
+        for query_lens, seq_len in steps
+        if len(query_lens) <= max_num_seqs and sum(query_lens) <= max_num_batched_tokens and seq_len <= longest
+    ]
 
 
 def make_batch(
@@ -70,6 +81,7 @@ def run(forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_c
     hidden = forward.run(make_batch(query_lens, seq_len, kv_cache, forward.device), received)
     if model.parallel.is_last_stage:
         logits = model.compute_logits(hidden[: len(query_lens)])
+        greedy(logits)
         sample(logits, sampling_inputs(len(query_lens)), model.config.eos_token_ids)
 
 

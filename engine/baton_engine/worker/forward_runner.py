@@ -21,6 +21,7 @@ from baton_engine.worker.compilation_plan import CompilationPlan
 from baton_engine.worker.static_inputs import StaticInputs
 
 logger = logging.getLogger(__name__)
+INT32_MAX = 2**31 - 1
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
@@ -96,11 +97,14 @@ class ForwardRunner:
         if self.backend is None or self.backend.num_pieces:
             return
         self._forward = compile_model(self.model, self.backend)  # not before: the first run must not be of one token
-        size = min(max(2, *self.plan.compile_sizes, *self.plan.capture_sizes), self.plan.max_num_batched_tokens)
-        inputs = self._new_inputs(max(2, size), 1)
+        size = max((2, *self.plan.compile_sizes, *self.plan.capture_sizes))
+        if self._largest_step_numel() > INT32_MAX:
+            # The compiler takes 32-bit indices if they do for the step it sees, and no guard would notice a larger one.
+            size = max(size, self.plan.max_num_batched_tokens)
+        inputs = self._new_inputs(size, 1)
         inputs.clear()
         try:
-            for num_tokens in (max(2, size), *self.plan.compile_sizes):
+            for num_tokens in (size, *self.plan.compile_sizes):
                 self._run_static(inputs, BatchDescriptor(num_tokens), kv_cache)
         except Exception:
             if self.plan.compilation_is_asked_for:
@@ -122,6 +126,8 @@ class ForwardRunner:
         for wanted in by_kind.values():
             for each, times in zip(wanted, (1, len(wanted) - 1), strict=False):
                 self._capture([each], kv_cache)
+                if not self.num_graphs:
+                    return 0  # they cannot be captured, which is said
                 before, free = free, self._free_bytes()
                 total += times * max(0, before - free)
         self.drop_graphs()
@@ -170,6 +176,11 @@ class ForwardRunner:
                 else:
                     self._pieces[descriptor] = PieceGraphs(self._graph_backend)
                     run(self._pieces[descriptor])
+
+    def _largest_step_numel(self) -> int:
+        """Elements of the largest tensor between a layer's operators, in the largest step."""
+        weights = (weight for weight in self.model.layers.parameters() if weight.dim() == 2)
+        return self.plan.max_num_batched_tokens * max((weight.shape[0] for weight in weights), default=1)
 
     def _free_bytes(self) -> int:
         torch.cuda.empty_cache()

@@ -193,7 +193,8 @@ class ModelRunner:
         _, kv = self._ready()
         self._runner().prepare(kv.cache)
         longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.max_model_len)
-        for query_lens, seq_len in dummy_steps.typical(longest, self.config.scheduler.max_num_seqs, self.device):
+        limits = (self.config.scheduler.max_num_seqs, self.config.scheduler.max_num_batched_tokens)
+        for query_lens, seq_len in dummy_steps.typical(longest, *limits, self.device):
             dummy_steps.run(self._runner(), query_lens, seq_len, kv.cache)
         copy_blocks(kv.cache, torch.zeros((1, 2), dtype=torch.int64))  # block 0 onto itself
 
@@ -307,6 +308,7 @@ class ModelRunner:
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
         if unknown := wanted - {WEIGHTS, KV_CACHE}:
             raise ValueError(f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}")
+        slept = self._model is None or (self._kv is not None and self._kv.is_dropped)
         if WEIGHTS in wanted and self._model is None:
             if self._model_on_host is not None:
                 self._model, self._model_on_host = self._model_on_host.to(self.device), None
@@ -314,7 +316,7 @@ class ModelRunner:
                 self._load_weights()
         if KV_CACHE in wanted and self._kv is not None:
             self._kv.restore()
-        if self._model is not None and self._kv is not None and not self._kv.is_dropped:
+        if slept and self._model is not None and self._kv is not None and not self._kv.is_dropped:
             self._runner().prepare(self._kv.cache)
 
     def start_profile(self) -> None:

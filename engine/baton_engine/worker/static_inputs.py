@@ -23,9 +23,10 @@ class StaticInputs:
     def __init__(
         self, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, hidden: Tensor | None
     ) -> None:
-        self.input_ids, self.positions, self.slot_mapping = torch.zeros(
-            (3, max_tokens), dtype=torch.int64, device=device
-        ).unbind()
+        # Each an allocation of its own: compiled code would copy what does not lie at a multiple of 16 bytes.
+        self.input_ids, self.positions, self.slot_mapping = (
+            torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)
+        )
         self.block_tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Gated activations in torch. The truth for tests, and what torch.compile fuses."""
+"""Gated activations in torch. The truth for tests, the CPU's version without a compiler, and what torch.compile fuses."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def paged_attention_cpu(
         )
     if len(plan.groups) == 1 and plan.groups[0].queries is None:
         return _attend(query, key_cache, value_cache, plan, plan.groups[0], scale)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)  # padding is in no group
     for group in plan.groups:
         out[group.queries] = _attend(query[group.queries], key_cache, value_cache, plan, group, scale)
     return out
@@ -141,6 +141,8 @@ class AttentionPlan:
         for seq, end in enumerate(ends):
             queries = slice(starts[seq], starts[seq + 1])
             num_queries = queries.stop - queries.start
+            if end == 0:
+                continue
             first = 0 if window is None else max(0, end - num_queries - window + 1)
             if num_queries == 1:
                 num_blocks = self._blocks(first, end).stop - self._blocks(first, end).start

@@ -76,7 +76,7 @@ def find_segment(  # type: ignore[no-untyped-def]
     return seq, item - first_item, _segments_of(tiles, tiles_per_segment)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
 def join_segments_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [num_tokens, num_heads, head_dim]
     partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum

@@ -57,13 +57,15 @@ SCAN = 128
 """Sequences that a program looks at at once to find its segment."""
 
 
-def shape_class(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> str:
-    """Such as "decode/head_dim=128/bfloat16".
+def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
+    """Such as "decode/rows=16/head_dim=128/bfloat16": what fits into shared memory beside 16 rows may not fit beside 64.
 
     Args:
-        decode: the queries of a sequence fit into one block.
+        decode: sequences have few queries, or their queries fit into one block.
+        rows: that a block of queries needs at least; prefill has blocks of any height.
     """
-    return f"{'decode' if decode else 'prefill'}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
+    kind = f"decode/rows={rows}" if decode else "prefill"
+    return f"{kind}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
 
 
 def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> Configuration:
@@ -305,23 +307,29 @@ def paged_attention_triton(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     num_seqs = seq_lens.shape[0]
-    if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1 or query.stride(2) != 1:
-        raise ValueError("key and value cache need equal strides, and the head dimension of q, k and v stride 1")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, not {scale}")
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if (
+        key_cache.stride() != value_cache.stride()
+        or key_cache.stride(3) != 1
+        or query.stride(2) != 1
+        or out.stride(2) != 1
+    ):
+        raise ValueError("key and value cache need equal strides, and the head dimension of q, k, v and out stride 1")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_heads // num_kv_heads
     one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(FEW_ROWS, triton.next_power_of_2(group))
     # The longest query may be unknown; where queries are short on average, long blocks would be empty for the most part.
     decode = one_block or num_tokens <= 4 * num_seqs
-    default = default_configuration(decode, head_dim, key_cache.dtype)
-    measured = configuration("attention", shape_class(decode, head_dim, key_cache.dtype), query.device, default)
-    config = measured if config is None else {**measured, **config}
     queries_at_once = max_seqlen_q if one_block and max_seqlen_q is not None else 1
-    block_m = max(config["BLOCK_M"], 16, triton.next_power_of_2(queries_at_once * group))
+    rows = max(16, triton.next_power_of_2(queries_at_once * group))
+    default = default_configuration(decode, head_dim, key_cache.dtype)
+    measured = configuration("attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default)
+    config = measured if config is None else {**measured, **config}
+    block_m = max(config["BLOCK_M"], rows)
     block_q = block_m // group
     kv_tile = config["KV_TILE"]
 
@@ -339,9 +347,9 @@ def paged_attention_triton(
         items += num_tokens // block_q
     partial_out = partial_sum = partial_max = segments = out  # not read without splits
     if split:
-        rows = (items, num_kv_heads, block_m)
-        partial_out = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
-        partial_sum, partial_max = torch.empty((2, *rows), dtype=torch.float32, device=query.device).unbind()
+        partials = (items, num_kv_heads, block_m)
+        partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=query.device)
+        partial_sum, partial_max = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind()
         segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=query.device)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     _paged_attention_kernel[(items * num_kv_heads,)](

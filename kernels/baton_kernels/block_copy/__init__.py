@@ -39,7 +39,7 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copies blocks from one cache to another, between host and device in either direction or on the host.
 
     Where one is on a GPU the copies are queued on its current stream; the host cache may be read after that stream was
-    synchronised, and must be in pinned memory. It is one call to the device in any case: blocks that are consecutive in both caches
+    synchronised, and must be in pinned memory. It is one copy or one launch in any case: blocks that are consecutive in both caches
     go to its copy engine, which takes none of its processors; scattered ones would be one such call each, so that a kernel copies
     them, addressing the pinned memory itself.
 

@@ -32,7 +32,7 @@ def configuration(operation: str, shape_class: str, device: torch.device, defaul
 
     Args:
         operation: the kernel folder's name, "attention" for example.
-        shape_class: what the launch is tuned for, "decode/head_dim=128" for example.
+        shape_class: what the launch is tuned for, "few/dim=4096" for example.
         default: names every constant; a measured one replaces those it names.
     """
     answer = _answer.get()

@@ -1,6 +1,6 @@
 """Compiles the C++ operations of this folder: `python -m baton_kernels.cpu.build`, in the environment that will use them.
 
-Needs a C++20 compiler (`$CXX`, else `c++` or `g++`) and torch's own headers, nothing else. A file for each instruction set that the
+Needs GCC with C++20 (`$CXX`, else `c++` or `g++`) and torch's own headers, nothing else. A file for each instruction set that the
 compiler can aim at lies in `built/` afterwards, whatever processor compiled it; at load the processor chooses. A file's name says
 which torch and which sources it belongs to: after a change of either it is not found any more, and this is to be run again.
 """
@@ -22,12 +22,13 @@ import torch
 from baton_kernels.cpu.libraries import BUILT, FLAGS, SOURCES, InstructionSet, instruction_sets, library_file
 
 # Compiled with OpenMP but not linked with it: torch's copy is in the process already, and a second one would have its own threads.
+# That copy is GCC's: what Clang compiles calls another one.
 OPENMP = "-fopenmp"
 
 
 def compiler() -> str | None:
     """The C++ compiler's command, if there is one."""
-    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    candidates = (os.environ.get("CXX"), "c++", "g++")
     return next((command for command in candidates if command and shutil.which(command)), None)
 
 

@@ -41,6 +41,6 @@ def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet,
 def library_file(instruction_set: InstructionSet) -> Path:
     """Where its compiled operations lie, for the torch and the sources of this process. It need not exist."""
     key = hashlib.sha256(repr((FLAGS, instruction_set.flags)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     return BUILT / f"{instruction_set.name}-torch{torch.__version__}-{key.hexdigest()[:12]}.so"

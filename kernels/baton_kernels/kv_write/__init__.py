@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.cpu import DTYPES, OPS
+from baton_kernels import cpu as compiled  # "cpu" is the name of a file of this folder
 from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
 from baton_kernels.kv_write.reference import to_fp8
 
@@ -21,7 +21,7 @@ def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
     Args:
         slot_mapping: as of `write_kv`.
     """
-    return None if slot_mapping.is_cuda or OPS is not None else Slots(slot_mapping, block_size)
+    return None if slot_mapping.is_cuda or compiled.OPS is not None else Slots(slot_mapping, block_size)
 
 
 def write_kv(
@@ -50,8 +50,8 @@ def write_kv(
         from baton_kernels.kv_write.triton_kernel import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    elif OPS is not None and key_cache.dtype in DTYPES:
-        OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    elif compiled.OPS is not None and key_cache.dtype in compiled.DTYPES:
+        compiled.OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
     else:
         if key_cache.dtype == torch.float8_e4m3fn:
             key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)

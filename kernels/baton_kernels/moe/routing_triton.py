@@ -184,8 +184,8 @@ def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPa
     sorted_pairs = torch.empty(max_tiles * block_m, dtype=torch.int32, device=device)
     tile_experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     num_padded = torch.empty(1, dtype=torch.int32, device=device)
-    chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
-    num_warps = max(1, min(8, chunk // 256))
+    # Two sizes, not one for each power of two, which would be compiled when a step first has so many pairs.
+    chunk, num_warps = (1024, 4) if num_pairs <= 1024 else (4096, 8)
     _count_kernel[(num_experts,)](counts, expert_ids, num_pairs, CHUNK=chunk, num_warps=num_warps)
     _place_kernel[(num_experts,)](
         sorted_pairs,

@@ -23,7 +23,7 @@ def shape_class(num_rows: int, dim: int) -> str:
     return f"{'few' if num_rows <= 256 else 'many'}/dim={triton.next_power_of_2(dim)}"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
     out_ptr,  # [num_rows, dim]
     total_ptr,  # [num_rows, dim]: residual + x

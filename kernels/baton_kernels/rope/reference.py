@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in torch. The truth for tests, and what torch.compile fuses."""
+"""Rotary embedding in torch. The truth for tests, the CPU's version without a compiler, and what torch.compile fuses."""
 
 from __future__ import annotations
 

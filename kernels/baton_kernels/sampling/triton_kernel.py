@@ -62,6 +62,10 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
+_PER_ROW = ["noise_key_ptr", "top_k_ptr", "rank_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"]
+"""Lines of one table: where they begin depends on the number of rows, which is another in every step."""
+
+
 @triton.jit
 def _block_maxima_kernel(  # type: ignore[no-untyped-def]
     maxima_ptr,  # [rows, num_blocks]
@@ -80,7 +84,7 @@ def _block_maxima_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + row * num_blocks + block, tl.max(x, axis=1), mask=block < num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _bounds_kernel(  # type: ignore[no-untyped-def]
     best_ptr,  # [rows]
     bound_ptr,  # [rows] keys
@@ -119,7 +123,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
     tl.store(total_ptr + row, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _collect_kernel(  # type: ignore[no-untyped-def]
     gathered_ptr,  # [rows, CAPACITY] logits
     gathered_id_ptr,  # [rows, CAPACITY]
@@ -166,7 +170,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
             tl.store(gathered_id_ptr + row * CAPACITY + slot, token, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _draw_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [rows]
     gathered_ptr,  # [rows, CAPACITY]
@@ -267,7 +271,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
                 least,
                 threshold,
                 highest,
-                top_p * total,
+                tl.maximum(top_p * total, 1.0),  # the best token reaches that: it stays even if top_p is 0
                 True,
                 PIVOTS,
                 TILE,

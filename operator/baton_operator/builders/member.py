@@ -10,6 +10,8 @@ from baton_operator.builders import config, pod
 from baton_operator.builders.owner import Object, Owner
 
 CONTAINER = "engine"
+CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "TRITON_CACHE_DIR": "/tmp/.cache/triton"}
+"""Where compiled kernels and models go: the root file system is read-only, /tmp is the pod's own."""
 
 
 class MemberTemplate:
@@ -58,7 +60,7 @@ def _container(owner: Owner, role: names.MemberRole) -> Object:
     return {
         "name": CONTAINER,
         "command": ["baton-engine", "--config", f"{config.MOUNT_PATH}/{role}.json"],
-        "env": pod.identity_env(**({"OMP_NUM_THREADS": str(threads)} if threads else {})),
+        "env": pod.identity_env(**CACHES, **({"OMP_NUM_THREADS": str(threads)} if threads else {})),
         "ports": [
             {"name": "engine", "containerPort": ENGINE_PORT, "protocol": "TCP"},
             {"name": "kv", "containerPort": KV_PORT, "protocol": "TCP"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,14 @@ def test_two_models_of_one_class_keep_their_own_weights(models: dict[str, Causal
         assert_same_logits(compiled, model)
 
 
+def test_a_second_trace_is_refused_for_it_might_hold_for_one_size_alone(models: dict[str, CausalLM]) -> None:
+    compiler = RememberingCompiler()
+    compiled = CompiledModel(models["llama"], compiler)
+    run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="traces the model again"):
+        compiled.backend(compiler.graphs[0], [])
+
+
 def test_pieces_are_compiled_once_more_for_chosen_sizes(models: dict[str, CausalLM]) -> None:
     compiler = RememberingCompiler()
     compiled = CompiledModel(models["llama"], compiler, compile_sizes=[2, 10])
@@ -154,6 +163,56 @@ def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_al
 
     assert piece_key(graph(("a", "b"), 1.0)) == piece_key(graph(("l_weight", "s0"), 1.0))
     assert piece_key(graph(("a", "b"), 1.0)) != piece_key(graph(("a", "b"), 2.0))
+
+
+def test_code_for_a_cpu_belongs_to_a_number_of_threads_and_to_inductors_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = environment_key([], [], CPU)
+    torch.set_num_threads(2)
+    assert environment_key([], [], CPU) != key
+    torch.set_num_threads(1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert environment_key([], [], CPU) == key
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert environment_key([], [], CPU) != key
+
+
+def test_pieces_are_kept_in_folders_that_only_this_user_can_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = InductorCompiler(tmp_path / "cache")
+    compiler.open("key")
+    assert compiler.folder == tmp_path / "cache" / "key"
+    assert stat.S_IMODE(compiler.folder.stat().st_mode) == 0o700
+    assert not caplog.text
+
+    compiler.folder.chmod(0o777)
+    compiler.open("key")  # somebody else may have put code there
+    assert compiler.folder.is_dir()
+    assert compiler.folder.parent != tmp_path / "cache"
+    assert "everybody can write there" in caplog.text
+
+
+def test_without_a_place_for_compiled_code_a_temporary_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler = InductorCompiler()
+    compiler.open("key")
+    (compiler.folder / "piece").touch()
+    assert "set compilation.cache_dir to a folder of this user" in caplog.text
+
+
+def test_a_piece_that_cannot_be_loaded_is_compiled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = InductorCompiler(tmp_path)
+    compiler.open("key")
+    path = compiler.folder / "piece-dynamic"
+    path.write_bytes(b"half a piece")
+    assert compiler._load(path) is None
+    assert not path.exists()
+    assert "it is compiled again" in caplog.text
 
 
 @pytest.mark.parametrize(

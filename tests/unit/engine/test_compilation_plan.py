@@ -49,6 +49,15 @@ def test_defaults_depend_on_the_device_and_one_flag_switches_all_off(
     assert bool(made.capture_sizes) == (made.cudagraph_mode is not CudagraphMode.NONE)
 
 
+def test_enforce_eager_says_what_it_overrides(
+    models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan(models["llama"], "--enforce-eager", has_graphs=True)
+    assert not caplog.text
+    plan(models["llama"], "--enforce-eager --compilation-mode inductor", has_graphs=True)
+    assert "enforce_eager switches compilation and CUDA graphs off" in caplog.text
+
+
 def test_sizes_are_sorted_and_those_that_no_step_has_are_refused(models: dict[str, CheckpointConfig]) -> None:
     made = plan(models["llama"], "--capture-sizes 8,2,4 --compile-sizes 16,1", has_graphs=True)
     assert (made.capture_sizes, made.compile_sizes) == ((2, 4, 8), (1, 16))

@@ -13,6 +13,10 @@ from graph_double import RecordedRuns
 
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
+from baton_engine.compilation.graphs import CudaGraphs
+from baton_engine.protocol.config import CompilationConfig, EngineConfig, ModelConfig
+from baton_engine.worker import dummy_steps, forward_runner
+from baton_engine.worker.model_runner import ModelRunner
 
 PROMPTS = [[3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "vocab_size": 300}
@@ -81,6 +85,84 @@ def test_steps_larger_than_every_graph_run_without(
 ) -> None:
     assert generate(checkpoint, compilation_mode="none", cudagraph_mode="full", capture_sizes=[2]) == eager
     assert double.num_captures == 2  # two tokens of two sequences, and of one or two with chunks
+
+
+def test_waking_what_is_awake_captures_nothing(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+    captured = []
+
+    def wake(llm: LLM) -> None:
+        captured.append(double.num_captures)
+        llm.wake_up()
+        captured.append(double.num_captures)
+
+    assert generate(checkpoint, wake, compilation_mode="none", cudagraph_mode="full", capture_sizes=[4]) == eager
+    assert captured[0] == captured[1] > 0
+
+
+def test_a_model_is_compiled_without_graphs_and_chosen_sizes(checkpoint: Path, eager: list[list[int]]) -> None:
+    assert generate(checkpoint, compilation_mode="eager", cudagraph_mode="none") == eager
+
+
+def test_a_step_too_large_for_32_bit_indices_is_traced_as_a_whole(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[int] = []
+
+    def compile_nothing(model: Any, backend: object) -> Callable[..., torch.Tensor]:
+        def forward(input_ids: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            traced.append(len(input_ids))
+            return model(input_ids, *more)
+
+        return forward
+
+    monkeypatch.setattr(forward_runner, "compile_model", compile_nothing)
+    for largest in (forward_runner.INT32_MAX, 12 * 64 - 1):  # the model's widest layer has more outputs than 64
+        monkeypatch.setattr(forward_runner, "INT32_MAX", largest)
+        traced.clear()
+        generate(checkpoint, compilation_mode="eager", cudagraph_mode="none")
+        assert traced[0] == (2 if largest > 12 * 64 else 12)
+
+
+def test_memory_of_all_graphs_is_estimated_from_the_two_largest(
+    checkpoint: Path, double: RecordedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = CompilationConfig(mode="none", capture_sizes=(1, 2, 8, 12))
+    config = EngineConfig(model=ModelConfig(path=str(checkpoint)), compilation=compilation, device="cpu", num_threads=1)
+    runner = ModelRunner(config)
+    runner.load_model()
+    forward = runner._runner()
+    monkeypatch.setattr(forward, "_free_bytes", lambda: 1000 - 10 * double.num_captures)
+    assert forward.estimate_graph_bytes(runner.allocate_kv_cache(2)) == 4 * 10
+    assert double.num_captures == 2
+    assert forward.num_graphs == 0
+
+
+def test_warm_up_steps_fit_into_a_step() -> None:
+    for max_num_seqs, budget in ((1, 8), (2, 33), (40, 64)):
+        steps = dummy_steps.typical(50, max_num_seqs, budget, torch.device("cuda"))
+        assert max(len(query_lens) for query_lens, _ in steps) <= max_num_seqs
+        assert max(sum(query_lens) for query_lens, _ in steps) <= budget
+        assert max(seq_len for _, seq_len in steps) == 50
+        assert len(steps) >= 4
+
+
+def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def capture_begin(self, **options: object) -> None:
+            assert not torch.is_inference_mode_enabled(), "graphs of others would share tensors of inference mode"
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def run() -> None:
+        assert torch.is_inference_mode_enabled()
+        raise ValueError("this waits for the device")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    with torch.inference_mode(), pytest.raises(ValueError, match="waits for the device"):
+        CudaGraphs(torch.device("cuda")).capture(run)
 
 
 def test_one_flag_switches_everything_off(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:

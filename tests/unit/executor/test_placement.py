@@ -85,6 +85,12 @@ def test_the_least_limit_of_a_group_and_those_above_counts(
     assert cpu_limit(tmp_path) == limit
 
 
+@pytest.mark.parametrize("text", ["", "max", "100000 0", "a b"])
+def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    write(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": text})
+    assert cpu_limit(tmp_path) is None
+
+
 @pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("50000", 0.5)])
 def test_version_1_of_control_groups_is_read_too(tmp_path: Path, quota: str, limit: float | None) -> None:
     write(tmp_path, proc__self__cgroup="4:memory:/x\n1:cpuacct,cpu:/x\n0::/x")

@@ -25,6 +25,8 @@ from baton_kernels.sampling import triton_greedy
 from baton_kernels.sampling import triton_kernel as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
+MOST_SHARED = 227 * 1024
+"""Bytes that a program can have on it."""
 FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr", "key_scale_ptr", "value_scale_ptr"), "*fp32")
 INTEGER_POINTERS = {
     "block_tables_ptr": "*i32",
@@ -42,6 +44,28 @@ INTEGER_POINTERS = {
 }
 
 
+VARYING = {"num_rows", "num_tokens", "num_pairs", "num_seqs", "target_segments", "stride_table_seq"}
+"""Numbers that are others from step to step."""
+MOVING = {"block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "pairs_ptr", "rank_ptr", "top_k_ptr", "top_p_ptr"}
+"""Pointers into the middle of a tensor, wherever that is."""
+
+
+def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[list[object]]]:
+    """What Triton knows of a launch in production: pointers and strides are multiples of 16, where the kernel lets it look.
+
+    Where it looks at what varies, it would compile the kernel anew while serving.
+    """
+    known: dict[tuple[int], list[list[object]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        assert parameter.do_not_specialize or name not in VARYING, f"{kernel.__name__} is compiled anew for each {name}"
+        looked_at = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        assert not (looked_at and name in MOVING), f"{kernel.__name__} is compiled anew for other alignments of {name}"
+        if looked_at and signature[name] not in ("constexpr", "fp32"):
+            known[(index,)] = [["tt.divisibility", 16]]
+    return known
+
+
 def compile_kernel(kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None) -> None:
     """`types` says what names do not: a parameter's type as Triton spells it."""
     known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
@@ -56,9 +80,11 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, int], types: di
             signature[name] = f"*{dtype}"
         else:
             signature[name] = "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=HOPPER)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible(kernel, signature))
+    compiled = triton.compile(source, target=HOPPER)
     assert compiled.asm["cubin"]
     print(f"{kernel.__name__} {dtype}: {compiled.metadata.shared} bytes of shared memory")
+    assert compiled.metadata.shared <= MOST_SHARED, kernel.__name__
 
 
 for dtype in ("fp32", "bf16"):
@@ -95,8 +121,7 @@ def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **
         **options,
     }
     signature: dict[str, str] = {}
-    divisible = {}
-    for index, parameter in enumerate(_paged_attention_kernel.params):
+    for parameter in _paged_attention_kernel.params:
         name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
@@ -106,16 +131,15 @@ def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **
             signature[name] = "*fp32" if floats else known.get(name, f"*{dtype}")
         else:
             signature[name] = "fp32" if name in ("scale", "soft_cap") else "i32"
-        if name not in constants and not parameter.do_not_specialize and signature[name] != "fp32":
-            divisible[(index,)] = [["tt.divisibility", 16]]
+    attrs = divisible(_paged_attention_kernel, signature)
     compiled = triton.compile(
-        ASTSource(_paged_attention_kernel, signature, constexprs=constants, attrs=divisible),
+        ASTSource(_paged_attention_kernel, signature, constexprs=constants, attrs=attrs),
         target=HOPPER,
         options={"num_warps": config["num_warps"], "num_stages": config["num_stages"]},
     )
     name = f"{'decode' if decode else 'prefill'} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
     print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
-    assert compiled.metadata.shared <= 227 * 1024, name
+    assert compiled.metadata.shared <= MOST_SHARED, name
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]), name
     assert ("wgmma" in compiled.asm["ptx"]) == (not decode and dtype == "bf16"), name
 

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU against the formula."""
+"""Paged attention on a CPU against the formula: by the compiled operations, and by what serves where nothing was compiled."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from paged_cases import (
     poison_what_no_query_sees,
 )
 
+from baton_kernels import cpu
 from baton_kernels.attention import paged_attention, plan_attention
 from baton_kernels.attention.reference import paged_attention_reference
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "OPS", None)
+    elif not cpu.available():
+        pytest.skip(f"CPU kernels: {cpu.DESCRIPTION}")
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
@@ -62,6 +71,15 @@ def test_cpu_attention_of_many_decodes_of_all_lengths() -> None:
     lengths = [(0, 3) if index % 7 == 3 else (1, 1 + 37 * index % 331) for index in range(60)]
     case = paged_case(lengths, 6, 2, 64)
     assert_attends(paged_attention(*case.arguments()), case)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_of_sequences_without_tokens_are_zeros(window: int | None) -> None:
+    case = paged_case([(1, 5), (1, 7), (2, 9), (1, 3)], 2, 1, 16, window=window)
+    case.seq_lens[1:3] = 0
+    out = paged_attention(*case.arguments(), out=torch.full_like(case.query, torch.nan))
+    assert not out[1:4].any()
+    assert_attends(out, case)
 
 
 def test_cpu_attention_is_exact_in_float32() -> None:

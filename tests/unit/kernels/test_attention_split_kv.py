@@ -15,6 +15,7 @@ from paged_cases import (
 
 from baton_kernels.attention import split_kv
 from baton_kernels.attention import triton_kernel as kernel_file
+from baton_kernels.configurations import Configuration, answering
 
 TILE = 16
 SEGMENT = kernel_file.MIN_TILES * TILE
@@ -141,6 +142,21 @@ def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
     expected = shares @ values.transpose(0, 1).flatten(1, 2)
     torch.testing.assert_close(out[1].cpu(), expected.flatten(0, 1), atol=1e-5, rtol=1e-5)
     assert out[0].isnan().all(), "a sequence of one segment has its result already"
+
+
+def test_what_was_measured_serves_blocks_of_that_height_only(triton_device: str) -> None:
+    """More rows take more shared memory: what fitted one query of each sequence may fail to launch for eight."""
+    asked = []
+
+    def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
+        asked.append(shape_class)
+        return default
+
+    with answering(answer):
+        for longest in (1, 4, 8, 40):
+            triton_output(paged_case([(longest, 41), (1, 3)], 8, 2, 16), triton_device, max_seqlen_q=longest)
+    heights = ("decode/rows=16", "decode/rows=16", "decode/rows=32", "prefill")
+    assert asked == [f"{height}/head_dim=16/float32" for height in heights]
 
 
 @pytest.mark.gpu

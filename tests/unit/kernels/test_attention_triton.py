@@ -146,6 +146,9 @@ def test_attention_refuses_strides_it_cannot_address() -> None:
     case.value_cache = case.value_cache.contiguous()
     with pytest.raises(ValueError, match="equal strides"):
         paged_attention_triton(*case.arguments())
+    case = paged_case(DECODE, 4, 4, 16)
+    with pytest.raises(ValueError, match="and out stride 1"):
+        paged_attention_triton(*case.arguments(), out=torch.empty(len(case.query), 4, 32)[..., ::2])
 
 
 @pytest.mark.parametrize("device", ["cpu", "of the kernels"])

@@ -70,6 +70,21 @@ def test_files_of_another_torch_or_of_older_sources_are_not_taken(
     assert chosen(AVX2) is None
 
 
+def test_only_sources_decide_which_file_is_taken(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path_factory.mktemp("source")
+    monkeypatch.setattr(libraries, "SOURCES", sources)
+    avx2 = libraries.instruction_sets("x86_64")[1]
+    (sources / "ops.cpp").write_text("1")
+    before = libraries.library_file(avx2)
+    (sources / ".ops.cpp.swp").write_text("an editor's")
+    (sources / "folder").mkdir()
+    assert libraries.library_file(avx2) == before
+    (sources / "vector.h").write_text("2")
+    assert libraries.library_file(avx2) != before
+
+
 def test_a_build_replaces_the_file_of_older_sources_and_happens_once(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

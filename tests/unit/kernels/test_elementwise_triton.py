@@ -19,6 +19,16 @@ from baton_kernels.rope.triton_kernel import rotate_qk_triton
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
+def assert_alike(actual: Tensor, expected: Tensor, summands: float = 0.0) -> None:
+    """Up to two roundings of the dtype: where a norm differs in float32's last bits, it and its product may be rounded otherwise.
+
+    Args:
+        summands: how large they are, where the result is a sum of what was rounded: it may be far smaller.
+    """
+    two_roundings = max(2 * torch.finfo(actual.dtype).eps, 1.3e-6)
+    torch.testing.assert_close(actual, expected, rtol=two_roundings, atol=max(summands * two_roundings, 1e-5))
+
+
 def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(*shape, device=device).to(dtype)
 
@@ -34,7 +44,7 @@ def poisoned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (5, 24), (3, 2, 63), (300, 40)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, triton_device: str) -> None:
     x, weight = (random(*s, dtype=dtype, device=triton_device) for s in (shape, shape[-1:]))
-    torch.testing.assert_close(rms_norm_triton(poisoned(x), weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    assert_alike(rms_norm_triton(poisoned(x), weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,7 +64,7 @@ def test_add_rms_norm(
     normed, total = add_rms_norm_triton(poisoned(x), residual, weight, 1e-5)
     expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
     torch.testing.assert_close(total, expected_total, atol=0, rtol=0)
-    torch.testing.assert_close(normed, expected)
+    assert_alike(normed, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,8 +87,8 @@ def test_rotate_qk(
     weights = [random(head_dim, dtype=dtype, device=triton_device) if norm else None for _ in range(2)]
     q, k = rotate_qk_triton(poisoned(qkv), num_heads, num_kv_heads, *angles, *weights, 1e-6)
     expected_q, expected_k = rotate_qk_reference(qkv, num_heads, num_kv_heads, *angles, *weights, 1e-6)
-    torch.testing.assert_close(q, expected_q)
-    torch.testing.assert_close(k, expected_k)
+    for turned, expected in ((q, expected_q), (k, expected_k)):
+        assert_alike(turned, expected, summands=8.0 if norm else 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -86,7 +86,26 @@ def test_an_output_of_zeros_stays_zero_in_eight_bits() -> None:
 def test_int8_weights_take_inputs_of_any_shape() -> None:
     weight = Int8Weight(torch.randn(8, 32))
     x = torch.randn(3, 2, 64)[..., ::2]  # not contiguous
-    torch.testing.assert_close(linear(x, weight), linear(x.reshape(6, 32), weight).view(3, 2, 8))
+    flat = linear(x.reshape(6, 32), weight)
+    torch.testing.assert_close(linear(x, weight), flat.view(3, 2, 8))
+    torch.testing.assert_close(linear(x[0, 0], weight), flat[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_that_float16_holds_do_not_overflow_on_the_way(has_bias: bool, num_rows: int) -> None:
+    weight, x = Int8Weight(torch.full((3, 64), 0.01)), torch.full((num_rows, 64), 100.0, dtype=torch.float16)
+    bias = torch.zeros(3, dtype=torch.float16) if has_bias else None
+    torch.testing.assert_close(linear(x, weight, bias), torch.full_like(x[:, :3], 64), atol=0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_not_hidden_by_eight_bits(broken: float, num_rows: int) -> None:
+    weight = torch.rand(3, 32)
+    weight[1, 5] = broken
+    y = linear(torch.rand(num_rows, 32), Int8Weight(weight))
+    assert y.isfinite().all(0).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("num_rows", [FEW_ROWS, FEW_ROWS + 1])

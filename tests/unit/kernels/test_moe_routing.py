@@ -67,7 +67,14 @@ def test_logits_may_be_a_view(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "block_m"), [(1, 3, 2, 16), (17, 4, 3, 16), (65, 9, 2, 32), (140, 2, 1, 64)]
+    ("num_tokens", "num_experts", "top_k", "block_m"),
+    [
+        (1, 3, 2, 16),
+        (17, 4, 3, 16),
+        (65, 9, 2, 32),
+        (140, 2, 1, 64),
+        (2100, 3, 2, 64),
+    ],  # the last: more pairs than a chunk
 )
 def test_alignment_gives_every_expert_whole_tiles_in_order(
     num_tokens: int, num_experts: int, top_k: int, block_m: int, triton_device: str

@@ -41,6 +41,7 @@ WISHES = [
     Wish(top_k=7, temperature=1.7),
     Wish(top_k=VOCAB - 1),
     Wish(top_k=VOCAB + 5),
+    Wish(top_p=0.0),
     Wish(top_p=1e-12),
     Wish(top_p=0.6),
     Wish(top_p=0.999, temperature=2.0),

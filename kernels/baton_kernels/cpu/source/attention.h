@@ -4,8 +4,8 @@
 // tile of tokens, a part of one block, and then their values while both are in the nearest cache, with the online softmax of
 // Milakov and Gimelshein 2018 in float32. A tile is prefetched while its predecessor is computed.
 //
-// Work is divided into tasks by positions alone: (sequence, KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the
-// rest of the batch changes a bit of a result.
+// Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
+// the batch changes a bit of a result.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -24,10 +24,10 @@ namespace baton {
 
 constexpr int64_t ROWS = 32;     // rows of a task
 constexpr int64_t SPLIT = 512;   // tokens of a task, where all rows of a sequence and KV head fit into one
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // of keys read, below which waking other threads costs more than they save
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // of keys read: less is done by the calling thread alone
 
 struct Problem {
-    int64_t num_seqs, num_heads, num_kv_heads, num_blocks, block_size, head_dim;
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, block_size, head_dim;
     int64_t query_stride_token, query_stride_head, out_stride_token, out_stride_head;
     int64_t cache_stride_block, cache_stride_head, table_stride, table_length;
     const int32_t *block_tables, *cu_seqlens_q, *seq_lens;
@@ -72,14 +72,18 @@ struct Work {
 inline Work divide(const Problem& p) {
     Work work;
     for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-        if (p.seq_lens[seq] == 0) continue;
-        const int64_t rows = num_queries(p, seq) * p.group_size();
+        const int64_t first = p.cu_seqlens_q[seq], last = p.cu_seqlens_q[seq + 1];
         TORCH_CHECK_VALUE(
-            rows >= 0 && p.seq_lens[seq] >= num_queries(p, seq) &&
-                p.seq_lens[seq] <= p.table_length * p.block_size,
-            "sequence ", seq, " has ", p.seq_lens[seq], " tokens, ", num_queries(p, seq), " of them queries, and ",
+            0 <= first && first <= last && last <= p.num_tokens,
+            "cu_seqlens_q gives sequence ", seq, " the queries from ", first, " to ", last, ", but there are ", p.num_tokens
+        );
+        if (p.seq_lens[seq] == 0) continue;
+        TORCH_CHECK_VALUE(
+            p.seq_lens[seq] >= last - first && p.seq_lens[seq] <= p.table_length * p.block_size,
+            "sequence ", seq, " has ", p.seq_lens[seq], " tokens, ", last - first, " of them queries, and ",
             p.table_length, " blocks of ", p.block_size
         );
+        const int64_t rows = (last - first) * p.group_size();
         for (int64_t kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
             for (int64_t first_row = 0; first_row < rows; first_row += ROWS) {
                 Task task{seq, kv_head, first_row, std::min(ROWS, rows - first_row), 0, 0, -1};
@@ -141,7 +145,7 @@ inline void adjust_scores(
             }
         }
         constexpr float hidden = -std::numeric_limits<float>::infinity();
-        const int64_t visible_begin = std::max(begin, first_visible(p, position));
+        const int64_t visible_begin = std::min(tile_end, std::max(begin, first_visible(p, position)));
         const int64_t visible_end = std::min(end, position + 1);
         for (int64_t t = tile_begin; t < visible_begin; ++t) scores[t] = hidden;
         for (int64_t t = std::max(tile_begin, visible_end); t < tile_end; ++t) scores[t] = hidden;
@@ -171,17 +175,17 @@ inline void soften(const Task& task, Room& room, int64_t padded_length, float* c
     }
 }
 
-template <typename Query, typename Cache>
+template <typename T>
 void attend(
-    const Problem& p, const Task& task, Room& room, Query* out, const Query* query, const Cache* keys,
-    const Cache* values, float* partials
+    const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
+    float* partials
 ) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
     const int64_t first_query = p.cu_seqlens_q[task.seq];
     for (int64_t row = 0; row < task.num_rows; ++row) {
         const int64_t token = first_query + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
-        const Query* from = query + token * p.query_stride_token + head * p.query_stride_head;
+        const T* from = query + token * p.query_stride_token + head * p.query_stride_head;
         float* to = room.query + row * dim;
         std::fill(to, to + dim, 0.0f);
         for_each_vector(p.head_dim, [&](int64_t i, auto read, auto) { store(to + i, read(from + i) * p.scale); });
@@ -196,7 +200,10 @@ void attend(
     // Where the rows of the tile that holds a position begin, relative to the cache's first one.
     const auto offset_of = [&](int64_t position) {
         const int64_t block = table[position / p.block_size];
-        TORCH_CHECK_INDEX(block >= 0 && block < p.num_blocks, "block ", block, " does not exist");
+        TORCH_CHECK_INDEX(
+            block >= 0 && block < p.num_blocks, "block ", block, " of sequence ", task.seq,
+            " does not exist: the cache has ", p.num_blocks
+        );
         return block * p.cache_stride_block + task.kv_head * p.cache_stride_head +
                position % p.block_size * p.head_dim;
     };
@@ -213,14 +220,14 @@ void attend(
         const int64_t next_offset = end < task.end ? offset_of(end) : offset;
         const int64_t count = end - begin;
 
-        const Rows<Cache> key_rows{keys + offset, keys + next_offset, count, p.head_dim};
+        const Rows<T> key_rows{keys + offset, keys + next_offset, count, p.head_dim};
         score_tile(room.scores + begin - tile_begin, room.query, task.num_rows, in_float(key_rows, room.tile), dim);
         const bool partly_hidden = begin < all_visible_begin || end > all_visible_end || count < padded_length;
         if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
             adjust_scores(p, task, room, tile_begin, tile_begin + padded_length, begin, end);
         }
         soften(task, room, padded_length, corrections);
-        const Rows<Cache> value_rows{values + offset, values + next_offset, count, p.head_dim};
+        const Rows<T> value_rows{values + offset, values + next_offset, count, p.head_dim};
         add_tile(
             room.sums, corrections, room.scores + begin - tile_begin, task.num_rows, in_float(value_rows, room.tile), dim
         );
@@ -239,15 +246,15 @@ void attend(
         }
         const int64_t token = first_query + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
-        Query* to = out + token * p.out_stride_token + head * p.out_stride_head;
+        T* to = out + token * p.out_stride_token + head * p.out_stride_head;
         const float factor = 1.0f / room.total[row];
         for_each_vector(p.head_dim, [&](int64_t i, auto, auto write) { write(to + i, load(sums + i) * factor); });
     }
 }
 
 // Brings the parts of a result to the largest score of all, and adds them.
-template <typename Query>
-void merge(const Problem& p, const Merge& merge, Query* out, const float* partials) {
+template <typename T>
+void merge(const Problem& p, const Merge& merge, T* out, const float* partials) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
     const Task& task = merge.task;
     for (int64_t row = 0; row < task.num_rows; ++row) {
@@ -267,7 +274,7 @@ void merge(const Problem& p, const Merge& merge, Query* out, const float* partia
         }
         const int64_t token = p.cu_seqlens_q[task.seq] + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
-        Query* to = out + token * p.out_stride_token + head * p.out_stride_head;
+        T* to = out + token * p.out_stride_token + head * p.out_stride_head;
         for_each_vector(p.head_dim, [&](int64_t at, auto, auto write) {
             Floats sums{};
             for (int64_t i = 0; i < merge.num_parts; ++i) sums += load(part(i) + at) * factor[i];
@@ -277,20 +284,20 @@ void merge(const Problem& p, const Merge& merge, Query* out, const float* partia
 }
 
 // Queries of a sequence of length 0, padding of a batch, attend to nothing.
-template <typename Query>
-void zero_padding(const Problem& p, Query* out) {
+template <typename T>
+void zero_padding(const Problem& p, T* out) {
     for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
         if (p.seq_lens[seq] != 0) continue;
         for (int64_t token = p.cu_seqlens_q[seq]; token < p.cu_seqlens_q[seq + 1]; ++token) {
             for (int64_t head = 0; head < p.num_heads; ++head) {
-                std::fill_n(out + token * p.out_stride_token + head * p.out_stride_head, p.head_dim, Query(0.0f));
+                std::fill_n(out + token * p.out_stride_token + head * p.out_stride_head, p.head_dim, T(0.0f));
             }
         }
     }
 }
 
-template <typename Query, typename Cache>
-void paged_attention(const Problem& p, Query* out, const Query* query, const Cache* keys, const Cache* values) {
+template <typename T>
+void paged_attention(const Problem& p, T* out, const T* query, const T* keys, const T* values) {
     const Work work = divide(p);
     const int64_t num_tasks = static_cast<int64_t>(work.tasks.size());
     std::unique_ptr<float[]> partials(

@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// Elements below which waking other threads costs more than they save.
+// A thread is not woken for less.
 constexpr int64_t ELEMENTS_PER_THREAD = 1 << 16;
 
 // `body(row)` for each row, by several threads where there is work for them.

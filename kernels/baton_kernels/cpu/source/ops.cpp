@@ -10,15 +10,13 @@
 #include "attention.h"
 #include "elementwise.h"
 
-#define DISPATCH(type, name, ...) \
-    AT_DISPATCH_FLOATING_TYPES_AND2_WITHOUT_DOUBLE(type, name, __VA_ARGS__)
-
-#define AT_DISPATCH_FLOATING_TYPES_AND2_WITHOUT_DOUBLE(type, name, ...)   \
-    AT_DISPATCH_SWITCH(                                                    \
-        type, name,                                                        \
-        AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                          \
-        AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__)                       \
-        AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__)                           \
+// Runs a lambda with scalar_t as `type`, which is one of DTYPES of ../__init__.py.
+#define DISPATCH(type, name, ...)                    \
+    AT_DISPATCH_SWITCH(                              \
+        type, name,                                  \
+        AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)    \
+        AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
+        AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__)     \
     )
 
 namespace baton {
@@ -158,8 +156,10 @@ void write_kv_op(
             const auto to_keys = slots_of<scalar_t>(key_cache), to_values = slots_of<scalar_t>(value_cache);
             for_each_row(num_tokens, 2 * num_kv_heads * head_dim, [&](int64_t token) {
                 if (slots[token] < 0) return;
+                TORCH_CHECK_INDEX(
+                    slots[token] < num_blocks * block_size, "slot ", slots[token], " lies past the cache's end"
+                );
                 const int64_t block = slots[token] / block_size, slot = slots[token] % block_size;
-                TORCH_CHECK_INDEX(block < num_blocks, "slot ", slots[token], " lies past the cache's end");
                 write_heads(to_keys, keys, token, block, slot, num_kv_heads, head_dim);
                 write_heads(to_values, values, token, block, slot, num_kv_heads, head_dim);
             });
@@ -177,9 +177,9 @@ void paged_attention_op(
     const Tensor block_tables = block_tables_.stride(-1) == 1 ? block_tables_ : block_tables_.contiguous();
     TORCH_CHECK(
         query.dim() == 3 && key_cache.dim() == 4 && query.size(2) == key_cache.size(3) &&
-            key_cache.sizes() == value_cache.sizes() && query.size(1) % key_cache.size(1) == 0 &&
-            block_tables.dim() == 2 && cu_seqlens_q.numel() == seq_lens.numel() + 1 &&
-            block_tables.size(0) >= seq_lens.numel(),
+            key_cache.sizes() == value_cache.sizes() && key_cache.size(1) > 0 &&
+            query.size(1) % key_cache.size(1) == 0 && block_tables.dim() == 2 &&
+            cu_seqlens_q.numel() == seq_lens.numel() + 1 && block_tables.size(0) >= seq_lens.numel(),
         "query [num_tokens, num_heads, head_dim], caches [num_blocks, num_kv_heads, block_size, head_dim], block_tables "
         "[num_seqs, blocks], cu_seqlens_q [num_seqs + 1] and seq_lens [num_seqs] do not fit together"
     );
@@ -189,12 +189,14 @@ void paged_attention_op(
         "on a CPU the cache needs strides ", head_dim, " and 1 within a block; it has ", key_cache.strides()
     );
     TORCH_CHECK_VALUE(
-        key_cache.strides() == value_cache.strides(), "key and value cache need equal strides, not ", key_cache.strides(), " and ", value_cache.strides()
+        key_cache.strides() == value_cache.strides(), "key and value cache need equal strides, not ",
+        key_cache.strides(), " and ", value_cache.strides()
     );
     TORCH_CHECK(
-        key_cache.scalar_type() == value_cache.scalar_type() && block_tables.scalar_type() == at::kInt &&
-            cu_seqlens_q.scalar_type() == at::kInt && seq_lens.scalar_type() == at::kInt,
-        "block_tables, cu_seqlens_q and seq_lens must be int32, and both caches of one dtype"
+        key_cache.scalar_type() == query.scalar_type() && value_cache.scalar_type() == query.scalar_type() &&
+            block_tables.scalar_type() == at::kInt && cu_seqlens_q.scalar_type() == at::kInt &&
+            seq_lens.scalar_type() == at::kInt,
+        "block_tables, cu_seqlens_q and seq_lens must be int32, and query and caches of one dtype"
     );
     TORCH_CHECK(
         out.sizes() == query.sizes() && out.scalar_type() == query.scalar_type() && out.stride(2) == 1,
@@ -203,6 +205,7 @@ void paged_attention_op(
     TORCH_CHECK_VALUE(!window || *window >= 1, "window must be at least 1, not ", window.value_or(0));
 
     Problem problem;
+    problem.num_tokens = query.size(0);
     problem.num_seqs = seq_lens.numel();
     problem.num_heads = query.size(1);
     problem.num_kv_heads = key_cache.size(1);
@@ -230,13 +233,10 @@ void paged_attention_op(
         problem.alibi_slopes = alibi_slopes.const_data_ptr<float>();
     }
     DISPATCH(query.scalar_type(), "paged_attention", [&] {
-        using Query = scalar_t;
-        DISPATCH(key_cache.scalar_type(), "paged_attention", [&] {
-            paged_attention<Query, scalar_t>(
-                problem, out.mutable_data_ptr<Query>(), query.const_data_ptr<Query>(),
-                key_cache.const_data_ptr<scalar_t>(), value_cache.const_data_ptr<scalar_t>()
-            );
-        });
+        paged_attention<scalar_t>(
+            problem, out.mutable_data_ptr<scalar_t>(), query.const_data_ptr<scalar_t>(),
+            key_cache.const_data_ptr<scalar_t>(), value_cache.const_data_ptr<scalar_t>()
+        );
     });
 }
 

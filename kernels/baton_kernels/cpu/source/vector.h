@@ -6,6 +6,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -148,7 +149,7 @@ inline float maximum(Floats v) {
 
 inline Floats maximum(Floats a, Floats b) { return select(bits_as<Ints>(a > b), a, b); }
 
-// e^x: 0 below -87.3, near the largest float above 88.3; NaN stays.
+// e^x: 0 below -87.3, infinity above 88.3; NaN stays.
 inline Floats exp(Floats x) {
     const Floats low = splat(-87.33f), high = splat(88.37f);
     const Floats clamped = select(bits_as<Ints>(x < low), low, select(bits_as<Ints>(x > high), high, x));
@@ -163,7 +164,8 @@ inline Floats exp(Floats x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
-    return select(bits_as<Ints>(x < low), Floats{}, p * bits_as<Floats>(power));
+    const Floats result = select(bits_as<Ints>(x > high), splat(INFINITY), p * bits_as<Floats>(power));
+    return select(bits_as<Ints>(x < low), Floats{}, result);
 }
 
 }  // namespace baton
