@@ -34,7 +34,7 @@ up: $(STAMP)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests $(ARGS)
+	BATON_REQUIRE_CPU_KERNELS=1 $(BIN)/python -m pytest tests $(ARGS)
 
 chaos: $(STAMP)
 	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)

@@ -36,6 +36,18 @@ def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
     return None if instruction_set is None else instruction_set.name
 
 
+@pytest.mark.skipif(
+    os.environ.get("BATON_REQUIRE_CPU_KERNELS") != "1", reason="nobody promised that they were compiled"
+)
+@pytest.mark.skipif(build.compiler() is None, reason="no compiler")
+@pytest.mark.skipif(bool(os.environ.get("BATON_CPU_KERNELS")), reason="others are asked for")
+def test_what_make_install_compiled_is_loaded() -> None:
+    """Otherwise the tests of the compiled operations would be skipped, and a build that fails would pass."""
+    if not any(one.needs <= cpu.processor_flags() for one in libraries.instruction_sets()):
+        pytest.skip("the operations are not compiled for this processor")
+    assert cpu.available(), cpu.DESCRIPTION
+
+
 def test_the_processor_chooses_the_best_that_it_can_run(built: Path) -> None:
     pretend_to_compile("avx512", "avx2")
     assert chosen(AVX512 | {"amx_tile"}) == "avx512"
