@@ -15,11 +15,13 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
+from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_local.loopback import served_port
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
+ENGINES_READY = "baton:engines_ready"
 
 JsonObject = dict[str, Any]
 """A Kubernetes object as JSON: its schema is the API server's."""
@@ -168,17 +170,38 @@ def load_documents(path: Path) -> list[JsonObject]:
     return documents
 
 
+async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
+    """Whether every gateway pod takes every ready engine for one it may send requests to: a moment after the pods are ready."""
+    ready = {role: sum(pod.ready for pod in pods if pod.role == role) for role in ("prefill", "decode")}
+    gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
+    try:
+        seen = [await _metric_values(pod, ENGINES_READY) for pod in gateways]
+    except (aiohttp.ClientError, TimeoutError):  # it restarts, say
+        return False
+    return bool(seen) and all(
+        values.get(f'{{role="{role}"}}', 0.0) >= count for values in seen for role, count in ready.items()
+    )
+
+
 async def kv_bytes_received(pods: list[PodStatus]) -> int:
     """Sum over the decode pods of the KV bytes they took from peers, from their metrics."""
-    total = 0.0
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        for pod in pods:
-            if pod.role == "decode" and pod.ready:
-                async with session.get(f"http://{pod.ip}:8000/metrics") as response:
-                    for line in (await response.text()).splitlines():
-                        if line.startswith(RECEIVED_BYTES):
-                            total += float(line.split()[-1])
-    return int(total)
+    decode = [pod for pod in pods if pod.role == "decode" and pod.ready]
+    return int(sum([sum((await _metric_values(pod, RECEIVED_BYTES)).values()) for pod in decode]))
+
+
+async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
+    """Values of one metric of a pod, by their labels as they are written."""
+    values = {}
+    port = GATEWAY_PORT if pod.role == "gateway" else ENGINE_HTTP_PORT
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+        session.get(f"http://{pod.ip}:{port}/metrics") as response,
+    ):
+        for line in (await response.text()).splitlines():
+            if line.startswith((f"{name} ", f"{name}{{")):
+                key, value = line.rsplit(maxsplit=1)
+                values[key.removeprefix(name)] = float(value)
+    return values
 
 
 def _reachable(endpoint: str) -> str:

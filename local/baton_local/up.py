@@ -26,7 +26,15 @@ from baton_local.ask import AskError, ask
 from baton_local.cluster import ComponentError, LocalCluster
 from baton_local.display import service_tables
 from baton_local.networks import NetworksInUseError
-from baton_local.service import ClusterApi, JsonObject, ServiceStatus, api_message, kv_bytes_received, load_documents
+from baton_local.service import (
+    ClusterApi,
+    JsonObject,
+    ServiceStatus,
+    api_message,
+    gateways_see_all_engines,
+    kv_bytes_received,
+    load_documents,
+)
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
 from baton_operator.crd import custom_resource_definition
 
@@ -287,6 +295,10 @@ def _print_next_steps(status: ServiceStatus, elapsed_s: float, console: Console)
 
 
 async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, console: Console) -> None:
+    async def all_seen() -> bool:
+        return await gateways_see_all_engines((await api.service(status.namespace, status.service)).pods)
+
+    await _until(all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready")
     before = await kv_bytes_received(status.pods)
     console.print(f"\n[bold]> {PROMPT}[/]")
     answer = await ask(
