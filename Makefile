@@ -11,8 +11,8 @@ SUBJECT ?= kv_transfer
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           all tests (under 15 minutes on 2 cores)"
-	@echo "make chaos          kill -9 and SIGSTOP of workers, engines and servers under load (about 5 minutes)"
-	@echo "make soak           random traffic against one engine for 10 minutes: no wrong token, no leak"
+	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off and servers (about 15 minutes)"
+	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make check          ruff, mypy, import-linter"
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/so
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
 	@echo "installing into $(VENV): a minute or two the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,ray,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,ray,nixl,dev]"
 	@$(BIN)/python -m baton_kernels.cpu.build
 	@touch $(STAMP)
 
@@ -34,13 +34,14 @@ up: $(STAMP)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
-	BATON_REQUIRE_CPU_KERNELS=1 $(BIN)/python -m pytest tests $(ARGS)
+	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
 	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
 
 soak: $(STAMP)
 	BATON_SOAK_SECONDS=600 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_engine_soak.py -k long -s $(ARGS)
+	BATON_SOAK_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_kv_soak.py -k long -s $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -60,7 +61,6 @@ control-plane:
 	hack/control-plane.sh
 
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(SUBJECT)/bench.py $(ARGS)
 
 gpu:

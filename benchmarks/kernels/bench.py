@@ -28,11 +28,12 @@ GPU_PARTS = [
     "moe",
     "kv_write",
     "block_copy",
+    "block_checksum",
     "elementwise",
     "sampling",
     "engine_step",
 ]
-CPU_PARTS = ["cpu_attention", "kv_write", "elementwise", "sampling"]
+CPU_PARTS = ["cpu_attention", "kv_write", "block_checksum", "elementwise", "sampling"]
 PATIENCE_S = 240.0
 """For one part on a GPU."""
 

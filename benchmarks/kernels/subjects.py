@@ -204,6 +204,26 @@ def _copy(setting: Setting, count: int) -> Subject:
     return _subject(setting, "block_copy", [copy], correct, graph=False)  # the pairs come from the host
 
 
+def _block_checksum(setting: Setting) -> list[Make]:
+    return [partial(_checksum, setting, 3 if setting.quick else 256)]
+
+
+def _checksum(setting: Setting, count: int) -> Subject:
+    from baton_kernels.block_checksum.reference import word_sums_reference
+    from baton_kernels.block_checksum.triton_kernel import block_sums_triton
+
+    cache = random_cache(2 * count * BLOCK_SIZE, 2 if setting.quick else 32, setting.dtype, setting.device)
+    ids, num_heads = torch.randperm(len(cache))[:count], cache.shape[1]
+
+    def correct() -> None:
+        few = ids[:3]
+        expected = word_sums_reference(cache.cpu()[few].flatten(1).view(torch.uint8).view(torch.int64))
+        check("block checksum", block_sums_triton(cache, few, 0, num_heads).cpu(), expected, 0)
+
+    call = partial(block_sums_triton, cache, ids, 0, num_heads)
+    return _subject(setting, "block_checksum", [call], correct, graph=False)  # the block ids come from the host
+
+
 def _sampling(setting: Setting) -> list[Make]:
     return [partial(_draw, setting, num_rows) for num_rows in ([2] if setting.quick else [8, 128])]
 
@@ -289,5 +309,6 @@ OPERATIONS: dict[str, Callable[[Setting], list[Make]]] = {
     "activation": partial(_elementwise, operation="activation"),
     "kv_write": _kv_write,
     "block_copy": _block_copy,
+    "block_checksum": _block_checksum,
     "sampling": _sampling,
 }

@@ -1,176 +1,135 @@
-"""Throughput of one-sided block transfers between two processes on one host: our ucx transport, NIXL, plain memcpy.
+"""Block transfers between two processes of one host: our ucx transport against NIXL, and against what the machine gives.
 
-    make bench SUBJECT=kv_transfer [ARGS="--max-mib 1024 --repeats 5"]
+    make bench SUBJECT=kv_transfer [ARGS="--max-mib 256 --repeats 7"]
 
-Every library runs in a pair of processes of its own, with its own UCX. Blocks are taken in random order on both sides, so
-none merge: one descriptor per block. GB/s is bytes of the blocks over the time from posting to DONE, median of the repeats
-after one warm-up; the content is compared after every READ. UCX_TLS and the rest of UCX's environment apply to both.
-NIXL runs if `nixl_cu12` is installed. memcpy copies the same blocks one by one inside one process: the ceiling.
+Each library runs in a pair of processes of its own, with its own UCX and the same UCX_TLS: once unset, once tcp. Blocks are taken
+in different random orders on both sides, so none merge: one descriptor per block. A figure is the blocks' bytes over the time of
+the whole transfer: `off` from posting to DONE; `on` with every block summed by its producer, moved, and proved by its consumer, in
+pieces that overlap (agent_pair.py). Our API wakes who waits; NIXL's is polled, by one pair every 100 us, by another every 20.
+Whose turn is first changes with every repeat. A ratio, of NIXL's time to ours, is the median of the repeats' ratios, because the
+machine may be busy, and the lower of the two pairs', so that the better NIXL counts. The goal is for every shape with blocks from
+64 KiB up, READ and WRITE, with checksums: the table says for each row whether it is met. Ceilings: ceilings.py. NIXL runs if
+`nixl_cu12` is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
+import importlib.util
+import itertools
 import statistics
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
+import ceilings
+from agent_pair import NIXL_POLL_S, AgentPair
 
-from report import Goal, write
+from report import Goal, print_table, write
 
-BLOCK_KIB = (64, 256, 1024)
-NUM_BLOCKS = (256, 1024, 4096)
-DEADLINE_S = 120.0
-POLL_S = 0.0002
-
-
-def make_agent(library: str, name: str) -> Any:
-    """Both libraries share one vocabulary, hence one type."""
-    if library == "ucx":
-        from baton_kv_transfer.agent import Agent
-
-        return Agent(name, "ucx")
-    from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+BLOCK_KIB = (16, 64, 256, 1024, 4096)
+NUM_BLOCKS = (1, 16, 256, 1024, 4096)
+TLS = {"default": "", "tcp": "tcp"}
+GOAL_FROM_KIB = 64
+CEILING_BYTES = 64 * 2**20
 
 
-def allocate(num_bytes: int) -> np.ndarray:
-    words = np.empty(num_bytes // 8, dtype=np.int64)
-    words[:] = 0  # touches every page
-    return words
+def measure(pairs: dict[str, AgentPair], shape: tuple[int, int], repeats: int, proved: bool) -> dict[str, float | None]:
+    """GB/s of each library and operation, and how many times as fast as the better of the others ours is.
+
+    Args:
+        shape: (number of blocks, bytes of a block).
+    """
+    num_bytes = shape[0] * shape[1]
+    row: dict[str, float | None] = {}
+    for op in ("READ", "WRITE"):
+        seconds: dict[str, list[float]] = {library: [] for library in pairs}
+        order = list(pairs)
+        for repeat in range(repeats + 1):
+            for library in order:
+                measured = pairs[library].seconds(op, proved)
+                if repeat:  # the first is for warming up
+                    seconds[library].append(measured)
+            order.append(order.pop(0))
+        for library, values in seconds.items():
+            row[f"{library} {op}"] = round(num_bytes / statistics.median(values) / 1e9, 3)
+        ratios = [
+            statistics.median(other / ours for ours, other in zip(seconds["ours"], values, strict=True))
+            for library, values in seconds.items()
+            if library != "ours"
+        ]
+        if ratios:
+            row[f"ratio {op}"] = round(min(ratios), 2)
+    return row
 
 
-def own_blocks(pipe: Connection, library: str, num_bytes: int) -> None:
-    agent = make_agent(library, "owner")
-    words = allocate(num_bytes)
-    words[:] = np.arange(len(words))
-    agent.register_memory([(words.ctypes.data, num_bytes, 0, "")], "DRAM")
-    pipe.send((agent.get_agent_metadata(), words.ctypes.data))
-    pipe.recv()  # until the reader is done
+def judge(row: dict[str, Any]) -> str:
+    """What the table says about the goal."""
+    missed = [op for op in ("READ", "WRITE") if row.get(f"ratio {op}", 1.0) < 1.0]
+    return f"missed: {', '.join(missed)}" if missed else "met"
 
 
-def rows(base: int, num_blocks: int, block_bytes: int) -> list[tuple[int, int, int]]:
-    return [(base + i * block_bytes, block_bytes, 0) for i in range(num_blocks)]
-
-
-def read_and_write(pipe: Connection, results: Connection, library: str, shape: tuple[int, int], repeats: int) -> None:
-    num_blocks, block_bytes = shape
-    num_bytes = num_blocks * block_bytes
-    metadata, remote_base = pipe.recv()
-    agent = make_agent(library, "reader")
-    words = allocate(num_bytes)
-    agent.register_memory([(words.ctypes.data, num_bytes, 0, "")], "DRAM")
-    agent.add_remote_agent(metadata)
-    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows(words.ctypes.data, num_blocks, block_bytes), "DRAM")
-    remote = agent.prep_xfer_dlist("owner", rows(remote_base, num_blocks, block_bytes), "DRAM")
-    order = np.random.default_rng(0).permutation(num_blocks).tolist()
-
-    def run(op: str) -> float:
-        handle = agent.make_prepped_xfer(op, local, order, remote, order)
-        started = time.perf_counter()
-        state = agent.transfer(handle)
-        while state == "PROC":
-            time.sleep(POLL_S)
-            state = agent.check_xfer_state(handle)
-            if time.perf_counter() - started > DEADLINE_S:
-                raise TimeoutError(f"{library} {op} did not end within {DEADLINE_S:g} s")
-        seconds = time.perf_counter() - started
-        if state != "DONE":
-            raise RuntimeError(f"{library} {op} ended in {state}")
-        agent.release_xfer_handle(handle)
-        return num_bytes / seconds / 1e9
-
-    expected = np.arange(len(words))
-    speeds: dict[str, list[float]] = {"READ": [], "WRITE": []}
-    for _ in range(repeats + 1):
-        words[:] = 0
-        speeds["READ"].append(run("READ"))
-        if not np.array_equal(words, expected):
-            raise RuntimeError(f"{library} READ brought wrong bytes")
-        speeds["WRITE"].append(run("WRITE"))
-    results.send({op: statistics.median(values[1:]) for op, values in speeds.items()})
-    pipe.send("done")
-
-
-def measure(library: str, shape: tuple[int, int], repeats: int) -> dict[str, float]:
-    context = mp.get_context("spawn")
-    reader_end, owner_end = context.Pipe()
-    results, results_end = context.Pipe(duplex=False)
-    owner = context.Process(target=own_blocks, args=(owner_end, library, shape[0] * shape[1]), daemon=True)
-    reader = context.Process(
-        target=read_and_write, args=(reader_end, results_end, library, shape, repeats), daemon=True
-    )
-    owner.start()
-    reader.start()
-    for end in (reader_end, owner_end, results_end):
-        end.close()
-    try:
-        if not results.poll(2 * DEADLINE_S):
-            raise TimeoutError(f"{library}: no result within {2 * DEADLINE_S:g} s")
-        return dict(results.recv())
-    finally:
-        for process in (reader, owner):
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-
-
-def measure_memcpy(shape: tuple[int, int], repeats: int) -> dict[str, float]:
-    num_blocks, block_bytes = shape
-    source, target = (allocate(num_blocks * block_bytes).reshape(num_blocks, -1) for _ in range(2))
-    order = np.random.default_rng(0).permutation(num_blocks).tolist()
-    speeds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        for index in order:
-            target[index] = source[index]
-        speeds.append(num_blocks * block_bytes / (time.perf_counter() - started) / 1e9)
-    speed = statistics.median(speeds[1:])
-    return {"READ": speed, "WRITE": speed}
+def measure_ceilings(kib: int, max_bytes: int, repeats: int) -> dict[str, Any]:
+    block_bytes, num_bytes = kib * 1024, max(kib * 1024, min(max_bytes, CEILING_BYTES))
+    row: dict[str, Any] = {
+        "part": "ceilings, GB/s",
+        "block_kib": kib,
+        "memcpy": ceilings.memcpy(block_bytes, num_bytes, repeats),
+        "shared memcpy": ceilings.shared_memcpy(block_bytes, num_bytes, repeats),
+        "tcp socket": ceilings.socket_copy(block_bytes, num_bytes, repeats),
+    }
+    for (name, tls), op in itertools.product(TLS.items(), ("get", "put")):
+        row[f"ucx_perftest {op}, {name}"] = ceilings.perftest(op, tls, block_bytes, num_bytes)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput of KV block transports between two processes.")
-    parser.add_argument("--max-mib", type=int, default=1024, help="skip shapes with more MiB in all")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-mib", type=int, default=256, help="shapes with more MiB in all are not run")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--block-kib", type=int, nargs="+", default=BLOCK_KIB)
+    parser.add_argument("--tls", nargs="+", choices=list(TLS), default=list(TLS))
     args = parser.parse_args()
-    libraries: dict[str, Callable[[tuple[int, int], int], dict[str, float]]] = {
-        "ucx": lambda shape, repeats: measure("ucx", shape, repeats),
-        "nixl": lambda shape, repeats: measure("nixl", shape, repeats),
-        "memcpy": measure_memcpy,
-    }
-    try:
-        import nixl_cu12  # noqa: F401
-    except ImportError:
-        del libraries["nixl"]
-    print(f"UCX_TLS={os.environ.get('UCX_TLS', '(default)')}, GB/s, median of {args.repeats}")
-    print(
-        f"{'block KiB':>9} {'blocks':>6}  "
-        + "  ".join(f"{name + ' get':>10} {name + ' put':>10}" for name in libraries)
-    )
-    table = []
-    for kib in BLOCK_KIB:
-        for num_blocks in NUM_BLOCKS:
-            if kib * num_blocks > args.max_mib * 1024:
-                continue
-            row = {name: run((num_blocks, kib * 1024), args.repeats) for name, run in libraries.items()}
-            table.append({"block_kib": kib, "num_blocks": num_blocks, "gb_per_s": row})
-            cells = "  ".join(f"{speeds['READ']:>10.2f} {speeds['WRITE']:>10.2f}" for speeds in row.values())
-            print(f"{kib:>9} {num_blocks:>6}  {cells}", flush=True)
-    ratios = [
-        row["gb_per_s"]["ucx"][op] / row["gb_per_s"]["nixl"][op]
-        for row in table
-        if "nixl" in row["gb_per_s"]
-        for op in ("READ", "WRITE")
-    ]
-    goal = Goal("ucx over nixl, least over all shapes", min(ratios, default=None), 1.0, "ratio")
-    write("kv_transfer", table, [goal], repeats=args.repeats, ucx_tls=os.environ.get("UCX_TLS", "default"), unit="GB/s")
+    max_bytes = args.max_mib * 2**20
+    libraries = ["ours", *(NIXL_POLL_S if importlib.util.find_spec("nixl_cu12") else [])]
+    shapes = [(num_blocks, kib * 1024) for kib, num_blocks in itertools.product(args.block_kib, NUM_BLOCKS)]
+    table: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    for name in args.tls:
+        pairs = {library: AgentPair(library, TLS[name], max_bytes) for library in libraries}
+        for proved in (False, True):
+            part = f"UCX_TLS {name}, checksums {'on' if proved else 'off'}, GB/s"
+            rows: list[dict[str, Any]] = []
+            for shape in shapes:
+                row: dict[str, Any] = {"part": part, "block_kib": shape[1] // 1024, "num_blocks": shape[0]}
+                rows.append(row)
+                if shape[0] * shape[1] > max_bytes:
+                    row["goal"] = f"not run: {shape[0] * shape[1] // 2**20} MiB"
+                    continue
+                for pair in pairs.values():
+                    pair.prepare(*shape)
+                row |= measure(pairs, shape, args.repeats, proved)
+                if proved and shape[1] >= GOAL_FROM_KIB * 1024:
+                    row["goal"] = judge(row)
+                print(row, flush=True)
+            table += rows
+            if proved:
+                ratios = [
+                    row[f"ratio {op}"]
+                    for row, op in itertools.product(rows, ("READ", "WRITE"))
+                    if "goal" in row and f"ratio {op}" in row
+                ]
+                goals.append(
+                    Goal(
+                        f"over NIXL, UCX_TLS {name}, checksums on, least of all shapes",
+                        min(ratios, default=None),
+                        1.0,
+                        "ratio",
+                    )
+                )
+        for pair in pairs.values():
+            pair.close()
+    table += [measure_ceilings(kib, max_bytes, args.repeats) for kib in args.block_kib]
+    print_table(table)
+    write("kv_transfer", table, goals, repeats=args.repeats, max_mib=args.max_mib)
 
 
 if __name__ == "__main__":

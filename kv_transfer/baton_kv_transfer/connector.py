@@ -15,30 +15,80 @@ otherwise; cancelling only shortens the wait for that.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton_engine.protocol.block_hash import BlockHash
 
+if TYPE_CHECKING:
+    from baton_kv_transfer.memory import KVMemory
+
+
+class HeadRange(msgspec.Struct, frozen=True, array_like=True):
+    """Heads [first, first + count) of the model."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def overlap(self, other: HeadRange) -> HeadRange:
+        """The heads that are in both; count 0 if there are none."""
+        first = max(self.first, other.first)
+        return HeadRange(first, max(0, min(self.end, other.end) - first))
+
+
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where one worker of an engine answers about its heads."""
+
+    host: str
+    port: int
+    heads: HeadRange
+
 
 class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one engine's KV memory: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous."""
+    """Shape of one worker's KV memory: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
+
+    A range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes exchange ranges of heads.
+    """
 
     num_blocks: int
     num_kv_heads: int
+    """Of this worker."""
     num_layers: int
     block_size: int
     head_dim: int
     dtype: str
     """torch's name without prefix: float32, bfloat16, float16."""
     name: str = "NHL2BD"
+    first_kv_head: int = 0
+    """Which of the model's heads is head 0 here."""
+    total_kv_heads: int = 0
+    """Of the model, over all workers; 0: num_kv_heads."""
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes of one head in one block."""
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.num_layers * 2 * self.block_size * self.head_dim * itemsize
 
     @property
     def block_nbytes(self) -> int:
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_dim * itemsize
+        return self.num_kv_heads * self.head_nbytes
+
+    @property
+    def heads(self) -> HeadRange:
+        return HeadRange(self.first_kv_head, self.num_kv_heads)
+
+    @property
+    def num_model_heads(self) -> int:
+        return self.total_kv_heads or self.num_kv_heads
 
 
 @dataclass(slots=True)
@@ -63,12 +113,23 @@ class BlockLoad:
     transfer_id: str
     remote_host: str
     remote_port: int
+    """Side channel of the producer's first worker: it names the others."""
     peer_instance_id: str
     first_block_index: int
     """Index in the sequence of block_ids[0]; earlier blocks were found in the local prefix cache."""
     block_ids: list[int]
     block_hashes: list[BlockHash]
     """What each block must hold: compared with what the producer says it is."""
+
+
+@dataclass(slots=True)
+class LoadWait:
+    """Consumer: a load has no memory yet. Until it begins, be it with no blocks, the producer is asked to keep its blocks."""
+
+    remote_host: str
+    remote_port: int
+    """As in BlockLoad."""
+    peer_instance_id: str
 
 
 @dataclass(slots=True)
@@ -81,9 +142,11 @@ class ConnectorMetadata:
     """Producer: transfer id -> instance id of the only consumer that may ask for it. Sent when the request is accepted."""
     cancels: list[str] = field(default_factory=list)
     """Transfer ids the scheduler no longer wants; each still ends in finished_sending or load_results."""
+    waits: dict[str, LoadWait] = field(default_factory=dict)
+    """Consumer: by transfer id. A BlockLoad follows each."""
 
     def __bool__(self) -> bool:
-        return bool(self.saves or self.loads or self.offers or self.cancels)
+        return bool(self.saves or self.loads or self.offers or self.cancels or self.waits)
 
 
 @dataclass(slots=True)
@@ -107,20 +170,75 @@ class ConnectorOutput:
         return bool(self.finished_sending or self.load_results)
 
 
+class FailureReason(enum.StrEnum):
+    """Why a load did not bring all its blocks: a label of the metrics. The text for people is LoadResult.error."""
+
+    CANCELLED = "cancelled"
+    """By this engine's scheduler."""
+    PRODUCER_CANCELLED = "producer_cancelled"
+    REFUSED = "refused"
+    """The handshake: another model, layout, release or token."""
+    PEER_LOST = "peer_lost"
+    """Its connection, or a transfer to or from it, broke."""
+    TIMEOUT = "timeout"
+    CHECKSUM = "checksum"
+    PROTOCOL = "protocol"
+    """The producer said something that cannot be."""
+    DEFECT = "defect"
+    """The connector's own thread failed."""
+
+
 class ConnectorStats(msgspec.Struct):
-    """Counters since start; the engine's metrics read them."""
+    """Counters since start, and a few gauges; the engine's metrics read them. Those of several workers add up."""
 
     blocks_sent: int = 0
+    """Published to a consumer; with push also written into its memory."""
     blocks_received: int = 0
+    bytes_sent: int = 0
+    """Written by push."""
     bytes_received: int = 0
+    """Proved, read or written by push."""
+    descriptors_posted: int = 0
+    """After merging."""
     transfers_completed: int = 0
     transfers_failed: int = 0
+    failures: dict[str, int] = {}
+    """transfers_failed by FailureReason."""
     checksum_failures: int = 0
     leases_expired: int = 0
+    descriptors_refused: int = 0
+    """A peer named memory that it may not touch."""
+    handshakes_refused: int = 0
+    memory_fences: int = 0
+    """Times all peers were cut off because one did not confirm that it writes no more."""
     receive_seconds: float = 0.0
     """Time between a load's start and its end, summed."""
+    send_seconds: float = 0.0
+    """Time between a push's first write and its last, summed."""
+    queued_bytes: int = 0
+    """Gauge: wanted, not posted yet, because a peer's window is full."""
+    inflight_bytes: int = 0
+    """Gauge: posted."""
     failure: str = ""
     """Why the connector moves nothing any more; empty while it works."""
+
+    def count_failure(self, reason: FailureReason) -> None:
+        self.transfers_failed += 1
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+
+    @staticmethod
+    def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
+        """Of several workers; transfers are counted once per worker that took part."""
+        total = ConnectorStats()
+        for part in parts:
+            for name in ConnectorStats.__struct_fields__:
+                mine, theirs = getattr(total, name), getattr(part, name)
+                if isinstance(theirs, dict):
+                    for key, value in theirs.items():
+                        mine[key] = mine.get(key, 0) + value
+                else:
+                    setattr(total, name, mine or theirs if isinstance(theirs, str) else mine + theirs)
+        return total
 
 
 class KVConnectorWorker(abc.ABC):
@@ -130,11 +248,11 @@ class KVConnectorWorker(abc.ABC):
     """Port of the side channel, bound on the pod's address; 0 if this engine only consumes."""
 
     @abc.abstractmethod
-    def register_kv_cache(self, base_address: int, layout: KVCacheLayout) -> None:
+    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
         """Gives the memory to the agent and starts serving.
 
         Args:
-            base_address: of block 0 in host memory; block i begins at base_address + i * layout.block_nbytes.
+            ranks: all workers of this engine, this one included, in rank order; empty: there is only this one.
         """
 
     @abc.abstractmethod

@@ -1,75 +1,51 @@
-"""The consumer's half of the connector: loads, from the first greeting to the one LoadResult. Lives on the connector's thread.
+"""The consumer's half of the connector, the conductor. Lives on the connector's thread.
 
-    GREETING   the handshake with the producer is under way
-    WAITING    subscribed; published blocks are read and proved as they come
-    DRAINING   the outcome is known, reads into this engine's memory are still in flight
+    load, loads   the states of a load and of its legs; what moves them along
+    peer, peers   the handshake with one of a producer's workers; all that are known
+    blocks, reads moves and proves blocks; what is read from a peer next
 
-A load ends only when none of its reads is in flight: reads that do not end are aborted by disconnecting the peer.
+`advance` does everything that can happen now, level-triggered: it hears the peers, moves and proves blocks, then moves each load
+along its states. The promises it keeps:
+
+    exactly one LoadResult per load; each wait has a deadline, each leg its own
+    a block counts only once each leg proved its heads, in the memory of this engine, against what this side expects
+    when the LoadResult is given nothing can write to the load's blocks: its reads ended, and a producer that might write said that
+    it does not any more (RELEASED, or its last block was proved), or a fence cut all peers off from the memory
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
+import msgspec
 import zmq
 
-from baton_kv_transfer import checksum, side_channel
-from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle, XferHandle
-from baton_kv_transfer.connector import BlockLoad, ConnectorStats, KVCacheLayout, LoadResult
-from baton_kv_transfer.peer import Peer, TransferMessage
-from baton_kv_transfer.side_channel import PublishedBlock
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.agent import Agent
+from baton_kv_transfer.blocks import BlockMover
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    ConnectorStats,
+    FailureReason,
+    LoadResult,
+    LoadWait,
+    RankAddress,
+)
+from baton_kv_transfer.load import LegState, LoadState
+from baton_kv_transfer.loads import Loads
+from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.peer import Peer
+from baton_kv_transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-MAX_READS_IN_FLIGHT = 4
-"""Transfers posted at a time, over all loads; the rest queue."""
-MAX_READ_BYTES = 32 * 2**20
-"""Longer batches are split, so that proving one overlaps reading the next."""
-MAX_HEARTBEAT_S = 5.0
-"""A third of the shortest lease any producer grants, at most this."""
 MAX_PENDING_S = 600.0
 """A load waits this long without a block at most, however often the producer says that it is pending."""
 DRAIN_TIMEOUT_S = 5.0
-"""A failed or cancelled load waits this long for its reads before the peer is disconnected."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """One BlockLoad under way."""
-
-    load: BlockLoad
-    peer: Peer
-    started: float
-    last_block: float
-    """When blocks were published or proved last."""
-    deadline: float
-    arrived: list[bool] = field(default_factory=list)
-    """By position in the load: read and proved."""
-    requested: set[int] = field(default_factory=set)
-    """Positions whose publication came; a second one is ignored."""
-    reads: int = 0
-    """In flight."""
-    error: str = ""
-    draining: bool = False
-    retried: set[int] = field(default_factory=set)
-    """Positions read a second time because their checksum differed."""
-
-    @property
-    def num_valid_blocks(self) -> int:
-        return self.arrived.index(False) if False in self.arrived else len(self.arrived)
-
-
-@dataclass(slots=True)
-class _Read:
-    load: _Load
-    positions: list[int]
-    blocks: list[PublishedBlock]
-    handle: XferHandle | None = None
+"""A load whose outcome is known waits this long for its reads, then disconnects the peer; this long again, then it fences."""
 
 
 class ConsumerSide:
@@ -79,290 +55,234 @@ class ConsumerSide:
         *,
         instance_id: str,
         compatibility_hash: str,
+        token: bytes,
+        push: bool,
+        max_inflight_bytes: int,
         load_timeout_s: float,
         max_pending_s: float,
         stats: ConnectorStats,
         finished: Callable[[str, LoadResult], None],
+        fenced: Callable[[], None] = lambda: None,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            token: the service's; see `auth`.
+            push: producers write the blocks; otherwise they are read.
+            max_inflight_bytes: of the reads from one peer at a time.
             load_timeout_s: a load ends after this long without blocks and without word that more will come.
             max_pending_s: and after this long without blocks in any case.
+            finished: takes each load's one result.
+            fenced: called after agent.fence(): the agent's metadata is new, it knows no peers.
         """
         self._agent = agent
-        self._instance_id = instance_id
-        self._compatibility_hash = compatibility_hash
+        self._push = push
+        self._max_inflight_bytes = max_inflight_bytes
         self._load_timeout_s = load_timeout_s
         self._max_pending_s = max_pending_s
-        self._heartbeat_s = min(MAX_HEARTBEAT_S, load_timeout_s / 3)
         self._stats = stats
         self._finished = finished
-        self._loads: dict[str, _Load] = {}
-        self._peers: dict[tuple[str, int, str], Peer] = {}
-        self._queue: deque[_Read] = deque()
-        self._in_flight: list[_Read] = []
-        self._next_heartbeat = 0.0
-        self._layout: KVCacheLayout | None = None
-        self._base_address = 0
-        self._blocks: DlistHandle | None = None
+        self._fenced = fenced
+        self._drain_timeout_s = drain_timeout_s
+        self._clock = clock
+        self._expected: dict[str, Peer] = {}
+        """By transfer id: the first worker of the producer, of loads that wait for memory."""
+        self._peers = Peers(
+            agent,
+            instance_id=instance_id,
+            compatibility_hash=compatibility_hash,
+            token=token,
+            push=push,
+            stats=stats,
+        )
 
-    def serve(self, base_address: int, layout: KVCacheLayout) -> None:
-        self._base_address, self._layout = base_address, layout
-        nbytes = layout.block_nbytes
-        descs = np.zeros((layout.num_blocks, 3), dtype=np.int64)
-        descs[:, 0] = base_address + np.arange(layout.num_blocks, dtype=np.int64) * nbytes
-        descs[:, 1] = nbytes
-        self._blocks = self._agent.prep_xfer_dlist(INIT_AGENT, descs)
+    def serve(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+        """Loads may begin.
+
+        Args:
+            memory: registered with the agent.
+            ranks: all workers of this engine; empty: there is only this one.
+
+        Raises:
+            ValueError: the workers' heads are replicated, or this worker is not among them.
+        """
+        num_heads = memory.layout.num_model_heads
+        if len(ranks) > num_heads:
+            raise ValueError(
+                f"{len(ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
+            )
+        worker_heads = [rank.heads for rank in ranks] or [memory.layout.heads]
+        if memory.layout.heads not in worker_heads:
+            raise ValueError(f"this worker's {memory.layout.heads} are not among the engine's: {worker_heads}")
+        self._memory = memory
+        self._blocks = BlockMover(
+            self._agent,
+            memory,
+            max_inflight_bytes=self._max_inflight_bytes,
+            stats=self._stats,
+            proved=lambda leg, wrong: self._loads.proved(leg, wrong, self._clock()),
+            clock=self._clock,
+        )
+        self._loads = Loads(
+            self._peers,
+            self._blocks,
+            memory,
+            worker_heads,
+            push=self._push,
+            load_timeout_s=self._load_timeout_s,
+            max_pending_s=self._max_pending_s,
+            drain_timeout_s=self._drain_timeout_s,
+            stats=self._stats,
+            finished=self._finished,
+        )
+        self._peers.introduce(memory)
 
     # -- from the scheduler
 
-    def begin(self, load: BlockLoad) -> None:
-        if load.transfer_id in self._loads:
-            logger.error("transfer %s is being loaded already; the second load is ignored", load.transfer_id)
+    def expect(self, transfer_id: str, wait: LoadWait) -> None:
+        """Heartbeats keep the transfer's blocks at the producer until its load begins, or the producer is lost."""
+        try:
+            first = self._peers.greet(wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock())
+        except zmq.ZMQError:
+            return  # the load will find it out
+        self._expected[transfer_id] = first
+
+    def begin(self, wish: BlockLoad) -> None:
+        self._expected.pop(wish.transfer_id, None)
+        if self._loads.get(wish.transfer_id) is not None:
+            logger.error("transfer %s is being loaded already; the second load is ignored", wish.transfer_id)
             return
-        assert self._layout is not None
-        now = time.monotonic()
-        key = (load.remote_host, load.remote_port, load.peer_instance_id)
-        peer = self._peers.get(key)
-        if peer is None:
-            try:
-                peer = Peer(
-                    self._agent,
-                    host=load.remote_host,
-                    port=load.remote_port,
-                    peer_instance_id=load.peer_instance_id,
-                    instance_id=self._instance_id,
-                    compatibility_hash=self._compatibility_hash,
-                    layout=self._layout,
-                )
-            except zmq.ZMQError as error:  # no address, or no socket left
-                self._stats.transfers_failed += 1
-                reason = f"cannot connect to {load.remote_host}:{load.remote_port}: {error}"
-                self._finished(load.transfer_id, LoadResult(0, reason))
-                return
-            self._peers[key] = peer
-        state = _Load(load, peer, now, now, now + self._load_timeout_s, [False] * len(load.block_ids))
-        self._loads[load.transfer_id] = state
-        if peer.ready:
-            self._subscribe(state)
+        now = self._clock()
+        try:
+            first = self._peers.greet(wish.remote_host, wish.remote_port, wish.peer_instance_id, now)
+        except zmq.ZMQError as error:  # no address, or no socket left
+            self._stats.count_failure(FailureReason.PEER_LOST)
+            reason = f"cannot connect to {wish.remote_host}:{wish.remote_port}: {error}"
+            self._finished(wish.transfer_id, LoadResult(0, reason))
+            return
+        self._loads.begin(wish, first, now)
 
     def cancel(self, transfer_id: str) -> None:
-        state = self._loads.get(transfer_id)
-        if state is not None:
-            self._fail(state, "cancelled")
+        load = self._loads.get(transfer_id)
+        if load is not None:
+            now = self._clock()
+            self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
+            self._loads.step(load, now)
 
     def fail_all(self, reason: str) -> None:
         """Ends every load at once; for use when the agent is closed and nothing writes to memory any more."""
-        self._queue.clear()
-        self._in_flight.clear()
-        for state in list(self._loads.values()):
-            state.error, state.reads = state.error or reason, 0
-            self._end(state)
+        now = self._clock()
+        self._blocks.discard_all()
+        for load in self._loads:
+            self._loads.fail(load, FailureReason.DEFECT, reason, now)
+            self._loads.end(load, now)
 
     def close(self) -> None:
-        for peer in self._peers.values():
+        for peer in self._peers:
             peer.close()
 
     # -- from the thread's loop
 
     def peers(self) -> list[Peer]:
-        return list(self._peers.values())
+        return list(self._peers)
 
     def advance(self, now: float) -> None:
-        """Everything that can happen now: messages, ended reads, new reads, deadlines."""
-        for peer in list(self._peers.values()):
-            was_ready = peer.ready
+        """Everything that can happen now."""
+        if notifications := list(self._notifications()):
+            for peer, notification in notifications:
+                self._loads.hear(peer, notification, now)
+            self._blocks.move()
+            self._loads.step_all(now)  # a load may end here: who waits for it comes before what others say
+        for peer in self._peers:
             for message in peer.receive(now):
-                self._handle(peer, message)
-            if peer.ready and not was_ready:
-                self._heartbeat_s = min(self._heartbeat_s, peer.lease_s / 3)
-                self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_s)
-                for state in [state for state in self._loads.values() if state.peer is peer and not state.draining]:
-                    self._subscribe(state)
-        self._collect_reads()
-        for peer in [peer for peer in self._peers.values() if peer.error]:
-            self._drop(peer)
-        for state in list(self._loads.values()):
-            if now >= state.deadline:
-                self._deadline_passed(state)
-        self._post_reads()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._heartbeat_s
-            self._send_heartbeats()
+                self._loads.hear(peer, message, now)
+        self._blocks.move()
+        self._loads.step_all(now)
+        self._loads.check_deadlines(now)
+        for peer in self._peers:
+            if peer.error:
+                self._lose(peer, now)
+        if why := self._fence_needed(now):
+            self._fence(why, now)
+        self._loads.step_all(now)
+        self._send_heartbeats(now)
 
     def next_deadline(self) -> float | None:
-        if not self._loads:
-            return None
-        deadlines = [state.deadline for state in self._loads.values()]
-        deadlines += [peer.handshake_deadline for peer in self._peers.values() if not peer.ready]
-        return min(self._next_heartbeat, *deadlines)
+        """When `advance` has to be called if nothing else happens; None: no need."""
+        if self._blocks.busy or any(peer.error for peer in self._peers):
+            return 0.0
+        deadlines = [peer.handshake_deadline for peer in self._peers if not peer.ready]
+        if len(self._loads) or self._expected:
+            deadlines += [peer.next_heartbeat for peer in self._peers if peer.ready]
+        return min(deadlines + self._loads.deadlines(), default=None)
 
-    def _subscribe(self, state: _Load) -> None:
-        """The peer is ready. A load of nothing only frees the producer's side."""
-        transfer_id = state.load.transfer_id
-        if not state.arrived:
-            self._end(state)
-            return
-        state.peer.send(side_channel.Subscribe(transfer_id))
+    # -- peers
 
-    def _handle(self, peer: Peer, message: TransferMessage) -> None:
-        if isinstance(message, side_channel.Pending):
-            self._still_pending(peer, message.transfer_ids)
-            return
-        state = self._loads.get(message.transfer_id)
-        if state is None or state.peer is not peer:
-            return
-        if isinstance(message, side_channel.Cancelled):
-            self._fail(state, message.reason)
-            return
-        if state.draining:
-            return
-        self._progress(state)
-        load, read = state.load, _Read(state, [], [])
-        for block in message.blocks:
-            position = block.index - load.first_block_index
-            if not 0 <= position < len(load.block_ids) or position in state.requested:
-                continue  # in the prefix cache already, or past what is wanted
-            if block.chain_hash != load.block_hashes[position]:
-                self._fail(state, f"block {block.index} holds other tokens at the producer")
-                break
-            if not 0 <= block.block_id < peer.num_blocks:
-                self._fail(state, f"block {block.index}: the producer has no block {block.block_id}")
-                break
-            state.requested.add(position)
-            read.positions.append(position)
-            read.blocks.append(block)
-        self._enqueue(read)
-        if message.last and not state.draining and len(state.requested) < len(load.block_ids):
-            self._fail(
-                state, f"the producer published {len(state.requested)} of {len(load.block_ids)} blocks asked for"
-            )
+    def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
+        """Of producers' writes that ended. Whom they are from was not proved: what makes no sense is dropped and costs nobody."""
+        for sender, messages in self._agent.get_new_notifs().items():
+            for peer in self._peers:
+                if peer.ready and peer.agent_name == sender:
+                    for message in messages:
+                        with contextlib.suppress(msgspec.DecodeError):
+                            yield peer, side_channel.decode_notification(message)
 
-    def _enqueue(self, read: _Read) -> None:
-        assert self._layout is not None
-        step = max(1, MAX_READ_BYTES // self._layout.block_nbytes)
-        for start in range(0, len(read.positions), step):
-            stop = start + step
-            self._queue.append(_Read(read.load, read.positions[start:stop], read.blocks[start:stop]))
+    def _lose(self, peer: Peer, now: float) -> None:
+        """The peer is lost: its connection goes, loads that need it fail; the next load greets anew."""
+        self._peers.remove(peer)
+        self._expected = {transfer_id: first for transfer_id, first in self._expected.items() if first is not peer}
+        for load in self._loads:
+            if peer in load.peers:
+                self._loads.fail(load, peer.reason, peer.error, now)
+        self._blocks.lose(peer)
 
-    def _post_reads(self) -> None:
-        while self._queue and len(self._in_flight) < MAX_READS_IN_FLIGHT:
-            read = self._queue.popleft()
-            state = read.load
-            if state.draining:
-                continue
-            assert self._blocks is not None
-            assert state.peer.blocks is not None
-            ours = [state.load.block_ids[position] for position in read.positions]
-            theirs = [block.block_id for block in read.blocks]
-            read.handle = self._agent.make_prepped_xfer("READ", self._blocks, ours, state.peer.blocks, theirs)
-            self._agent.transfer(read.handle)
-            state.reads += 1
-            self._in_flight.append(read)
+    def _fence_needed(self, now: float) -> str:
+        """Why peers must be cut off from this engine's memory now; empty if there is no need."""
+        draining = [load for load in self._loads if load.state is LoadState.DRAINING]
+        for load in draining:
+            if now >= load.drain_deadline:
+                return f"transfer {load.transfer_id} did not drain: {load.error or 'its end was not confirmed'}"
+        # A lost peer confirms nothing any more. Others' loads that still run are given the time to end.
+        if len(draining) == len(self._loads):
+            for load in draining:
+                for leg in load.legs:
+                    if leg.quarantined and leg.peer.error:
+                        return f"transfer {load.transfer_id}: {leg.peer.error}"
+        return ""
 
-    def _collect_reads(self) -> None:
-        for read in list(self._in_flight):
-            assert read.handle is not None
-            outcome = self._agent.check_xfer_state(read.handle)
-            if outcome == "PROC":
-                continue
-            self._in_flight.remove(read)
-            self._agent.release_xfer_handle(read.handle)
-            state = read.load
-            state.reads -= 1
-            if outcome == "ERR":
-                state.peer.fail(f"reading from {state.peer.name} failed: {read.handle.error}")
-            elif not state.draining:
-                self._prove(read)
-            if state.draining and state.reads == 0 and state.load.transfer_id in self._loads:
-                self._end(state)
+    def _fence(self, why: str, now: float) -> None:
+        """When this returns no peer reaches this engine's memory: all loads end, and peers are greeted anew."""
+        logger.warning("cutting all peers off from the KV memory: %s", why)
+        self._stats.memory_fences += 1
+        self._agent.fence()
+        if self._blocks.reading:
+            raise RuntimeError("transfers go on after a fence: the transport does not keep its promise")
+        self._blocks.discard_all()
+        self._blocks.renew()
+        for load in self._loads:
+            self._loads.fail(load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now)
+            for leg in load.legs:
+                self._loads.release(leg)
+                leg.quarantined = False
+            self._loads.step(load, now)
+        for peer in self._peers:
+            self._peers.remove(peer)
+            self._blocks.lose(peer)
+        self._expected.clear()
+        self._peers.introduce(self._memory)
+        self._fenced()
 
-    def _prove(self, read: _Read) -> None:
-        """Checks what arrived; blocks that differ are read once more, then given up."""
-        state, layout = read.load, self._layout
-        assert layout is not None
-        load, again = state.load, _Read(read.load, [], [])
-        for position, block in zip(read.positions, read.blocks, strict=True):
-            address = self._base_address + load.block_ids[position] * layout.block_nbytes
-            word_sum = checksum.block_sum(address, layout.block_nbytes)
-            if checksum.bind(word_sum, load.transfer_id, load.block_hashes[position]) == block.checksum:
-                if not state.arrived[position]:
-                    state.arrived[position] = True
-                    self._stats.blocks_received += 1
-                    self._stats.bytes_received += layout.block_nbytes
-                continue
-            self._stats.checksum_failures += 1
-            if position in state.retried:
-                self._fail(state, f"block {block.index} differs from its checksum, twice")
-            else:
-                state.retried.add(position)
-                again.positions.append(position)
-                again.blocks.append(block)
-        if state.draining:
-            return
-        self._progress(state)
-        self._enqueue(again)
-        if all(state.arrived):
-            state.draining = True
-            if state.reads == 0:
-                self._end(state)
-
-    def _progress(self, state: _Load) -> None:
-        state.last_block = time.monotonic()
-        state.deadline = state.last_block + self._load_timeout_s
-
-    def _still_pending(self, peer: Peer, transfer_ids: list[str]) -> None:
-        now = time.monotonic()
-        for transfer_id in transfer_ids:
-            state = self._loads.get(transfer_id)
-            if state is not None and state.peer is peer and not state.draining:
-                limit = state.last_block + self._max_pending_s
-                state.deadline = max(state.deadline, min(now + self._load_timeout_s, limit))
-
-    def _fail(self, state: _Load, reason: str) -> None:
-        """The outcome is known; it is reported once no read is in flight."""
-        if state.draining:
-            return
-        state.error, state.draining = reason, True
-        state.deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        if state.reads == 0:
-            self._end(state)
-
-    def _deadline_passed(self, state: _Load) -> None:
-        if not state.draining:
-            silence_s = time.monotonic() - state.last_block
-            self._fail(state, f"no progress from {state.peer.name}: no block for {silence_s:.1f} s")
-            return
-        # Reads that do not end: disconnecting aborts them, and their ERR ends the load.
-        state.peer.fail(f"reads from {state.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s")
-        state.deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        self._drop(state.peer)
-
-    def _drop(self, peer: Peer) -> None:
-        """The peer is lost: its connection goes, its loads fail; the next load greets anew."""
-        for key, known in list(self._peers.items()):
-            if known is peer:
-                del self._peers[key]
-        peer.close()
-        for state in [state for state in self._loads.values() if state.peer is peer]:
-            self._fail(state, peer.error)
-
-    def _end(self, state: _Load) -> None:
-        load, peer = state.load, state.peer
-        del self._loads[load.transfer_id]
-        if peer.ready and not peer.error:
-            peer.send(side_channel.Release(load.transfer_id, completed=not state.error))
-        if state.error:
-            self._stats.transfers_failed += 1
-        else:
-            self._stats.transfers_completed += 1
-        self._stats.receive_seconds += time.monotonic() - state.started
-        self._finished(load.transfer_id, LoadResult(state.num_valid_blocks, state.error))
-
-    def _send_heartbeats(self) -> None:
-        by_peer: dict[int, tuple[Peer, list[str]]] = {}
-        for transfer_id, state in self._loads.items():
-            if state.peer.ready:
-                by_peer.setdefault(id(state.peer), (state.peer, []))[1].append(transfer_id)
-        for peer, transfer_ids in by_peer.values():
-            peer.send(side_channel.Heartbeat(transfer_ids))
+    def _send_heartbeats(self, now: float) -> None:
+        due = [peer for peer in self._peers if peer.ready and now >= peer.next_heartbeat]
+        expected: dict[Peer, list[str]] = {}
+        for transfer_id, first in self._expected.items() if due else ():
+            for peer in self._loads.workers(first, now):
+                expected.setdefault(peer, []).append(transfer_id)
+        legs = [leg for load in self._loads for leg in load.legs if leg.state is not LegState.RELEASED] if due else []
+        for peer in due:
+            peer.next_heartbeat = now + self._loads.heartbeat_s(peer)
+            transfer_ids = [leg.load.transfer_id for leg in legs if leg.peer is peer]
+            transfer_ids += expected.get(peer, [])
+            if transfer_ids:
+                peer.send(side_channel.Heartbeat(transfer_ids))

@@ -1,33 +1,37 @@
-"""Makes the connector an engine's configuration asks for; UCX and numpy are imported when the first one is made."""
+"""Makes the connector an engine's configuration asks for; the transport and numpy are imported when the first one is made."""
 
 from __future__ import annotations
 
 from baton_engine.protocol.config import KVTransferConfig
 from baton_kv_transfer.connector import KVConnectorWorker
 
-TRANSPORTS = ("ucx", "inproc")
+TRANSPORTS = ("ucx", "nixl", "inproc")
+MODES = ("pull", "push")
 
 
 def create_connector(
-    config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str
+    config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str, rank: int = 0
 ) -> KVConnectorWorker:
     """The worker side of the connector; it serves once register_kv_cache was called.
 
     Args:
-        instance_id: of this engine process; also the transfer agent's name.
+        instance_id: of this engine process.
         compatibility_hash: of what must agree with peers, see `baton_engine.protocol.config.compatibility_hash`.
-        host: the pod's own address; the side channel binds config.port on it (0: any free port, see `port`).
+        host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the others
+            any free port: see `port`.
+        rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.
 
     Raises:
-        ValueError: role none, or unknown transport.
+        ValueError: role none, unknown transport or mode, or a token file that is empty or cannot be read.
         OSError: the side channel's address is taken or not this machine's.
         UCXError: UCX is missing or does not start.
     """
     if config.transport not in TRANSPORTS:
-        raise ValueError(
-            f"kv_transfer.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}"
-            + (" (nixl is not available yet: use ucx)" if config.transport == "nixl" else "")
-        )
+        raise ValueError(f"kv_transfer.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
+    if config.mode not in MODES:
+        raise ValueError(f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
     from baton_kv_transfer.transfer_connector import TransferConnector
 
-    return TransferConnector(config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=host)
+    return TransferConnector(
+        config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=host, rank=rank
+    )

@@ -1,43 +1,75 @@
-"""A producer as its consumer sees it: the DEALER to its side channel, the handshake, and its memory in the agent.
+"""A worker of a producer as its consumer sees it: the DEALER to its side channel, the handshake, and its memory in the agent.
 
-Kept from one transfer to the next. `error` becomes set once and for all when the handshake is refused or the peer is lost;
-a producer that restarted has another instance id and is another peer.
+    GREETED    HELLO was sent
+    PROVED     WELCOME proved hash and token; DESCRIBE was sent
+    READY      DESCRIPTION fits: transfers may begin
+    (lost)     `error` is set, once and for all: refused, silent, disconnected, or it said something that cannot be
+
+Kept from one transfer to the next. A connection that broke is not made again: a producer that restarted, also at the same
+address, has another instance id and is another peer.
 """
 
 from __future__ import annotations
 
-import time
+import enum
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_kv_transfer import side_channel
+from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import Agent, DlistHandle
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.connector import ConnectorStats, FailureReason, HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.memory import slot_rows
+from baton_kv_transfer.side_channel import MemoryDescription
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MIN_LEASE_S = 0.05
+MAX_SLOTS = 2**22
+"""Of a peer's memory: a limit for what a message may make this side allocate."""
+MAX_MESSAGES_PER_ROUND = 1024
+MAX_REASON_CHARACTERS = 500
+"""Of errors and logs that a peer's text goes into."""
 ZMQ_HEARTBEAT_MS = 2_000
 """ZMQ's own probes between the I/O threads: finds hosts that vanished without closing the connection."""
 ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
 
 
-TransferMessage = side_channel.Publish | side_channel.Pending | side_channel.Cancelled
+TransferMessage = side_channel.Publish | side_channel.Pending | side_channel.Released | side_channel.Cancelled
+
+
+class PeerState(enum.Enum):
+    GREETED = enum.auto()
+    PROVED = enum.auto()
+    READY = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What this worker says of itself, and proves, in every handshake."""
+
+    instance_id: str
+    compatibility_hash: str
+    token: bytes = field(repr=False)
+    layout: KVCacheLayout
+    memory: MemoryDescription | None
+    """Given to producers that are to push."""
 
 
 class Peer:
     def __init__(
         self,
         agent: Agent,
+        introduction: Introduction,
+        stats: ConnectorStats,
         *,
         host: str,
         port: int,
         peer_instance_id: str,
-        instance_id: str,
-        compatibility_hash: str,
-        layout: KVCacheLayout,
+        now: float,
     ) -> None:
         """Connects in the background and says HELLO.
 
@@ -46,18 +78,27 @@ class Peer:
         """
         self.name = f"{peer_instance_id} at {host}:{port}"
         self.error = ""
+        self.reason = FailureReason.PEER_LOST
+        """Of the error."""
         self.blocks: DlistHandle | None = None
-        """The peer's blocks by id, once the handshake is through."""
-        self.num_blocks = 0
+        """Per slot of the peer's memory the heads that this worker has, too; None if there are none, and before READY."""
+        self.num_slots = 0
+        self.rank = -1
+        """Among the workers of its engine."""
+        self.ranks: list[RankAddress] = []
+        """All of them."""
         self.lease_s = 0.0
         """How long the peer keeps blocks without a sign of this engine."""
-        self.handshake_deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self.next_heartbeat = now
+        self.handshake_deadline = now + HANDSHAKE_TIMEOUT_S
+        self._state = PeerState.GREETED
+        self._address = (host, port)
         self._agent = agent
         self._agent_name = ""
-        self._peer_instance_id = peer_instance_id
-        self._welcomed = False
-        self._compatibility_hash = compatibility_hash
-        self._layout = layout
+        self._introduction = introduction
+        self._stats = stats
+        self.peer_instance_id = peer_instance_id
+        self._nonce = auth.new_nonce()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 1000)  # what was said before closing (RELEASE) still goes out
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -72,33 +113,54 @@ class Peer:
         except zmq.ZMQError:
             self.close()
             raise
-        self.send(side_channel.Hello(side_channel.VERSION, compatibility_hash, instance_id, peer_instance_id))
+        self.send(
+            side_channel.Hello(
+                side_channel.VERSION,
+                introduction.compatibility_hash,
+                introduction.instance_id,
+                peer_instance_id,
+                self._nonce,
+            )
+        )
+
+    @property
+    def agent_name(self) -> str:
+        """Empty before READY."""
+        return self._agent_name
 
     @property
     def ready(self) -> bool:
-        return self.blocks is not None
+        return self._state is PeerState.READY and not self.error
 
     def send(self, message: side_channel.ToProducer) -> None:
+        """Queues a message; nothing is sent to a lost peer."""
+        if self.error:
+            return
         try:
             self.socket.send(side_channel.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # no connection any more
-            self.fail(f"connection to {self.name} lost")
+            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
-    def fail(self, reason: str) -> None:
-        self.error = self.error or reason
+    def fail(self, reason: FailureReason, error: str) -> None:
+        """Loses the peer; the first error stays."""
+        if not self.error:
+            self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
         """Messages about transfers; the handshake is handled here."""
         messages: list[TransferMessage] = []
-        while not self.error:
+        for _ in range(MAX_MESSAGES_PER_ROUND):
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            if len(frame) > side_channel.MAX_GREETING_BYTES and not self.ready:
+                self.fail(FailureReason.PROTOCOL, f"{self.name} sent {len(frame)} bytes in the handshake")
+                break
             try:
                 message = side_channel.decode_to_consumer(frame)
             except msgspec.DecodeError as error:
-                self.fail(f"{self.name} sent a malformed message: {error}")
+                self.fail(FailureReason.PROTOCOL, f"{self.name} sent a malformed message: {error}")
                 break
             match message:
                 case side_channel.Welcome():
@@ -106,21 +168,27 @@ class Peer:
                 case side_channel.Description():
                     self._learn_memory(message)
                 case side_channel.Refused(reason=reason):
-                    self.fail(f"refused by {self.name}: {reason}")
-                case side_channel.Publish() | side_channel.Pending() | side_channel.Cancelled():
-                    if self.ready:
-                        messages.append(message)
-        while self.monitor.poll(0):
+                    kind = FailureReason.PEER_LOST if self.ready else FailureReason.REFUSED
+                    self.fail(kind, f"refused by {self.name}: {reason}")
+                case _ if self.ready:
+                    messages.append(message)
+                case _:
+                    self._out_of_order(message)
+            if self.error:
+                break
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             recv_monitor_message(self.monitor)
-            state = "lost" if self._agent_name else "failed"
-            self.fail(f"connection to {self.name} {state}")
-        if not self.ready and now >= self.handshake_deadline:
-            self.fail(f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s")
+            state = "failed" if self._state is PeerState.GREETED else "lost"
+            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
+        if self._state is not PeerState.READY and now >= self.handshake_deadline:
+            self.fail(FailureReason.TIMEOUT, f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s")
         return messages
 
     def close(self) -> None:
+        """Disconnects, for good: transfers in flight end in ERR."""
         if self.socket.closed:
             return
+        self.fail(FailureReason.PEER_LOST, f"disconnected from {self.name}")
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
@@ -128,35 +196,102 @@ class Peer:
             self._agent.remove_remote_agent(self._agent_name)
 
     def _check_welcome(self, welcome: side_channel.Welcome) -> None:
-        if (welcome.version, welcome.compatibility_hash) != (side_channel.VERSION, self._compatibility_hash):
-            self.fail(
-                f"{self.name} speaks version {welcome.version} with compatibility hash {welcome.compatibility_hash}, "
-                f"this engine version {side_channel.VERSION} with {self._compatibility_hash}"
-            )
+        if self._state is not PeerState.GREETED:
+            self._out_of_order(welcome)
             return
-        self._welcomed = True
-        self.send(side_channel.Describe(self._layout))
+        mine = self._introduction
+        for name, ours, theirs in (
+            ("side channel version", side_channel.VERSION, welcome.version),
+            ("compatibility hash", mine.compatibility_hash, welcome.compatibility_hash),
+            ("instance id", self.peer_instance_id, welcome.instance_id),
+        ):
+            if ours != theirs:
+                self._refuse(f"{name} differs: {theirs} at {self.name}, {ours} expected here")
+                return
+        if not auth.proof_holds(self._proof(auth.PRODUCER, welcome.nonce), welcome.proof):
+            self._refuse(f"{self.name} has another token: kv_transfer.token_file must be the same for all engines")
+            return
+        self._state = PeerState.PROVED
+        self.send(side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), mine.layout, mine.memory))
+
+    def _proof(self, role: str, producer_nonce: bytes) -> bytes:
+        return auth.proof(
+            self._introduction.token,
+            role,
+            consumer_nonce=self._nonce,
+            producer_nonce=producer_nonce,
+            consumer_id=self._introduction.instance_id,
+            producer_id=self.peer_instance_id,
+        )
 
     def _learn_memory(self, description: side_channel.Description) -> None:
-        if not self._welcomed:
-            self.fail(f"{self.name} described its memory before the compatibility hash was checked")
+        if self._state is not PeerState.PROVED:
+            self._out_of_order(description)
             return
-        if mismatch := side_channel.layout_mismatch(self._layout, description.layout):
-            self.fail(mismatch)
+        ours, theirs = self._introduction.layout, description.layout
+        if mismatch := side_channel.layout_mismatch(ours, theirs):
+            self._refuse(mismatch)
             return
-        nbytes = description.layout.block_nbytes
+        if len(description.ranks) > ours.num_model_heads:
+            self._refuse(
+                f"{self.name} has {len(description.ranks)} workers for {ours.num_model_heads} KV heads: "
+                "blocks of replicated heads are not exchanged"
+            )
+            return
         try:
-            if not description.lease_s >= MIN_LEASE_S:
-                raise ValueError(f"a lease of {description.lease_s} s is too short to be extended")
-            descs = np.zeros((description.layout.num_blocks, 3), dtype=np.int64)
-            descs[:, 0] = description.base_address + np.arange(description.layout.num_blocks, dtype=np.int64) * nbytes
-            descs[:, 1] = nbytes
-            self._agent_name = self._agent.add_remote_agent(description.agent_metadata)
-            self.blocks = self._agent.prep_xfer_dlist(self._agent_name, descs)
-        except (ValueError, ArithmeticError, MemoryError, RecursionError, msgspec.DecodeError) as error:
-            self.fail(f"{self.name} described its memory wrongly: {error}")
+            self.ranks = description.ranks or [RankAddress(*self._address, theirs.heads)]
+            _check_ranks(self.ranks, ours.num_model_heads)
+            if not MIN_LEASE_S <= description.lease_s < float("inf"):
+                raise ValueError(f"a lease of {description.lease_s} s cannot be extended")
+            self._agent_name = self._agent.add_remote_agent(description.memory.agent_metadata)
+            names = [f"{self.peer_instance_id}/{rank}" for rank in range(len(self.ranks))]
+            if self._agent_name not in names:
+                raise ValueError(f"agent {self._agent_name} is none of {', '.join(names)}")
+            self.rank = names.index(self._agent_name)
+            if self.ranks[self.rank].heads != theirs.heads:
+                raise ValueError(
+                    f"{self._agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}"
+                )
+            rows = _slot_rows(description.memory, theirs, ours.heads)
+            if len(rows):
+                self.blocks = self._agent.prep_xfer_dlist(self._agent_name, rows, description.memory.mem_type)
+        except (ValueError, LookupError, ArithmeticError, MemoryError, RuntimeError, msgspec.MsgspecError) as error:
+            self.fail(FailureReason.PROTOCOL, f"{self.name} described itself wrongly: {error}")
             return
-        if self._agent_name != self._peer_instance_id:
-            self.fail(f"{self.name} sent the agent metadata of {self._agent_name}")
-        else:
-            self.num_blocks, self.lease_s = description.layout.num_blocks, description.lease_s
+        self.num_slots, self.lease_s = description.memory.num_slots, description.lease_s
+        self._state = PeerState.READY
+
+    def _refuse(self, why: str) -> None:
+        """This side does not go on with the handshake."""
+        self._stats.handshakes_refused += 1
+        self.fail(FailureReason.REFUSED, why)
+
+    def _out_of_order(self, message: side_channel.ToConsumer) -> None:
+        self.fail(FailureReason.PROTOCOL, f"{self.name} sent {type(message).__name__} when it was not its turn")
+
+
+def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
+    """Raises ValueError unless the workers, in order, hold each head of the model once."""
+    end = 0
+    for rank, worker in enumerate(ranks):
+        if worker.heads.first != end or not 0 < worker.heads.count <= num_heads - end:
+            raise ValueError(f"worker {rank} has heads {worker.heads}, {end} of {num_heads} are with those before it")
+        end = worker.heads.end
+    if end != num_heads:
+        raise ValueError(f"its workers have {end} of the model's {num_heads} KV heads")
+
+
+def _slot_rows(memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange) -> NDArray[np.int64]:
+    """Descriptors of the wanted heads in each slot of a worker's memory: [num_slots, 3]; [0, 3] if it has none of them.
+
+    Raises:
+        ValueError: sizes that cannot be.
+    """
+    if memory.slot_nbytes != layout.block_nbytes or not 0 < memory.num_slots <= MAX_SLOTS:
+        raise ValueError(
+            f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes} bytes "
+            f"(at most {MAX_SLOTS} slots)"
+        )
+    return slot_rows(
+        memory.base_address, memory.num_slots, layout, layout.heads.overlap(wanted), device_id=memory.device_id
+    )

@@ -1,19 +1,23 @@
-"""Messages of the side channel between a consumer (DEALER) and a producer (ROUTER); one msgpack frame each.
+"""Messages of the side channel between a consumer's worker (DEALER) and a producer's worker (ROUTER); one msgpack frame each.
 
     consumer                          producer
-    HELLO      version, hash, ids  ->
-                                   <- WELCOME    or REFUSED naming both values
-    DESCRIBE   layout              ->
-                                   <- DESCRIPTION layout, base address, agent metadata; or REFUSED
+    HELLO      version, hash, ids, nonce  ->
+                                   <- WELCOME    nonce, proof of the shared token; or REFUSED naming both values
+    DESCRIBE   proof, layout, and memory if blocks are to be pushed ->
+                                   <- DESCRIPTION layout, memory, addresses of the engine's other workers; or REFUSED
     then, per transfer
-    SUBSCRIBE                      ->            held until the producer's scheduler offers the transfer
-                                   <- PUBLISH    blocks of a step, with proof
+    SUBSCRIBE  heads, how          ->            held until the producer's scheduler offers the transfer
+                                   <- PUBLISH    blocks of a step, with proof. With push it is the notification of the write that
+                                                 brought them, and the last word names all that were written once more
     HEARTBEAT  (extends leases)    ->
                                    <- PENDING    which of them are accepted and still wait, or are computed: no silence
-    RELEASE                        ->            the consumer reads no more: all fetched, given up, or a cancel acknowledged
+    RELEASE                        ->            the consumer wants no more: all proved, given up, or a cancel acknowledged
+                                   <- RELEASED   push only: no write to the consumer's memory is in flight or will be begun
                                    <- CANCELLED  the producer's side ended; RELEASE acknowledges it
 
-Nothing of phase two is said or read before the compatibility hash matched. No message carries a point in time.
+A consumer's worker greets every worker of the producer whose heads it needs; the scheduler names the first one, whose DESCRIPTION
+names the others. Nothing of phase two is said or read before hash and token matched. No message carries a point in time. Messages
+about a transfer name the load's generation, drawn at random by the consumer: what belongs to another load is ignored.
 """
 
 from __future__ import annotations
@@ -23,36 +27,68 @@ from typing import TypeVar
 import msgspec
 
 from baton_engine.protocol.block_hash import BlockHash
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.connector import HeadRange, KVCacheLayout, RankAddress
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_GREETING_BYTES = 2**18
+"""Of a message of a peer that has not proved the token: decoding one costs memory."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     pass
 
 
+class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
+    """A worker's memory for a peer's transfers; see `memory.KVMemory`."""
+
+    agent_metadata: bytes
+    base_address: int
+    num_slots: int
+    slot_nbytes: int
+    mem_type: str
+    device_id: int
+
+
 class Hello(_Message):
     version: int
     compatibility_hash: str
     instance_id: str
+    """Of the consumer's engine."""
     peer_instance_id: str
     """Whom the consumer expects to meet."""
+    nonce: bytes
 
 
 class Describe(_Message):
+    proof: bytes
     layout: KVCacheLayout
+    memory: MemoryDescription | None
+    """None: blocks are only read."""
 
 
 class Subscribe(_Message):
     transfer_id: str
+    generation: int
+    heads: HeadRange
+    subscriber: int
+    """Which of the consumer's workers this is, counting those that need heads of this producer's worker."""
+    num_subscribers: int
+    """How many those are: the transfer ends when all of them released it."""
+    first_block_index: int
+    """In the sequence: blocks before it are not wanted."""
+    push_slots: list[int] | None
+    """Slots of the consumer's memory for the blocks from first_block_index on. None: the consumer reads."""
 
 
 class Release(_Message):
     transfer_id: str
+    generation: int
+    subscriber: int
+    num_subscribers: int
+    """As in SUBSCRIBE: a load that wants nothing releases without having subscribed."""
     completed: bool
-    """All wanted blocks were fetched and proved."""
+    """All wanted blocks arrived and were proved."""
 
 
 class Heartbeat(_Message):
@@ -63,28 +99,36 @@ class Welcome(_Message):
     version: int
     compatibility_hash: str
     instance_id: str
+    nonce: bytes
+    proof: bytes
 
 
 class Description(_Message):
     layout: KVCacheLayout
-    base_address: int
-    agent_metadata: bytes
+    memory: MemoryDescription
     lease_s: float
     """How long the producer keeps blocks after the last sign of this consumer."""
+    ranks: list[RankAddress]
+    """All workers of the producer's engine, in rank order."""
 
 
 class PublishedBlock(msgspec.Struct, array_like=True, gc=False):
     index: int
     """In the sequence."""
-    block_id: int
+    slot: int
+    """Of the producer's memory."""
     chain_hash: BlockHash
     checksum: int
+    """Of the heads subscribed to."""
 
 
 class Publish(_Message):
     transfer_id: str
+    generation: int
     blocks: list[PublishedBlock]
     last: bool
+    written: bool
+    """With push: the blocks are in the consumer's memory."""
 
 
 class Pending(_Message):
@@ -93,8 +137,15 @@ class Pending(_Message):
     transfer_ids: list[str]
 
 
+class Released(_Message):
+    transfer_id: str
+    generation: int
+
+
 class Cancelled(_Message):
     transfer_id: str
+    generation: int
+    """0: of every load of this transfer."""
     reason: str
 
 
@@ -105,11 +156,12 @@ class Refused(_Message):
 
 
 ToProducer = Hello | Describe | Subscribe | Release | Heartbeat
-ToConsumer = Welcome | Description | Publish | Pending | Cancelled | Refused
+ToConsumer = Welcome | Description | Publish | Pending | Released | Cancelled | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
 _to_consumer: msgspec.msgpack.Decoder[ToConsumer] = msgspec.msgpack.Decoder(ToConsumer)
+_notification: msgspec.msgpack.Decoder[Publish] = msgspec.msgpack.Decoder(Publish)
 _T = TypeVar("_T")
 
 
@@ -127,6 +179,11 @@ def decode_to_consumer(frame: bytes) -> ToConsumer:
     return _decode(_to_consumer, frame)
 
 
+def decode_notification(message: bytes) -> Publish:
+    """Of a producer's write. Raises msgspec.DecodeError on anything else."""
+    return _decode(_notification, message)
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         return decoder.decode(frame)
@@ -135,8 +192,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 
 def layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
-    """Why blocks of the two layouts cannot be exchanged; empty if they can. The number of blocks may differ."""
-    for field in ("name", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim"):
+    """Why blocks of the two layouts cannot be exchanged; empty if they can. Number of blocks and heads per worker may differ."""
+    for field in ("name", "dtype", "num_layers", "num_model_heads", "block_size", "head_dim"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             return f"KV layouts differ in {field}: {mine} here, {other} at the peer"

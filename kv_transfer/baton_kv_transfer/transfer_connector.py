@@ -11,26 +11,26 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent import Agent
-from baton_kv_transfer.checksum import WORD_BYTES
+from baton_kv_transfer import auth
+from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
     ConnectorOutput,
     ConnectorStats,
-    KVCacheLayout,
     KVConnectorWorker,
     LoadResult,
+    RankAddress,
 )
 from baton_kv_transfer.consumer import MAX_PENDING_S, ConsumerSide
-from baton_kv_transfer.producer import ProducerSide
+from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.producer import ProducerSide, open_router
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,19 @@ MAX_SLEEP_S = 1.0
 
 
 class TransferConnector(KVConnectorWorker):
-    def __init__(self, config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str) -> None:
+    def __init__(
+        self, config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str, rank: int = 0
+    ) -> None:
         """Binds the side channel if the role produces; nothing is served before register_kv_cache.
 
         Raises:
-            ValueError: role none, or unknown transport.
+            ValueError: role none, unknown transport, or a token file that is empty or cannot be read.
             OSError: the side channel's address is taken or not this machine's.
         """
         if config.role is KVRole.NONE:
             raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
-        self._agent = Agent(instance_id, config.transport)
+        token = auth.read_token(config.token_file)
+        self._agent = create_agent(f"{instance_id}/{rank}", config.transport)
         self._lock = threading.Lock()
         self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = deque()
         self._output = ConnectorOutput()
@@ -56,6 +59,7 @@ class TransferConnector(KVConnectorWorker):
         self._user_wakeup: Callable[[], None] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd_lock = threading.Lock()  # the descriptor must not be closed, and reused, under a writer
+        self._host = host
         self._num_blocks = 0
         self._running = False
         self._stopping = False
@@ -65,15 +69,19 @@ class TransferConnector(KVConnectorWorker):
         self.port = 0
         if config.role in (KVRole.PRODUCER, KVRole.BOTH):
             try:
-                self._router = self._bind(host, config.port)
+                self._router = self._bind(host, config.port if rank == 0 else 0)
             except OSError:
                 self._agent.close()
+                os.close(self._wake_fd)
                 raise
             self._producer = ProducerSide(
                 self._router,
+                self._agent,
                 instance_id=instance_id,
                 compatibility_hash=compatibility_hash,
+                token=token,
                 lease_s=config.lease_s,
+                max_inflight_bytes=config.max_inflight_bytes,
                 stats=self._stats,
                 finished=self._finished_sending,
             )
@@ -82,39 +90,49 @@ class TransferConnector(KVConnectorWorker):
                 self._agent,
                 instance_id=instance_id,
                 compatibility_hash=compatibility_hash,
+                token=token,
+                push=config.mode == "push",
                 load_timeout_s=config.load_timeout_s,
                 # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
                 max_pending_s=MAX_PENDING_S if config.role is KVRole.CONSUMER else 0.0,
+                max_inflight_bytes=config.max_inflight_bytes,
                 stats=self._stats,
                 finished=self._load_finished,
+                fenced=self._fenced,
             )
         self._agent.set_wakeup(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
 
     # -- called by the engine's thread
 
-    def register_kv_cache(self, base_address: int, layout: KVCacheLayout) -> None:
+    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
             raise ValueError("the KV cache is registered already: one connector serves one memory")
-        if layout.block_nbytes % WORD_BYTES:
+        layout = memory.layout
+        num_heads = sum(address.heads.count for address in ranks)
+        if ranks and num_heads != layout.num_model_heads:
             raise ValueError(
-                f"blocks must be multiples of {WORD_BYTES} bytes, this layout's have {layout.block_nbytes}"
+                f"the {len(ranks)} workers of this engine hold {num_heads} KV heads, the model has {layout.num_model_heads}: "
+                "workers that share a head cannot take part in a hand-off"
             )
-        self._agent.register_memory([(base_address, layout.num_blocks * layout.block_nbytes, 0, "kv")])
+        region = (memory.base_address, memory.num_slots * layout.block_nbytes, memory.device_id, "kv")
+        self._agent.register_memory([region], memory.mem_type)
         if self._producer is not None:
-            self._producer.serve(base_address, layout, self._agent.get_agent_metadata())
+            self._producer.serve(memory, list(ranks) or [RankAddress(self._host, self.port, layout.heads)])
         if self._consumer is not None:
-            self._consumer.serve(base_address, layout)
+            self._consumer.serve(memory, ranks)
         self._num_blocks = layout.num_blocks
         self._running = True
         self._thread.start()
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        if (metadata.offers and self._producer is None) or (metadata.loads and self._consumer is None):
+        if (metadata.offers and self._producer is None) or (
+            (metadata.loads or metadata.waits) and self._consumer is None
+        ):
             raise ValueError("kv_transfer.role forbids this: offers need a producer, loads a consumer")
         for load in metadata.loads:
             self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
-        if metadata.offers or metadata.loads or metadata.cancels:
+        if metadata.offers or metadata.loads or metadata.cancels or metadata.waits:
             self._command(self._start, metadata)
 
     def save(self, metadata: ConnectorMetadata) -> None:
@@ -134,7 +152,9 @@ class TransferConnector(KVConnectorWorker):
         self._user_wakeup = wakeup
 
     def stats(self) -> ConnectorStats:
-        return msgspec.structs.replace(self._stats)
+        ours = self._stats
+        refused = ours.descriptors_refused + self._agent.num_refused
+        return msgspec.structs.replace(ours, failures=dict(ours.failures), descriptors_refused=refused)
 
     def shutdown(self) -> None:
         if self._stopping:
@@ -186,6 +206,10 @@ class TransferConnector(KVConnectorWorker):
 
     # -- the connector's thread
 
+    def _fenced(self) -> None:
+        if self._producer is not None:
+            self._producer.memory_fenced()
+
     def _run(self) -> None:
         try:
             self._loop()
@@ -202,11 +226,12 @@ class TransferConnector(KVConnectorWorker):
                 command, metadata = self._commands[0]
                 command(metadata)
                 self._commands.popleft()  # not before: if it fails, what it asked for is answered by _fail_from_now_on
-            drained = self._producer.receive() if self._producer is not None else True
+            if self._producer is not None:
+                self._producer.advance(time.monotonic())
             if self._consumer is not None:
                 self._consumer.advance(time.monotonic())
-            if self._producer is not None and drained:
-                self._producer.expire(time.monotonic())
+            else:
+                self._agent.get_new_notifs()  # nobody has reason to send any: they are not kept
 
     def _sleep(self) -> None:
         poller = zmq.Poller()
@@ -230,6 +255,9 @@ class TransferConnector(KVConnectorWorker):
         for transfer_id, peer_instance_id in metadata.offers.items():
             assert self._producer is not None
             self._producer.offer(transfer_id, peer_instance_id)
+        for transfer_id, wait in metadata.waits.items():
+            assert self._consumer is not None
+            self._consumer.expect(transfer_id, wait)
         for load in metadata.loads:
             assert self._consumer is not None
             self._consumer.begin(load)
@@ -271,13 +299,9 @@ class TransferConnector(KVConnectorWorker):
         self._agent.close()
 
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
-        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
         try:
-            router.bind(f"tcp://{host}:{port or '*'}")
+            router = open_router(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            router.close(linger=0)
             raise OSError(error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}") from error
         self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         return router

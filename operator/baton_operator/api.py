@@ -82,20 +82,27 @@ class Model(_Api, frozen=True):
     ) = None
 
 
+Tensor = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=64,
+        description="Tensor-parallel size: workers of one pod, one device each, over which every layer is spread. Prefill and "
+        "decode may differ. The model's KV heads must divide among the workers.",
+    ),
+]
+
+
 class PrefillParallelism(_Api, frozen=True):
     """How one prefill rank is spread over devices."""
 
-    tensor: Annotated[
-        int, Meta(ge=1, le=1, description="Tensor-parallel size. This version of the engine runs 1 only.")
-    ] = 1
+    tensor: Tensor = 1
 
 
 class DecodeParallelism(_Api, frozen=True):
     """How decode ranks are spread over devices."""
 
-    tensor: Annotated[
-        int, Meta(ge=1, le=1, description="Tensor-parallel size. This version of the engine runs 1 only.")
-    ] = 1
+    tensor: Tensor = 1
     expert: Annotated[
         bool,
         Meta(
@@ -129,7 +136,18 @@ class Decode(_Api, frozen=True):
 class KVTransfer(_Api, frozen=True):
     """How KV blocks travel from prefill to decode pods."""
 
-    transport: Annotated[Literal["ucx"], Meta(description="ucx: over UCX, one-sided where the fabric can.")] = "ucx"
+    transport: Annotated[
+        Literal["ucx", "nixl"],
+        Meta(
+            description="ucx: over UCX, one-sided where the fabric can. nixl: the NIXL library, which the image must hold."
+        ),
+    ] = "ucx"
+    mode: Annotated[
+        Literal["pull", "push"],
+        Meta(
+            description="pull: decode pods read what prefill published. push: prefill writes it while it computes on."
+        ),
+    ] = "pull"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(
@@ -179,6 +197,16 @@ class Engine(_Api, frozen=True):
     ) = None
     kv_cache_memory: (
         Annotated[str, Meta(pattern=QUANTITY, description="KV memory of one engine on a CPU, for example 512Mi.")]
+        | None
+    ) = None
+    offload_memory: (
+        Annotated[
+            str,
+            Meta(
+                pattern=QUANTITY,
+                description="Host memory of one engine for prefix blocks that its cache evicts; they are copied back when wanted.",
+            ),
+        ]
         | None
     ) = None
     enable_prefix_caching: Annotated[bool, Meta(description="Keep and share the blocks of equal prefixes.")] | None = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import datetime
 from typing import Any
 
 from baton_operator import names
+from baton_operator.builders import kv_token
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
@@ -50,6 +52,21 @@ async def apply_objects(
         except KubeError as error:
             errors.append(error)
     return existing, errors
+
+
+async def ensure_kv_token(kube: Kube, owner: Owner) -> None:
+    """Makes the engines' shared secret if there is none; never changes one. Raises NameConflict, KubeError."""
+    name = names.kv_token_name(owner.name)
+    present = await kube.get("Secret", owner.namespace, name)
+    if present is None:
+        try:
+            present = await kube.create(kv_token.secret(owner, secrets.token_hex(32).encode()))
+        except KubeError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            present = await kube.get("Secret", owner.namespace, name)
+    if present is not None and not controlled_by(present, owner.uid):
+        raise NameConflict("Secret", name)
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object) -> Object:

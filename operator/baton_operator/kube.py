@@ -23,6 +23,7 @@ PAGE_SIZE = 500
 _RESOURCES = {
     "LLMService": (names.API_VERSION, names.PLURAL),
     "ConfigMap": ("v1", "configmaps"),
+    "Secret": ("v1", "secrets"),
     "Event": ("v1", "events"),
     "Pod": ("v1", "pods"),
     "Service": ("v1", "services"),

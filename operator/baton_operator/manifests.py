@@ -52,6 +52,7 @@ def _cluster_role() -> Object:
         ([GROUP], [f"{PLURAL}/status"], ["patch"]),
         ([GROUP], [f"{PLURAL}/finalizers"], ["update"]),  # to set blockOwnerDeletion
         ([""], ["pods", "services", "configmaps"], owned),
+        ([""], ["secrets"], ["get", "create"]),
         ([""], ["serviceaccounts"], ["get", "create", "patch"]),
         ([""], ["events"], ["get", "create", "patch"]),
         (["apps"], ["deployments"], ["get", "list", "watch", "create", "patch"]),

@@ -68,6 +68,10 @@ def gateway_name(service: str) -> str:
     return f"{service}-gateway"
 
 
+def kv_token_name(service: str) -> str:
+    return f"{service}-kv-token"
+
+
 def members_service_name(service: str) -> str:
     return f"{service}-members"
 

@@ -13,7 +13,7 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api import Status, decode_spec
-from baton_operator.apply import NameConflict, apply_members, apply_objects, collect_config_maps
+from baton_operator.apply import NameConflict, apply_members, apply_objects, collect_config_maps, ensure_kv_token
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired, desired
 from baton_operator.drain import Drainer
@@ -69,6 +69,8 @@ class Reconciler:
             existing, errors = await apply_objects(self._kube, owner, wanted)
             if any(obj["kind"] == "ConfigMap" and _key(obj) not in existing for obj in wanted.objects):
                 raise errors[0]  # pods would start with a configuration that is missing, or someone else's
+            if owner.has_prefill:
+                await ensure_kv_token(self._kube, owner)
             # 4. The next step of each group of members; what was refused beside them, or to another group, does not hold it up.
             for role, template in wanted.members.items():
                 plan = plan_group(

@@ -10,11 +10,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, SchedulerConfig
+from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, KVTransferConfig, SchedulerConfig
 from support.parity import reference_model
 from support.pods import Pod, Pods, pods
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
+KV_MODES = {"llama": "push", "qwen3": "pull", "qwen3_moe": "push"}
+"""How the decode engine gets its blocks: each way is driven through the gateway by some of the stacks."""
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +46,8 @@ class Stack:
 def start_stack(arch: str, checkpoint: Path, group: Pods) -> Stack:
     chunked = SchedulerConfig(max_num_batched_tokens=48)  # prompts of several chunks
     prefill = group.engine("prefill", checkpoint, KVRole.PRODUCER, scheduler=chunked)
-    decode = group.engine("decode", checkpoint, KVRole.CONSUMER)
+    loads = KVTransferConfig(role=KVRole.CONSUMER, mode=KV_MODES[arch], lease_s=10.0, load_timeout_s=10.0)
+    decode = group.engine("decode", checkpoint, kv_transfer=loads)
     gateway = group.gateway("gateway", checkpoint, {prefill: "prefill", decode: "decode"})
     for pod in (prefill, decode):
         pod.wait_ready(ENGINE_HTTP_PORT)

@@ -62,6 +62,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "scheduling_policy": rng.choice(["priority", "fcfs"]),
         "preemption_mode": rng.choice(["auto", "recompute", "swap", "swap"]),
         "async_scheduling": rng.random() < 0.5,
+        "offload_memory_bytes": rng.choice([0, 2**15, 2**17, 2**24]),
     }
 
 
@@ -192,6 +193,8 @@ class Soak:
             "preemptions": stats.num_preemptions,
             "swapped_out_blocks": stats.num_swapped_out_blocks,
             "prefix_cache_hits": stats.prefix_cache_hits,
+            "offloaded_blocks": stats.offload_blocks_stored,
+            "restored_blocks": stats.offload_blocks_restored,
         }
 
     # What happens
@@ -324,6 +327,7 @@ class Soak:
             "blocks": [block for block in kv.pool.blocks if block.ref_count],
             "used blocks": kv.pool.num_blocks - kv.num_free_blocks,
             "used host blocks": kv.swap_pool.num_blocks - kv.num_free_swap_blocks,
+            "offloaded blocks": kv.offload and kv.offload.hashes,
             "requests": scheduler.requests,
             "running": scheduler.running.in_order,
             "places": scheduler.running.num_seqs,

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -31,18 +32,32 @@ from support.waiting import eventually
 BIN = Path(sys.executable).parent
 
 
+@dataclass(frozen=True)
+class Network:
+    """Another place for a pod than the test's own network."""
+
+    address: str
+    command: tuple[str, ...]
+    """What the pod's command line begins with."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
 class Pod:
     """One process with its own 127.x address."""
 
-    def __init__(self, folder: Path, name: str, address: str, command: list[str]) -> None:
+    def __init__(
+        self, folder: Path, name: str, address: str, command: list[str], environment: dict[str, str] | None = None
+    ) -> None:
         self.name = name
         self.address = address
         self.log = folder / f"{name}.log"
         self._command = command
+        self._environment = environment or {}
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         env = {**os.environ, "POD_IP": self.address, "POD_NAME": self.name, "OMP_NUM_THREADS": "1"}
+        env |= self._environment
         with open(self.log, "ab") as log:
             return subprocess.Popen(self._command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -95,10 +110,14 @@ class Pods:
         # The pid keeps test runs side by side apart.
         return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
 
-    def _run(self, name: str, command: str, config: msgspec.Struct) -> Pod:
+    def _run(self, name: str, command: str, config: msgspec.Struct, network: Network | None = None) -> Pod:
         path = self._folder / f"{name}.json"
         path.write_bytes(msgspec.json.encode(config))
-        pod = Pod(self._folder, name, self._address(), [str(BIN / command), "--config", str(path)])
+        line = [str(BIN / command), "--config", str(path)]
+        if network is None:
+            pod = Pod(self._folder, name, self._address(), line)
+        else:
+            pod = Pod(self._folder, name, network.address, [*network.command, *line], network.environment)
         self._pods.append(pod)
         return pod
 
@@ -110,16 +129,19 @@ class Pods:
         *,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        kv_transfer: KVTransferConfig | None = None,
+        network: Network | None = None,
     ) -> Pod:
+        """`network`: where the process runs; without it in the test's own network, with an address of its own."""
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
             scheduler=scheduler or SchedulerConfig(),
-            kv_transfer=KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
+            kv_transfer=kv_transfer or KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
             num_threads=1,
             drain_timeout_s=20.0,
         )
-        return self._run(name, "baton-engine", config)
+        return self._run(name, "baton-engine", config, network)
 
     def gateway(self, name: str, checkpoint: Path, engines: dict[Pod, str], served_name: str = "m") -> Pod:
         """`engines`: role by pod. The discovery file is `<name>-engines.json`; see `discover`."""

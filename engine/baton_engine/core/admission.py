@@ -156,6 +156,13 @@ class Admission:
         """Blocks that an admission leaves to those that run."""
         return self._kv.watermark_blocks if len(self._running) else 0
 
+    @property
+    def _keep_free_of_loads(self) -> int:
+        """Blocks that a load leaves: one for each sequence that decodes, or will once it is loaded, to grow into. Loads take their
+        memory long before they run; without that they would fill it, and those that run would preempt each other for lack of it."""
+        num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
+        return max(self._keep_free, num_growing)
+
     def _start(self, request: Request, sequence: Request, step: StepBuilder) -> None:
         """Puts a request that has its blocks into the batch."""
         self._queues.waiting.discard(request)
@@ -178,7 +185,7 @@ class Admission:
                 return False
         cached = kv.find_cached_prefix(request, request.num_tokens)
         # One token more: it must be able to start without waiting for memory while it holds some.
-        if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free) is None:
+        if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
             return False
         request.num_computed_tokens = len(cached) * kv.block_size
         request.num_cached_blocks = len(cached)

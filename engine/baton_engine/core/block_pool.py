@@ -1,12 +1,14 @@
 """The blocks of one engine's KV memory: who holds them, what cached ones contain, which are free. All O(1) per block.
 
-A free block may still hold cached tokens; it stays findable by hash until it is handed out again, least recently used first.
+A free block may still hold cached tokens; it stays findable by hash until it is handed out again, least recently used first. Then
+its content goes to the offload tier, if there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from baton_engine.core.offload import OffloadTier
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
@@ -78,13 +80,17 @@ class FreeList:
 class BlockPool:
     """Hands out blocks, counts their holders, and finds cached ones by hash."""
 
-    def __init__(self, num_blocks: int, events: list[KVEvent] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, events: list[KVEvent] | None = None, offload: OffloadTier | None = None
+    ) -> None:
         """
         Args:
             events: evictions and resets are appended here, if given.
+            offload: takes in what is evicted. A block that it holds counts as cached for `events`.
         """
         self.num_blocks = num_blocks
         self.events = events
+        self.offload = offload
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = FreeList(self.blocks)
         self._cached: dict[BlockHash, Block] = {}
@@ -158,19 +164,25 @@ class BlockPool:
 
     def evict(self, blocks: Iterable[Block]) -> None:
         """Makes blocks unfindable, because their content is about to change. Holders keep them."""
-        evicted: list[BlockHash] = []
+        gone: list[BlockHash] = []
         for block in blocks:
             if block.block_hash is not None:
                 del self._cached[block.block_hash]
-                evicted.append(block.block_hash)
+                lost: BlockHash | None = block.block_hash
+                if self.offload is not None:
+                    lost = self.offload.store(block.block_hash, block.block_id)
+                if lost is not None and lost not in self._cached:
+                    gone.append(lost)
                 block.block_hash = None
-        if evicted and self.events is not None:
-            self.events.append(BlocksRemoved(evicted))
+        if gone and self.events is not None:
+            self.events.append(BlocksRemoved(gone))
 
     def reset(self) -> None:
-        """Forgets all cached content; holders keep their blocks."""
+        """Forgets all cached content, in the offload tier, too; holders keep their blocks."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
+        if self.offload is not None:
+            self.offload.reset()
         if self.events is not None:
             self.events.append(AllBlocksCleared())

@@ -113,6 +113,7 @@ class EngineCore:
             info.compatibility_hash,
             enable_prefix_caching=cache.enable_prefix_caching,
             num_swap_blocks=info.num_swap_blocks,
+            num_offload_blocks=info.num_offload_blocks,
             watermark_blocks=int(cache.watermark * info.num_blocks),
             enable_events=cache.enable_kv_events,
         )
@@ -124,8 +125,8 @@ class EngineCore:
             container_path(config.model.path), info.vocab_size, info.eos_token_ids, self.executor.wakeup
         )
         logger.info(
-            "KV cache: %d blocks of %d tokens, %d more in host memory; max_model_len %d",
-            *(info.num_blocks, cache.block_size, info.num_swap_blocks, max_model_len),
+            "KV cache: %d blocks of %d tokens, in host memory %d more for swapping and %d for evicted prefixes; max_model_len %d",
+            *(info.num_blocks, cache.block_size, info.num_swap_blocks, info.num_offload_blocks, max_model_len),
         )
         try:
             scheduler: Scheduler = scheduler_class(

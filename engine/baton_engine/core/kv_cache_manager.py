@@ -1,4 +1,5 @@
-"""Gives requests their KV blocks: prefix-cache lookup, allocation, caching of completed blocks, copy-on-write, swapping.
+"""Gives requests their KV blocks: prefix-cache lookup, allocation, caching of completed blocks, copy-on-write, swapping, restoring
+evicted blocks from the offload tier.
 
 A request's blocks are on the request (`Request.blocks`, `Request.swapped_blocks`); nobody but this manager changes these lists.
 The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes. A block
@@ -14,12 +15,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton_engine.core.block_pool import Block, BlockPool
+from baton_engine.core.offload import OffloadedBlock, OffloadTier
 from baton_engine.core.request import Request
 from baton_engine.core.step import BlockCopy
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
 
 NUM_RECENT_REQUESTS = 1000
+
+CachedBlock = Block | OffloadedBlock
+"""A block of a prefix that need not be computed."""
 
 
 @dataclass(slots=True)
@@ -69,6 +74,7 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
+        num_offload_blocks: int = 0,
         watermark_blocks: int = 0,
         enable_events: bool = False,
     ) -> None:
@@ -77,13 +83,15 @@ class KVCacheManager:
             block_size: tokens per block.
             model_key: equal hashes mean equal KV only under the same key; the engine's compatibility hash.
             num_swap_blocks: blocks in host memory for swapped requests.
+            num_offload_blocks: slots in host memory for blocks that the prefix cache evicts; 0: they are gone.
             watermark_blocks: blocks that the scheduler wants to stay free when it admits a request; only remembered here.
             enable_events: `take_events` tells what the prefix cache gains and loses.
         """
         self.block_size = block_size
         self.watermark_blocks = watermark_blocks
         self._events: list[KVEvent] | None = [] if enable_events else None
-        self.pool = BlockPool(num_blocks, self._events)
+        self.offload = OffloadTier(num_offload_blocks) if num_offload_blocks else None
+        self.pool = BlockPool(num_blocks, self._events, self.offload)
         self.swap_pool = BlockPool(num_swap_blocks)
         self.stats = PrefixCacheStats()
         self._model_key = model_key
@@ -125,35 +133,41 @@ class KVCacheManager:
             hashes.append(hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens]))
         return hashes
 
-    def find_cached_prefix(self, request: Request, max_tokens: int) -> list[Block]:
+    def find_cached_prefix(self, request: Request, max_tokens: int) -> list[CachedBlock]:
         """Cached blocks that hold the request's first tokens, `max_tokens` at most. Takes none of them: `allocate` does."""
-        blocks: list[Block] = []
+        blocks: list[CachedBlock] = []
         if self.enable_prefix_caching:
             for block_hash in self.block_hashes(request)[: max_tokens // self.block_size]:
-                block = self.pool.find(block_hash)
+                block: CachedBlock | None = self.pool.find(block_hash)
+                if block is None and self.offload is not None:
+                    block = self.offload.find(block_hash)
                 if block is None:
                     break
                 blocks.append(block)
         return blocks
 
     def allocate(
-        self, request: Request, num_tokens: int, cached: Sequence[Block] = (), *, keep_free: int = 0
+        self, request: Request, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
     ) -> list[int] | None:
         """Gives `request` the blocks its first `num_tokens` tokens need, `cached` ones first.
 
         Args:
-            cached: from `find_cached_prefix`, only for a request that has no blocks yet.
+            cached: just found by `find_cached_prefix`, only for a request that has no blocks yet. Offloaded ones get a block on the
+                device, which is findable at once: the step under construction restores it before its tokens run.
             keep_free: so many blocks must stay free if any are taken.
 
         Returns:
             Ids of the blocks that were added (cached ones included), or None, with nothing changed, if too few are free.
         """
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
-        num_revived = sum(block.ref_count == 0 for block in cached)
-        if not self._can_take(num_new + num_revived, keep_free):
+        on_device = [block for block in cached if isinstance(block, Block)]
+        num_revived = sum(block.ref_count == 0 for block in on_device)
+        num_restored = len(cached) - len(on_device)
+        if not self._can_take(num_new + num_revived + num_restored, keep_free):
             return None
-        self.pool.touch(cached)
-        added = [*cached, *self.pool.allocate(num_new)]
+        self.pool.touch(on_device)
+        added = self._restore(cached) if num_restored else on_device
+        added += self.pool.allocate(num_new)
         request.blocks.extend(added)
         return [block.block_id for block in added]
 
@@ -289,6 +303,10 @@ class KVCacheManager:
         self._free_device_blocks(request)
         self._free_host_blocks(request)
 
+    def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """What the step that is now complete stores in the offload tier, and what it restores; see `core/step.py`."""
+        return self.offload.take_copies() if self.offload is not None else ([], [])
+
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is found any more; holders keep their blocks."""
         self.pool.reset()
@@ -301,6 +319,18 @@ class KVCacheManager:
         taken = list(self._events)
         self._events.clear()  # the pool appends to the same list
         return taken
+
+    def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
+        """The blocks of a prefix, with new ones in place of those that are offloaded. Those on the device must be held."""
+        assert self.offload is not None
+        offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
+        self.offload.hold(offloaded)  # or the blocks that are taken now could be stored in their place
+        restored = self.pool.allocate(len(offloaded))
+        for source, block in zip(offloaded, restored, strict=True):
+            self.offload.restore(source, block.block_id)
+            self.pool.cache(block, source.block_hash)
+        targets = iter(restored)
+        return [block if isinstance(block, Block) else next(targets) for block in cached]
 
     def _can_take(self, num_blocks: int, keep_free: int = 0) -> bool:
         """Taking nothing is always possible, even if fewer than `keep_free` blocks are free."""

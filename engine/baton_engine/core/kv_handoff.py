@@ -1,5 +1,11 @@
 """Scheduler side of the KV connector: which blocks are offered, published, fetched, and when they may be freed. No I/O.
 
+    a request is accepted          offer (PRODUCE), wait (CONSUME)
+    it got its blocks, or a step   load the ones that the prefix cache did not have; save what the step completes
+    a step goes out                take_metadata
+    it comes back                  update: loads that ended go on, sends that ended free their blocks
+    a request ends                 release: frees its blocks now, or when the transfer lets go of them; decline if it had none yet
+
 A block that a peer may read, or that the transfer may still write, belongs to the transfer: it is freed when the worker says so
 (`finished_sending`, `load_results`) and never before. So a finished or aborted request may keep its blocks here for a while.
 
@@ -14,7 +20,14 @@ from dataclasses import dataclass
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.request import Request
 from baton_engine.protocol.messages import KVTransferParams
-from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, ConnectorOutput, LoadResult
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    BlockSave,
+    ConnectorMetadata,
+    ConnectorOutput,
+    LoadResult,
+    LoadWait,
+)
 
 
 @dataclass(slots=True)
@@ -97,6 +110,14 @@ class KVHandoff:
         send.complete = last
 
     # Consumer
+
+    def wait(self, request: Request) -> None:
+        """A CONSUME request was accepted. If its load does not begin in the next step, the producer hears that it will: memory may
+        be waited for longer than a lease."""
+        transfer = _transfer(request)
+        self._metadata.waits[transfer.transfer_id] = LoadWait(
+            transfer.remote_host, transfer.remote_port, transfer.peer_instance_id
+        )
 
     def load(self, request: Request, num_cached_blocks: int) -> None:
         """Fetches the blocks of the request's known tokens that the local prefix cache did not have.
@@ -197,6 +218,7 @@ class KVHandoff:
         block_hashes: list[bytes],
     ) -> None:
         self._loads[transfer.transfer_id] = _Load(request, len(block_ids))
+        self._metadata.waits.pop(transfer.transfer_id, None)
         self._metadata.loads.append(
             BlockLoad(
                 transfer_id=transfer.transfer_id,

@@ -11,6 +11,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton_engine.core.request_metrics import RequestMetrics
 from baton_engine.core.stats import EngineStats
+from baton_kv_transfer.connector import ConnectorStats, FailureReason
 
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
@@ -18,28 +19,41 @@ _GAUGES = {
     "num_requests_swapped": "Preempted requests whose KV blocks are in host memory.",
     "num_requests_waiting_for_remote_kv": "Requests whose prompt is computed by a prefill engine.",
     "num_transfers_held": "Transfers of ended requests whose blocks are still in use.",
+    "offload_blocks": "Prefix blocks in the offload tier.",
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that started.",
     "prompt_tokens_computed": "Prompt tokens run through the model in this engine.",
     "prompt_tokens_remote": "Prompt tokens whose KV came from a prefill engine.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
+    "kv_transfer_recomputed_tokens": "Known tokens whose KV a prefill engine was to bring, computed here since it did not come.",
     "generation_tokens": "Tokens sampled.",
     "num_preemptions": "Requests preempted for lack of KV blocks.",
     "num_swapped_out_blocks": "KV blocks moved to host memory by preemptions.",
     "num_swapped_in_blocks": "KV blocks moved back from host memory.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "offload_blocks_stored": "KV blocks copied to host memory when the prefix cache evicted them.",
+    "offload_blocks_restored": "KV blocks copied back from host memory for the prefix of a request.",
 }
 _TRANSFER_COUNTERS = {
-    "blocks_sent": "KV blocks published to decode engines.",
-    "blocks_received": "KV blocks fetched from prefill engines.",
-    "bytes_received": "Bytes of KV fetched from prefill engines.",
-    "transfers_completed": "KV transfers that ended well.",
-    "transfers_failed": "KV transfers that did not.",
+    "blocks_sent": "KV blocks published to decode engines; with push also written to them.",
+    "blocks_received": "KV blocks that came from prefill engines and were proved.",
+    "bytes_sent": "Bytes of KV written to decode engines.",
+    "bytes_received": "Bytes of KV that came from prefill engines and were proved.",
+    "descriptors_posted": "Runs of memory asked of the transport, after merging.",
+    "transfers_completed": "KV transfers that ended well, counted once per worker.",
     "checksum_failures": "KV blocks that arrived wrong and were not used.",
     "leases_expired": "KV transfers given up because the consumer went silent.",
+    "descriptors_refused": "Runs of memory that a peer named and may not touch.",
+    "handshakes_refused": "Peers of another model, layout, release or service.",
+    "memory_fences": "Times all peers were cut off because one did not confirm that it writes no more.",
     "receive_seconds": "Time between the start and the end of KV loads, summed.",
+    "send_seconds": "Time between the first and the last write of pushes, summed.",
+}
+_TRANSFER_GAUGES = {
+    "queued_bytes": "Bytes of KV wanted, and not asked for yet because a peer's window is full.",
+    "inflight_bytes": "Bytes of KV under way.",
 }
 _SLEEP_STATES = {None: "awake", 0: "paused", 1: "weights_offloaded", 2: "discard_all"}
 
@@ -78,9 +92,27 @@ class EngineCollector(Collector):
             family.add_metric(list(self._labels.values()), buckets, sum_value=histogram.sum)
             yield family
         if stats.kv_transfer is not None:
-            for field, text in _TRANSFER_COUNTERS.items():
-                counter = CounterMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
-                yield self._sample(counter, getattr(stats.kv_transfer, field))
+            yield from self._transfers(stats.kv_transfer)
+
+    def _transfers(self, stats: ConnectorStats) -> Iterator[Metric]:
+        for field, text in _TRANSFER_COUNTERS.items():
+            counter = CounterMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
+            yield self._sample(counter, getattr(stats, field))
+        for field, text in _TRANSFER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
+            yield self._sample(gauge, getattr(stats, field))
+        failed = CounterMetricFamily(
+            "baton:kv_transfer_transfers_failed",
+            "KV transfers that did not bring all their blocks, counted once per worker.",
+            labels=["model_name", "reason"],
+        )
+        for reason in FailureReason:  # also those that never happened: a rate needs the zero before the first
+            failed.add_metric([*self._labels.values(), reason], stats.failures.get(reason, 0))
+        yield failed
+        works = GaugeMetricFamily(
+            "baton:kv_transfer_up", "0 once a defect ended the connector of a worker.", labels=["model_name"]
+        )
+        yield self._sample(works, float(not stats.failure))
 
     def _sample(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), value)

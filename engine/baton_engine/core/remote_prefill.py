@@ -76,6 +76,8 @@ class RemotePrefill:
                 waiting_to_load.discard(request)  # nobody computes its prompt: a request like any other
                 self._handoff.decline(request)
                 request.kv_transfer = None
+                num_cached = len(self._kv.find_cached_prefix(request, request.num_arrival_tokens)) * self._kv.block_size
+                self._counters.kv_transfer_recomputed_tokens += request.num_arrival_tokens - num_cached
                 self._enqueue(request)
             return
         if result.error:
@@ -98,6 +100,7 @@ class RemotePrefill:
         request.kv_transfer = None  # the hand-off is over
         request.num_remote_tokens = max(0, min(num_proved, request.num_prompt_tokens) - num_cached)
         self._counters.prompt_tokens_remote += request.num_remote_tokens
+        self._counters.kv_transfer_recomputed_tokens += max(0, request.num_arrival_tokens - max(num_proved, num_cached))
         request.token_ids.extend(prefill.token_ids)
         # Without a first token the last known one is computed here: it gives the logits.
         request.num_computed_tokens = min(num_proved, request.num_tokens - 1)

@@ -202,6 +202,7 @@ class Scheduler:
         if request.consumes:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KV
             self.queues.waiting_to_load.push(request)
+            self.handoff.wait(request)
             if early_result is not None:
                 self._remote_prefill.add_result(request, early_result)
         else:
@@ -257,6 +258,7 @@ class Scheduler:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.handoff.save(entry.request, entry.end)
         output = step.output
+        output.store, output.restore = self.kv.take_offload_copies()
         if step.ranges:
             self._in_flight[output.step_id] = step.ranges
         if output.reaches_model_runner:  # the others do not
@@ -337,6 +339,9 @@ class Scheduler:
         stats.draining = self.draining
         stats.prefix_cache_queries = self.kv.stats.queries
         stats.prefix_cache_hits = self.kv.stats.hits
+        if (offload := self.kv.offload) is not None:
+            stats.offload_blocks = len(offload)
+            stats.offload_blocks_stored, stats.offload_blocks_restored = offload.num_stored, offload.num_restored
         stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
         return stats
 

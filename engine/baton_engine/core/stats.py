@@ -20,6 +20,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Transfers of ended requests whose blocks are still read or written."""
     kv_cache_usage: float = 0.0
     """Fraction of KV blocks in use, 0 to 1."""
+    offload_blocks: int = 0
+    """Prefix blocks in the offload tier."""
     draining: bool = False
     paused: bool = False
     sleep_level: int | None = None
@@ -31,6 +33,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Run through the model here, repetitions after a preemption included."""
     prompt_tokens_remote: int = 0
     prompt_tokens_cached: int = 0
+    kv_transfer_recomputed_tokens: int = 0
+    """Tokens known when a request came, whose KV was to come from a prefill engine and did not."""
     generation_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
@@ -41,6 +45,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Tokens looked up."""
     prefix_cache_hits: int = 0
     """Tokens found."""
+    offload_blocks_stored: int = 0
+    """KV blocks copied to the offload tier when the prefix cache evicted them."""
+    offload_blocks_restored: int = 0
+    """KV blocks copied back from it for a request's prefix."""
     requests_finished: dict[str, int] = {}
     """By finish reason."""
     kv_transfer: ConnectorStats | None = None

@@ -1,7 +1,8 @@
 """What the scheduler tells the executor in one step, and what comes back. Torch-free, so that schedulers are tested without it.
 
-A worker applies a step in this order: forget `finished_request_ids`, swap out, swap in, copy blocks, take in new and known
-requests, run the tokens, sample. Steps are applied in the order in which they were scheduled; several may be in flight.
+A worker applies a step in this order: store evicted blocks, start transfers (they may write to those blocks at once), forget
+`finished_request_ids`, swap out, swap in, restore offloaded blocks, copy blocks, take in new and known requests, run the tokens,
+sample. Steps are applied in the order in which they were scheduled; several may be in flight.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class SchedulerOutput:
     """From host blocks to device blocks."""
     block_copies: list[BlockCopy] = field(default_factory=list)
     """Between device blocks."""
+    store: list[BlockCopy] = field(default_factory=list)
+    """From device blocks that the prefix cache evicts for this step to slots of the offload tier."""
+    restore: list[BlockCopy] = field(default_factory=list)
+    """From slots of the offload tier to device blocks; a slot may be one that this step stores. Copies follow: members of a group
+    copy what their leader has restored."""
     step_id: int = 0
     """Counts up; names the step in logs and in crash dumps."""
 
@@ -79,7 +85,14 @@ class SchedulerOutput:
     @property
     def reaches_model_runner(self) -> bool:
         """Whether there is more to do than to talk to the connector."""
-        return bool(self.num_scheduled_tokens or self.swap_out or self.swap_in or self.block_copies)
+        return bool(
+            self.num_scheduled_tokens
+            or self.swap_out
+            or self.swap_in
+            or self.block_copies
+            or self.store
+            or self.restore
+        )
 
 
 @dataclass(slots=True)

@@ -35,6 +35,8 @@ class ModelInfo:
     compatibility_hash: str
     num_swap_blocks: int = 0
     """Host blocks that swapped requests may take."""
+    num_offload_blocks: int = 0
+    """Host blocks for what the prefix cache evicts."""
 
 
 class Executor(abc.ABC):

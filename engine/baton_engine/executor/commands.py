@@ -10,6 +10,7 @@ from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOu
 from baton_engine.executor.base import WorkerError
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
+from baton_kv_transfer.connector import ConnectorOutput
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class StartWorker:
     instance_id: str
     rank: int
     is_output_rank: bool
-    """It answers steps; the others only say what went wrong."""
+    """It answers steps; the others only say what went wrong, and which transfers ended."""
     ring_fd: int
     ring_geometry: tuple[int, int, int]
     """Readers, slots, bytes per slot."""
@@ -107,6 +108,13 @@ class StepDone:
 
 
 @dataclass(slots=True)
+class TransfersEnded:
+    """Of a worker that does not answer steps: what its connector had to report with one."""
+
+    output: ConnectorOutput
+
+
+@dataclass(slots=True)
 class StepFailed:
     failure: Failure
 
@@ -129,4 +137,4 @@ class Wakeup:
 
 
 Command = ExecuteModel | SampleTokens | Call | Shutdown
-Answer = Started | StartFailed | StepDone | StepFailed | CallDone | CallFailed | Wakeup
+Answer = Started | StartFailed | StepDone | TransfersEnded | StepFailed | CallDone | CallFailed | Wakeup

@@ -29,7 +29,7 @@ from baton_engine.executor.startup import (
     share_threads,
 )
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorStats
 
 MAX_EXECUTORS = 2**20
@@ -70,6 +70,14 @@ class ExternalLauncherExecutor(Executor):
                 f"torchrun started {launched} ranks, but tensor_parallel_size x pipeline_parallel_size is {self._world_size}; "
                 f"make them equal",
             )
+        if self._world_size > 1 and self.config.kv_transfer.role is not KVRole.NONE:
+            # Transfers end at other times on other ranks, whose schedulers would decide differently from then on.
+            raise ConfigurationError(
+                "KVTransferInvalid",
+                f"executor external_launcher has {self._world_size} ranks and kv_transfer.role is "
+                f"{self.config.kv_transfer.role.value}, but its ranks cannot move KV blocks between engines; set "
+                f"parallel.executor_class to multiproc, or kv_transfer.role to none",
+            )
         config = share_threads(self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)))
         address = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
         # Unique in the store, which outlives executors: every rank's program makes its executors in the same order.
@@ -90,7 +98,7 @@ class ExternalLauncherExecutor(Executor):
         self._worker = self._thread.submit(worker_class, config, self.instance_id, self._rank).result()
         if self._world_size > 1:
             self.collective_rpc("join_groups", (address, generation))
-        initialize_workers(config, self.collective_rpc, connect_args=(self.wakeup,))
+        initialize_workers(config, self.collective_rpc, wakeup_args=(self.wakeup,))
         info: ModelInfo = self._worker.model_info()
         return info
 
@@ -122,7 +130,8 @@ class ExternalLauncherExecutor(Executor):
         """Never called: this rank's worker lives and dies with this process, and a dead rank fails the others' steps."""
 
     def connector_stats(self) -> ConnectorStats | None:
-        return None  # workers refuse to move KV blocks between engines of several ranks
+        stats: ConnectorStats | None = self._worker.connector_stats() if self._world_size == 1 else None
+        return stats
 
     def shutdown(self) -> None:
         if self.is_forked_copy:

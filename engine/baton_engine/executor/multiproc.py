@@ -27,8 +27,10 @@ from baton_engine.executor.commands import (
     StartWorker,
     StepDone,
     StepFailed,
+    TransfersEnded,
     Wakeup,
 )
+from baton_engine.executor.connector_outputs import OutputAggregator
 from baton_engine.executor.futures import reject, resolve
 from baton_engine.executor.placement import bindings
 from baton_engine.executor.shm_ring import RingMemory, RingWriter
@@ -76,6 +78,8 @@ class MultiprocExecutor(Executor):
         self._num_started = 0
         self._steps: deque[_Step] = deque()
         """In flight, oldest first."""
+        self._transfers = OutputAggregator(self._world_size)
+        """Used by the thread of `WorkerProcesses` only."""
         self._calls: dict[int, _PendingCall] = {}
         self._failure: Exception | None = None
         """Why no step can be run any more."""
@@ -171,8 +175,7 @@ class MultiprocExecutor(Executor):
     def connector_stats(self) -> ConnectorStats | None:
         if self.config.kv_transfer.role is KVRole.NONE:
             return None
-        stats: ConnectorStats | None = self.collective_rpc("connector_stats", timeout_s=self._step_timeout_s)[0]
-        return stats
+        return ConnectorStats.total(self.collective_rpc("connector_stats", timeout_s=self._step_timeout_s))
 
     def shutdown(self) -> None:
         if self.is_forked_copy:
@@ -217,7 +220,12 @@ class MultiprocExecutor(Executor):
                     step = self._steps.popleft() if self._steps else None
                 if step is not None:
                     assert step.number == answer.number, f"step {answer.number} answered, {step.number} is due"
+                    self._transfers.add(rank, answer.output.connector)
+                    answer.output.connector = self._transfers.take()
                     resolve(step.future, answer.output)
+            case TransfersEnded():
+                if self._transfers.add(rank, answer.output):
+                    self.wakeup()  # the step that it came with may have been answered already
             case StepFailed():
                 self._fail(answer.failure.exception("a step"), died=False)
             case CallDone():

@@ -69,7 +69,9 @@ class RayExecutor(Executor):
     def initialize(self) -> ModelInfo:
         if self.config.kv_transfer.role is not KVRole.NONE:
             raise ConfigurationError(
-                "KVTransferInvalid", "executor ray cannot move KV blocks between engines; set kv_transfer.role to none"
+                "KVTransferInvalid",
+                f"kv_transfer.role is {self.config.kv_transfer.role.value}, but executor ray cannot move KV blocks between "
+                f"engines; set parallel.executor_class to multiproc, or kv_transfer.role to none",
             )
         if not self._ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -247,7 +249,7 @@ class _RankActor:
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
-            if method == "connect":
+            if method == "open_connector":
                 args = (lambda: None,)  # there is no connector that could wake the engine
             return getattr(self._worker, method)(*args)
         except Exception as error:

@@ -11,7 +11,7 @@ import msgspec
 from baton_engine.executor.base import ModelInfo, load_class
 from baton_engine.executor.placement import place_here
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ class CollectiveCall(Protocol):
     def __call__(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]: ...
 
 
-def initialize_workers(config: EngineConfig, call: CollectiveCall, connect_args: tuple[Any, ...] = ()) -> ModelInfo:
+def initialize_workers(config: EngineConfig, call: CollectiveCall, wakeup_args: tuple[Any, ...] = ()) -> ModelInfo:
     """Loads the model on all workers, gives all of them as many KV blocks as the poorest has room for, warms up and connects.
 
     Args:
-        connect_args: of the workers' `connect`.
+        wakeup_args: of the workers' `open_connector`; empty where a function cannot be sent to them.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
@@ -44,7 +44,9 @@ def initialize_workers(config: EngineConfig, call: CollectiveCall, connect_args:
     num_swap_blocks = min(host for _, host in rooms)
     call("initialize_cache", (num_blocks, num_swap_blocks), timeout_s=LOAD_TIMEOUT_S)
     call("warm_up", timeout_s=LOAD_TIMEOUT_S)
-    call("connect", connect_args, timeout_s=JOIN_TIMEOUT_S)
+    ranks = call("open_connector", wakeup_args, timeout_s=JOIN_TIMEOUT_S)
+    if config.kv_transfer.role is not KVRole.NONE:  # every worker tells peers where the others answer
+        call("connect", (ranks,), timeout_s=JOIN_TIMEOUT_S)
     info: ModelInfo = call("model_info", timeout_s=JOIN_TIMEOUT_S)[0]
     return info
 

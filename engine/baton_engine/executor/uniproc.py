@@ -35,7 +35,7 @@ class UniProcExecutor(Executor):
         config = self.config if "OMP_NUM_THREADS" in os.environ else share_threads(self.config, 1)
         worker_class = load_worker_class(config)
         self._worker = self._thread.submit(worker_class, config, self.instance_id).result()
-        return initialize_workers(config, self.collective_rpc, connect_args=(self.wakeup,))
+        return initialize_workers(config, self.collective_rpc, wakeup_args=(self.wakeup,))
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._forward = self._thread.submit(self._worker.execute_model, step)

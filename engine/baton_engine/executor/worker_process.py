@@ -32,6 +32,7 @@ from baton_engine.executor.commands import (
     StartWorker,
     StepDone,
     StepFailed,
+    TransfersEnded,
     Wakeup,
 )
 from baton_engine.executor.shm_ring import RingMemory, RingReader
@@ -88,10 +89,12 @@ class WorkerProcess:
         output = self._worker.sample_tokens(command.grammar)
         if self._start.is_output_rank:
             self._send(StepDone(command.number, output))
+        elif output.connector:
+            self._send(TransfersEnded(output.connector))
 
     def _call(self, call: Call) -> Any:
-        if call.method == "connect":
-            return self._worker.connect(lambda: self._send(Wakeup()))  # a function cannot come through the ring
+        if call.method == "open_connector":
+            return self._worker.open_connector(lambda: self._send(Wakeup()))  # a function cannot come through the ring
         return getattr(self._worker, call.method)(*call.args)
 
     def _send(self, answer: Answer) -> None:
@@ -123,6 +126,9 @@ def main(connection_fd: int, parent_pid: int) -> None:
         if start.cpus:
             _bind(start.cpus)
         WorkerProcess(start, connection).run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # all is shut down; to take apart what was imported would take the interpreter a second
     except (EOFError, ConnectionError):
         os._exit(1)  # the parent is gone; threads of libraries must not keep this process
 

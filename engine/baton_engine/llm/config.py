@@ -29,6 +29,7 @@ class EngineArgs(TypedDict, total=False):
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     swap_memory_bytes: int
+    offload_memory_bytes: int
     watermark: float
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -68,6 +69,7 @@ _PATHS = {
     "gpu_memory_utilization": "cache.gpu_memory_utilization",
     "enable_prefix_caching": "cache.enable_prefix_caching",
     "swap_memory_bytes": "cache.swap_memory_bytes",
+    "offload_memory_bytes": "cache.offload_memory_bytes",
     "watermark": "cache.watermark",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",

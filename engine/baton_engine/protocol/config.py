@@ -55,6 +55,8 @@ class CacheConfig(_Config, frozen=True):
     enable_prefix_caching: bool = True
     swap_memory_bytes: int = 64 * 2**20
     """Host memory for blocks of preempted groups; allocated when first needed. 0: they are recomputed."""
+    offload_memory_bytes: int = 0
+    """Host memory for prefix blocks that the cache evicts: found there again, they are copied back instead of computed. 0: none."""
     watermark: float = 0.01
     """Fraction of the blocks that admission leaves free for those already running."""
     enable_kv_events: bool = False
@@ -138,6 +140,14 @@ class KVTransferConfig(_Config, frozen=True):
     """A consumer stops waiting for blocks after this long without progress."""
     lease_s: float = 30.0
     """A producer keeps unfetched blocks this long after the last sign of the consumer."""
+    mode: str = "pull"
+    """How this engine's loads get their blocks. pull: it reads what was published. push: the producer writes them."""
+    token_file: str = ""
+    """File with the secret that all engines of a service share; a peer that does not prove it is refused. Empty: none."""
+    max_inflight_bytes: int = 64 * 2**20
+    """Of the transfers with one peer at a time; what is wanted beyond it queues, each request in its turn."""
+    staging_bytes: int = 256 * 2**20
+    """Host memory through which the KV of a GPU travels where the transport cannot reach it directly."""
 
 
 class EngineConfig(_Config, frozen=True):
@@ -220,10 +230,9 @@ def container_path(path: str) -> Path:
     return Path(path)
 
 
-def compatibility_hash(
-    model_files: dict[str, bytes], dtype: str, block_size: int, layout: str, quantization: str | None = None
-) -> str:
-    """Equal on pods that may exchange KV blocks and continue each other's requests.
+def compatibility_hash(model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None) -> str:
+    """Equal on pods that may exchange KV blocks and continue each other's requests. Numbers that must agree for the first, such
+    as the block size, are compared one by one where pods meet: who is refused is told both values.
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
@@ -234,7 +243,7 @@ def compatibility_hash(
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):
         digest.update(name.encode() + b"\x00" + hashlib.blake2b(model_files[name]).digest())
-    digest.update(f"{dtype}/{block_size}/{layout}".encode())
+    digest.update(f"{dtype}/{layout}".encode())
     if quantization is not None:
         digest.update(f"/{quantization}".encode())
     return digest.hexdigest()

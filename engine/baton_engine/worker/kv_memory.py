@@ -1,4 +1,4 @@
-"""One rank's KV memory: the blocks of its cache, the host blocks that swapped requests go to, and copies between them."""
+"""One rank's KV memory: the blocks of its cache, host blocks for swapped requests and evicted prefixes, and copies between them."""
 
 from __future__ import annotations
 
@@ -21,33 +21,56 @@ class KVMemory:
     """Args:
     layout: of the cache, of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
     num_swap_blocks: host blocks; their memory is taken when the first block is swapped out.
+    num_offload_blocks: host blocks of the offload tier; their memory is taken when the first block is stored there.
     """
 
-    def __init__(self, layout: KVCacheLayout, num_swap_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVCacheLayout, num_swap_blocks: int, device: torch.device, num_offload_blocks: int = 0
+    ) -> None:
         self.layout = layout
         self.num_swap_blocks = num_swap_blocks
+        self.num_offload_blocks = num_offload_blocks
         self.cache = torch.empty(self._shape(layout.num_blocks), dtype=DTYPES[layout.dtype], device=device)
         _ask_for_huge_pages(self.cache)
         self.cache.zero_()
         self._swapped: Tensor | None = None
+        self._offloaded: Tensor | None = None
 
     @property
     def is_dropped(self) -> bool:
         return self.cache.untyped_storage().nbytes() == 0
 
+    def store_evicted(self, step: SchedulerOutput) -> None:
+        """The copies that come before anything else writes to the cache: of evicted blocks to the offload tier."""
+        if not step.store:
+            return
+        if self._offloaded is None:
+            self._offloaded = self._allocate_host_blocks(self.num_offload_blocks)
+        swap_blocks(self.cache, self._offloaded, _pairs(step.store))
+        if step.connector.loads and self.cache.is_cuda:  # a peer may write to these blocks, and knows no streams
+            torch.cuda.current_stream(self.cache.device).synchronize()
+
     def move_blocks(self, step: SchedulerOutput) -> None:
-        """The step's copies, in their order: out to the host, in from the host, within the cache."""
+        """The step's other copies, in their order: out to the host, in from the host, from the offload tier, within the cache."""
         if step.swap_out:
-            swap_blocks(self.cache, self._host_blocks(), _pairs(step.swap_out))
+            if self._swapped is None:
+                self._swapped = self._allocate_host_blocks(self.num_swap_blocks)
+            swap_blocks(self.cache, self._swapped, _pairs(step.swap_out))
         if step.swap_in:
-            swap_blocks(self._host_blocks(), self.cache, _pairs(step.swap_in))
+            assert self._swapped is not None, "nothing was swapped out"
+            swap_blocks(self._swapped, self.cache, _pairs(step.swap_in))
+        if step.restore:
+            assert self._offloaded is not None, "nothing was stored"
+            swap_blocks(self._offloaded, self.cache, _pairs(step.restore))
         if step.block_copies:
             copy_blocks(self.cache, _pairs(step.block_copies))
 
     def drop(self) -> None:
         """Gives the memory back to the system, and with it all that is cached. `cache` stays the same tensor, without storage."""
+        if self.cache.is_cuda:
+            torch.cuda.synchronize(self.cache.device)  # copies may be under way
         self.cache.untyped_storage().resize_(0)
-        self._swapped = None
+        self._swapped = self._offloaded = None
 
     def restore(self) -> None:
         """Takes the memory again, zeroed; its address may be another."""
@@ -56,11 +79,8 @@ class KVMemory:
             _ask_for_huge_pages(self.cache)
             self.cache.zero_()
 
-    def _host_blocks(self) -> Tensor:
-        if self._swapped is None:
-            shape, pinned = self._shape(self.num_swap_blocks), self.cache.device.type == "cuda"
-            self._swapped = torch.empty(shape, dtype=self.cache.dtype, pin_memory=pinned)
-        return self._swapped
+    def _allocate_host_blocks(self, num_blocks: int) -> Tensor:
+        return torch.empty(self._shape(num_blocks), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda)
 
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         layout = self.layout

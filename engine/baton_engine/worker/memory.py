@@ -38,14 +38,16 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
             f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} bytes; raise it",
         )
     num_swap_blocks = cache.swap_memory_bytes // size.engine
+    num_offload_blocks = offload_blocks(cache, size)
     available = available_host_memory()
-    needed = (num_blocks + num_swap_blocks) * size.rank
+    needed = (num_blocks + num_swap_blocks + num_offload_blocks) * size.rank
     if available is not None and needed > available:
         setting = "cache.memory_bytes" if cache.num_blocks is None else "cache.num_blocks"
         raise ConfigurationError(
             "InsufficientMemory",
-            f"{num_blocks} KV blocks and {num_swap_blocks} swap blocks need {needed / GIB:.2f} GiB, but "
-            f"{available / GIB:.2f} GiB are available; lower {setting} or cache.swap_memory_bytes",
+            f"{num_blocks} KV blocks, {num_swap_blocks} swap blocks and {num_offload_blocks} offload blocks need "
+            f"{needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are available; lower {setting}, cache.swap_memory_bytes or "
+            "cache.offload_memory_bytes",
         )
     return num_blocks, num_swap_blocks
 
@@ -87,6 +89,11 @@ def blocks_on_gpu(
             "scheduler.max_num_batched_tokens or cache.num_blocks",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
+
+
+def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
+    """Blocks of the offload tier: as many on every rank."""
+    return cache.offload_memory_bytes // size.engine
 
 
 def available_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) -> int | None:

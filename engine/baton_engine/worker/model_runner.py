@@ -22,7 +22,7 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import identity_files
 from baton_engine.models.registry import load_model
-from baton_engine.models.sharding import ModelShard, shard
+from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
@@ -31,7 +31,7 @@ from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
 from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
 from baton_engine.worker.kv_memory import KVMemory
 from baton_engine.worker.logprobs import count_nans
-from baton_engine.worker.memory import BlockSize, blocks_on_cpu, blocks_on_gpu
+from baton_engine.worker.memory import BlockSize, blocks_on_cpu, blocks_on_gpu, offload_blocks
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
@@ -111,11 +111,9 @@ class ModelRunner:
 
     @cached_property
     def compatibility_hash(self) -> str:
-        """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, quantization, block
-        size, layout."""
+        """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, quantization, layout."""
         files = identity_files(self.path)
-        block_size, quantization = self.config.cache.block_size, self.config.model.quantization
-        return compatibility_hash(files, dtype_name(self.dtype), block_size, LAYOUT_NAME, quantization)
+        return compatibility_hash(files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -147,9 +145,12 @@ class ModelRunner:
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
         """Of this rank's blocks."""
+        heads = split_kv_heads(self.model_config.num_kv_heads, self.parallel.tensor)
         return KVCacheLayout(
             num_blocks=num_blocks,
-            num_kv_heads=self.shard.num_kv_heads,
+            num_kv_heads=heads.length,
+            first_kv_head=heads.start,
+            total_kv_heads=heads.total,
             num_layers=self.shard.num_layers,
             block_size=self.config.cache.block_size,
             head_dim=self.model_config.head_dim,
@@ -174,17 +175,25 @@ class ModelRunner:
         run_largest = partial(dummy_steps.run, forward, largest, None, kv.cache)
         return blocks_on_gpu(self.config.cache, size, self.device, run_largest, graph_bytes)
 
+    @property
+    def num_offload_blocks(self) -> int:
+        """Host blocks for what the prefix cache evicts: what the configured budget holds, the same on every rank."""
+        return offload_blocks(self.config.cache, self._block_size)
+
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
         """The KV memory, zeroed: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], one allocation.
 
+        Host blocks, those of the offload tier included, are allocated at their first use.
+
         Args:
-            num_swap_blocks: host blocks for swapped requests; allocated at their first use.
+            num_swap_blocks: host blocks for swapped requests.
 
         Returns:
             The cache, the same tensor for as long as this runner lives. Its storage is empty while the runner sleeps, and may lie
             elsewhere afterwards.
         """
-        self._kv = KVMemory(self.kv_cache_layout(num_blocks), num_swap_blocks, self.device)
+        layout = self.kv_cache_layout(num_blocks)
+        self._kv = KVMemory(layout, num_swap_blocks, self.device, self.num_offload_blocks)
         return self._kv.cache
 
     def warm_up(self) -> None:
@@ -199,8 +208,14 @@ class ModelRunner:
         copy_blocks(kv.cache, torch.zeros((1, 2), dtype=torch.int64))  # block 0 onto itself
 
     @torch.inference_mode()
+    def store_evicted(self, step: SchedulerOutput) -> None:
+        """Saves the content that the step will overwrite and the offload tier keeps. Before transfers of the step start."""
+        _, kv = self._ready()
+        kv.store_evicted(step)
+
+    @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Applies the step's changes, runs its tokens and writes their KV. What it samples from is kept for `sample_tokens`."""
+        """Applies the step's other changes, runs its tokens and writes their KV. What it samples from stays for `sample_tokens`."""
         model, kv = self._ready()
         batch, pipeline = self._input_batch, self.parallel.pipeline
         self._in_flight = None

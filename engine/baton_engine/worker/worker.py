@@ -1,14 +1,15 @@
 """A worker: one rank's model runner, its KV memory, and the connector that moves blocks in and out of it.
 
 Executors call its methods by name, in this order: join_groups (if there are other ranks), load_model, num_available_blocks,
-initialize_cache, warm_up, connect, model_info; then execute_model and sample_tokens per step, and the rest when asked to.
+initialize_cache, warm_up, open_connector, connect, model_info; then execute_model and sample_tokens per step, and the rest when
+asked to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
 from baton_engine.worker.devices import resolve_device
 from baton_engine.worker.model_runner import ModelRunner
-from baton_kv_transfer.connector import ConnectorStats, KVConnectorWorker
+from baton_engine.worker.peer_memory import PeerMemory
+from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
 from baton_kv_transfer.factory import create_connector
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Worker:
         self.connector: KVConnectorWorker | None = None
         self._runner: ModelRunner | None = None
         self._kv_cache: torch.Tensor | None = None
+        self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
         self._step: SchedulerOutput | None = None
 
@@ -79,7 +82,7 @@ class Worker:
         """
         self._runner = runner = ModelRunner(self.config, self.parallel)
         if self._transfers:
-            self._check_transfers(runner.device)
+            self._check_transfers(runner)
         runner.load_model()
 
     def num_available_blocks(self) -> tuple[int, int]:
@@ -97,38 +100,63 @@ class Worker:
             max_position_embeddings=runner.model_config.max_position_embeddings,
             compatibility_hash=runner.compatibility_hash,
             num_swap_blocks=num_swap_blocks,
+            num_offload_blocks=runner.num_offload_blocks,
         )
 
     def warm_up(self) -> None:
         """Runs a few batches, so that the first request pays for no compilation. Collective."""
         self._loaded.warm_up()
 
-    def connect(self, wakeup: Callable[[], None]) -> None:
-        """Opens the KV cache to peers, if configured.
+    def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
+        """Makes the KV connector, if configured. It answers nobody before `connect`.
 
         Args:
             wakeup: called from the connector's thread when the next step would find something new.
+
+        Returns:
+            Where it will answer, and about which heads; None without a connector.
 
         Raises:
             ConfigurationError: the transport cannot be used here.
         """
         if not self._transfers:
-            return
-        assert self._kv_cache is not None, "initialize_cache() first"
-        runner = self._loaded
+            return None
+        runner, host = self._loaded, pod_ip()
         try:
             self.connector = create_connector(
                 self.config.kv_transfer,
                 instance_id=self.instance_id,
                 compatibility_hash=runner.compatibility_hash,
-                host=pod_ip(),
+                host=host,
+                rank=self.rank,
             )
         except ValueError as error:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
         self.connector.set_wakeup(wakeup)
-        self.connector.register_kv_cache(
-            self._kv_cache.data_ptr(), runner.kv_cache_layout(self.model_info().num_blocks)
-        )
+        return RankAddress(host, self.connector.port, runner.kv_cache_layout(1).heads)
+
+    def connect(self, ranks: Sequence[RankAddress]) -> None:
+        """Opens the KV cache to peers, if configured.
+
+        Args:
+            ranks: what `open_connector` returned on every worker, in rank order.
+
+        Raises:
+            ConfigurationError: the KV cache cannot be exchanged.
+        """
+        if self.connector is None:
+            return
+        assert self._kv_cache is not None, "initialize_cache() first"
+        layout = self._loaded.kv_cache_layout(self.model_info().num_blocks)
+        try:
+            self._peer_memory = self.make_peer_memory(self._kv_cache, layout)
+            self.connector.register_kv_cache(self._peer_memory.memory, list(ranks))
+        except ValueError as error:
+            raise ConfigurationError("KVTransferInvalid", str(error)) from error
+
+    def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
+        """What peers reach of the KV cache."""
+        return PeerMemory(cache, layout, self.config.kv_transfer.staging_bytes)
 
     def model_info(self) -> ModelInfo:
         assert self._info is not None, "initialize_cache() first"
@@ -137,22 +165,26 @@ class Worker:
     # Steps
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Starts the step's transfers and runs its tokens."""
+        """Starts the step's transfers, runs its tokens, and publishes the blocks they complete: these travel while it samples."""
         runner = self._loaded
         self._step = step
+        if step.store:  # before a transfer may write to these blocks
+            runner.store_evicted(step)
         if self.connector is not None and step.connector:
+            self._mark_queued_work()
             self.connector.start(step.connector)
         if step.reaches_model_runner:
             runner.execute_model(step)
+        if self.connector is not None and step.connector.saves:
+            self._mark_queued_work()
+            self.connector.save(step.connector)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples from the step that ran last, and publishes the blocks it completed."""
+        """Samples from the step that ran last."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = self._loaded.sample_tokens(grammar) if step.reaches_model_runner else ModelRunnerOutput()
         if self.connector is not None:
-            if step.connector.saves:
-                self.connector.save(step.connector)
             output.connector = self.connector.get_finished()
         return output
 
@@ -187,6 +219,11 @@ class Worker:
             self.connector = None
         self._leave_groups()
 
+    def _mark_queued_work(self) -> None:
+        """Blocks are copied behind what computes them, and written to behind what read them before."""
+        if self._peer_memory is not None:
+            self._peer_memory.mark()
+
     def _take_gpu(self) -> None:
         """Ranks of one host take one GPU each. What starts them says which, as torchrun does."""
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -212,17 +249,20 @@ class Worker:
     def _transfers(self) -> bool:
         return self.config.kv_transfer.role is not KVRole.NONE
 
-    def _check_transfers(self, device: torch.device) -> None:
-        role, world_size = self.config.kv_transfer.role.value, self.config.parallel.world_size
-        if world_size > 1:
+    def _check_transfers(self, runner: ModelRunner) -> None:
+        role, parallel = self.config.kv_transfer.role.value, self.config.parallel
+        if parallel.pipeline_parallel_size > 1:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks are only moved between engines of one worker and "
-                f"tensor_parallel_size x pipeline_parallel_size is {world_size}; set both to 1, or kv_transfer.role to none",
+                f"kv_transfer.role is {role}, but KV blocks are only moved between workers that have all layers and "
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; set it to 1 (tensor_parallel_size may be more), "
+                f"or kv_transfer.role to none",
             )
-        if device.type != "cpu":
+        num_heads = runner.model_config.num_kv_heads
+        if parallel.tensor_parallel_size > num_heads:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks are only moved between host memories "
-                f"and device is {device.type}; set device to cpu, or kv_transfer.role to none",
+                f"kv_transfer.role is {role}, but KV blocks are only moved between workers with heads of their own: "
+                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has {num_heads} KV heads; lower the "
+                f"first, or set kv_transfer.role to none",
             )

@@ -1,4 +1,5 @@
-"""Operations for CPUs in C++ (`source/`), as torch.ops.baton_cpu.*: paged attention, KV write, norms, rotary embedding, SwiGLU.
+"""Operations for CPUs in C++ (`source/`), as torch.ops.baton_cpu.*: paged attention, KV write, norms, rotary embedding, SwiGLU,
+checksums of blocks.
 
 `python -m baton_kernels.cpu.build` compiles them; `make install` does so. Where that was not done, or could not be, or the
 processor lacks what they were compiled for, OPS is None and dispatchers take their torch versions. BATON_CPU_KERNELS=torch asks
@@ -35,6 +36,7 @@ class Ops:
     silu_and_mul: Op
     write_kv: Op
     paged_attention: Op
+    sum_runs: Op
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -114,6 +116,10 @@ def _register_fakes() -> None:
     @fake("paged_attention")
     def _(*arguments: object) -> None:
         return None
+
+    @fake("sum_runs")
+    def _(addresses: Tensor, nbytes: int, num_threads: int) -> Tensor:
+        return addresses.new_empty(addresses.shape)
 
 
 OPS, DESCRIPTION = _load()

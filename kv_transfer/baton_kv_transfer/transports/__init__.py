@@ -20,4 +20,4 @@ def create_transport(kind: str, name: str) -> Transport:
         from baton_kv_transfer.transports.ucx import UCXTransport
 
         return UCXTransport(name)
-    raise ValueError(f"kv_transfer.transport must be ucx or inproc, got {kind!r}")
+    raise ValueError(f"no such transport: {kind!r}")

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 Descriptors = NDArray[np.int64]
 """[n, 3]: address, length in bytes, device id (0: host)."""
 
+MEM_TYPES = ("DRAM", "VRAM")
+"""NIXL's names: host memory, GPU memory."""
+
 
 class TransportError(RuntimeError):
     """A transport call failed; nothing was started."""
@@ -33,6 +36,9 @@ class Region:
     address: int
     length: int
     key: bytes = b""
+    mem_type: str = "DRAM"
+    """One of MEM_TYPES."""
+    device_id: int = 0
 
 
 class Operation(abc.ABC):
@@ -50,12 +56,19 @@ class Operation(abc.ABC):
 class Transport(abc.ABC):
     """Methods may be called from any thread and do not wait for peers."""
 
+    num_refused: int = 0
+    """Descriptors that peers named, this side was to execute, and refused: they were outside registered memory."""
+
     @abc.abstractmethod
     def address(self) -> bytes:
         """What a peer needs to connect."""
 
     @abc.abstractmethod
-    def register(self, address: int, length: int) -> Region: ...
+    def register(self, address: int, length: int, mem_type: str = "DRAM", device_id: int = 0) -> Region:
+        """
+        Raises:
+            ValueError: the transport does not move memory of this type here.
+        """
 
     @abc.abstractmethod
     def deregister(self, region: Region) -> None: ...
@@ -67,6 +80,13 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def remove_peer(self, name: str) -> None:
         """Disconnects; operations in flight end in ERR."""
+
+    @abc.abstractmethod
+    def fence(self) -> None:
+        """Cuts all peers off: when it returns, nothing that a peer began still reaches registered memory.
+
+        Operations in flight ended in ERR, all peers are forgotten, `address()` is another one. Memory stays registered.
+        """
 
     @abc.abstractmethod
     def post(

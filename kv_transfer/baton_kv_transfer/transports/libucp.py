@@ -31,8 +31,12 @@ EP_ERR_HANDLER = 1 << 2
 ERR_HANDLING_PEER = 1
 MEM_MAP_ADDRESS = 1 << 0
 MEM_MAP_LENGTH = 1 << 1
+MEM_MAP_MEMORY_TYPE = 1 << 4
+ATTR_MEMORY_TYPES = 1 << 2
+OP_ATTR_DATATYPE = 1 << 3
 OP_ATTR_FLAGS = 1 << 4
-OP_ATTR_MEMH = 1 << 8
+DATATYPE_IOV = 2
+EP_ATTR_TRANSPORTS = 1 << 3
 EP_CLOSE_FORCE = 1 << 0
 AM_SEND_EAGER = 1 << 1
 AM_SEND_COPY_HEADER = 1 << 3
@@ -96,6 +100,36 @@ class EpParams(c.Structure):
     ]
 
 
+class TransportEntry(c.Structure):
+    _fields_ = [("transport_name", c.c_char_p), ("device_name", c.c_char_p)]
+
+
+class Transports(c.Structure):
+    _fields_ = [("entries", c.c_void_p), ("num_entries", c.c_uint), ("entry_size", c.c_size_t)]
+
+
+class EpAttr(c.Structure):
+    _fields_ = [
+        ("field_mask", c.c_uint64),
+        ("name", c.c_char * 32),
+        ("local_sockaddr", c.c_uint64 * 16),  # struct sockaddr_storage
+        ("remote_sockaddr", c.c_uint64 * 16),
+        ("transports", Transports),
+        ("user_data", c.c_void_p),
+    ]
+
+
+class ContextAttr(c.Structure):
+    _fields_ = [
+        ("field_mask", c.c_uint64),
+        ("request_size", c.c_size_t),
+        ("thread_mode", c.c_int),
+        ("memory_types", c.c_uint64),
+        ("name", c.c_char * 32),
+        ("device_counter_size", c.c_size_t),
+    ]
+
+
 class MemMapParams(c.Structure):
     _fields_ = [
         ("field_mask", c.c_uint64),
@@ -144,6 +178,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_config_modify": (c.c_int8, [_P, c.c_char_p, c.c_char_p]),
     "ucp_config_release": (None, [_P]),
     "ucp_init_version": (c.c_int8, [c.c_uint, c.c_uint, c.POINTER(Params), _P, _PP]),
+    "ucp_context_query": (c.c_int8, [_P, c.POINTER(ContextAttr)]),
     "ucp_cleanup": (None, [_P]),
     "ucp_worker_create": (c.c_int8, [_P, c.POINTER(WorkerParams), _PP]),
     "ucp_worker_destroy": (None, [_P]),
@@ -155,6 +190,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_worker_signal": (c.c_int8, [_P]),
     "ucp_worker_set_am_recv_handler": (c.c_int8, [_P, c.POINTER(AmHandlerParam)]),
     "ucp_ep_create": (c.c_int8, [_P, c.POINTER(EpParams), _PP]),
+    "ucp_ep_query": (c.c_int8, [_P, c.POINTER(EpAttr)]),
     "ucp_ep_close_nbx": (_P, [_P, _PREQ]),
     "ucp_ep_flush_nbx": (_P, [_P, _PREQ]),
     "ucp_ep_rkey_unpack": (c.c_int8, [_P, c.c_char_p, _PP]),
@@ -165,7 +201,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_mem_unmap": (c.c_int8, [_P, _P]),
     "ucp_get_nbx": (_P, [_P, _P, c.c_size_t, c.c_uint64, _P, _PREQ]),
     "ucp_put_nbx": (_P, [_P, _P, c.c_size_t, c.c_uint64, _P, _PREQ]),
-    "ucp_am_send_nbx": (_P, [_P, c.c_uint, c.c_char_p, c.c_size_t, c.c_char_p, c.c_size_t, _PREQ]),
+    "ucp_am_send_nbx": (_P, [_P, c.c_uint, c.c_char_p, c.c_size_t, _P, c.c_size_t, _PREQ]),
     "ucp_request_check_status": (c.c_int8, [_P]),
     "ucp_request_free": (None, [_P]),
 }

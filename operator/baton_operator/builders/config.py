@@ -17,11 +17,12 @@ from baton_engine.protocol.config import (
     KVRole,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from baton_operator import names
 from baton_operator.api import quantity_bytes
-from baton_operator.builders import model
+from baton_operator.builders import kv_token, model
 from baton_operator.builders.owner import Object, Owner
 
 MOUNT_PATH = "/etc/baton"
@@ -43,7 +44,7 @@ def config_map(owner: Owner, role: names.Role) -> Object:
 def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
     """What `baton-engine` of this role reads."""
     spec, tuning = owner.spec, owner.spec.engine
-    memory = tuning.kv_cache_memory
+    memory, offload = tuning.kv_cache_memory, tuning.offload_memory
     if not owner.has_prefill:
         kv_role = KVRole.NONE
     else:
@@ -55,6 +56,7 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
                 block_size=tuning.block_size,
                 num_blocks=tuning.num_blocks,
                 memory_bytes=quantity_bytes(memory) if memory else None,
+                offload_memory_bytes=quantity_bytes(offload) if offload else None,
                 enable_prefix_caching=tuning.enable_prefix_caching,
             )
         ),
@@ -69,7 +71,10 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
             role=kv_role,
             transport=spec.kv_transfer.transport,
             load_failure_policy=spec.kv_transfer.load_failure_policy,
+            mode=spec.kv_transfer.mode,
+            token_file=kv_token.FILE if owner.has_prefill else "",
         ),
+        parallel=ParallelConfig(tensor_parallel_size=owner.tensor_parallel_size(role)),
         drain_timeout_s=float(spec.drain_timeout_seconds),
         **_given(device=tuning.device, num_threads=tuning.num_threads),
     )

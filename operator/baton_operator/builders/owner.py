@@ -50,6 +50,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         """Whether decode pods are told to expect KV blocks. Scaling prefill to 0 and back keeps it, so decode pods stay."""
         return self.spec.prefill is not None
 
+    def tensor_parallel_size(self, role: names.MemberRole) -> int:
+        if role == "decode":
+            return self.spec.decode.parallelism.tensor
+        return self.spec.prefill.parallelism.tensor if self.spec.prefill else 1
+
     def replicas(self, role: names.MemberRole) -> int:
         if role == "decode":
             return self.spec.decode.replicas

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.api import Template
-from baton_operator.builders import config, model, overlay
+from baton_operator.builders import config, kv_token, model, overlay
 from baton_operator.builders.owner import Object, Owner
 
 TERMINATION_MARGIN_S = 15
@@ -28,11 +28,15 @@ def pod_template(
         ValueError: the overlay cannot be merged, or takes away what the operator needs; the message names the field.
     """
     volume, mount = model.volume(owner.spec.model.uri)
+    volumes, mounts = [volume], [mount]
+    if role != "gateway" and owner.has_prefill:
+        volumes.append(kv_token.volume(owner))
+        mounts.append(kv_token.mount())
     container = {
         "image": owner.spec.image,
         "volumeMounts": [
             {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
-            mount,
+            *mounts,
             {"name": "tmp", "mountPath": "/tmp"},
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -52,7 +56,7 @@ def pod_template(
             "containers": [container],
             "volumes": [
                 {"name": "config", "configMap": {"name": config_map}},
-                volume,
+                *volumes,
                 {"name": "tmp", "emptyDir": {}},
             ],
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},

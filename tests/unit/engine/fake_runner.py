@@ -79,6 +79,7 @@ class FakeRunner:
     memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(block, offset) -> all tokens up to the one whose KV is there."""
     host_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    offload_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     sequences: dict[str, _Sequence] = field(default_factory=dict)
     max_num_seqs: int = 1 << 30
 
@@ -96,10 +97,14 @@ class FakeRunner:
         """Applies a step as `core/step.py` says."""
         assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens
         assert step.reaches_model_runner
+        _copy(step.store, self.memory, self.offload_memory, self.block_size)
+        for load in step.connector.loads:  # the peer is fast
+            self.memory.update({(block, offset): [-2] for block in load.block_ids for offset in range(self.block_size)})
         for request_id in step.finished_request_ids:
             self.sequences.pop(request_id, None)
         _copy(step.swap_out, self.memory, self.host_memory, self.block_size)
         _copy(step.swap_in, self.host_memory, self.memory, self.block_size)
+        _copy(step.restore, self.offload_memory, self.memory, self.block_size)
         assert not {c.source for c in step.block_copies} & {c.target for c in step.block_copies}
         _copy(step.block_copies, self.memory, self.memory, self.block_size)
         starts = self._take_in(step)

@@ -29,6 +29,7 @@ class Engine:
         max_queue: int = 16,
         fail: bool = False,
         num_swap_blocks: int = 0,
+        num_offload_blocks: int = 0,
         watermark_blocks: int = 0,
         prefix_caching: bool = True,
         grammars: FakeGrammars | None = None,
@@ -43,6 +44,7 @@ class Engine:
             BLOCK,
             "model",
             num_swap_blocks=num_swap_blocks,
+            num_offload_blocks=num_offload_blocks,
             watermark_blocks=watermark_blocks,
             enable_prefix_caching=prefix_caching,
         )

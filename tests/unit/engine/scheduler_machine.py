@@ -94,6 +94,7 @@ class World:
     config: SchedulerConfig
     depth: int = 1
     num_swap_blocks: int = 0
+    num_offload_blocks: int = 0
     watermark_blocks: int = 0
     prefix_caching: bool = True
     send_token_ids: bool = False
@@ -111,6 +112,7 @@ class World:
             BLOCK,
             "model",
             num_swap_blocks=self.num_swap_blocks,
+            num_offload_blocks=self.num_offload_blocks,
             watermark_blocks=self.watermark_blocks,
             enable_prefix_caching=self.prefix_caching,
         )
@@ -159,7 +161,7 @@ class World:
         step = scheduler.schedule()
         assert not (step.swap_in and step.swap_out)
         copied = {copy.source for copy in [*step.swap_out, *step.block_copies]}
-        copied |= {copy.target for copy in [*step.swap_in, *step.block_copies]}
+        copied |= {copy.target for copy in [*step.swap_in, *step.block_copies, *step.restore]}
         for load in step.connector.loads:
             assert not copied & set(load.block_ids), "a transfer may write before the copies are made"
         for entry in scheduler._in_flight.get(step.step_id, ()):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
-import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import (
     CacheConfig,
     EngineConfig,
-    KVRole,
-    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -89,17 +84,3 @@ def test_greedy_text_is_the_same_when_the_engine_slept_meanwhile(checkpoint, lev
             break
     assert list(texts.values()) == undisturbed
     core.shutdown()
-
-
-def test_kv_transfer_of_device_memory_is_refused(checkpoint, monkeypatch):
-    """The connector reads blocks where they lie: a device pointer would end the process without a word."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = EngineConfig(
-        model=ModelConfig(path=str(checkpoint)), kv_transfer=KVTransferConfig(role=KVRole.PRODUCER), device="auto"
-    )
-    with pytest.raises(ConfigurationError, match="set device to cpu"):
-        EngineCore(config, UniProcExecutor(config, "instance", lambda: None))
-    cpu = msgspec.structs.replace(
-        config, device="cpu", kv_transfer=KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
-    )
-    EngineCore(cpu, UniProcExecutor(cpu, "instance", lambda: None)).shutdown()

@@ -1,4 +1,4 @@
-"""Any order of manager calls, with the copies made in a model of both memories: everyone reads what was computed for them.
+"""Any order of manager calls, with the copies made in a model of all memories: everyone reads what was computed for them.
 
 A slot's content is the sequence of tokens up to its position, as KV depends on all of them.
 """
@@ -9,7 +9,7 @@ from collections import Counter
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton_engine.core.block_pool import BlockPool
 from baton_engine.core.kv_cache_manager import KVCacheManager
@@ -21,16 +21,27 @@ from baton_engine.protocol.sampling import SamplingParams
 
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20
+TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS)
+REPEATED = st.builds(lambda token, times: [token] * times, st.integers(1, 3), st.integers(1, MAX_TOKENS))
+"""Of few kinds, so that many have a prefix in common."""
 
 Memory = list[list[tuple[int, ...]]]
 
 
 class KVMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = KVCacheManager(NUM_BLOCKS, BLOCK, "model", num_swap_blocks=NUM_SWAP_BLOCKS, enable_events=True)
+    @initialize(num_offload_blocks=st.sampled_from([0, 1, 2, 5, 12]))
+    def start(self, num_offload_blocks: int) -> None:
+        self.kv = KVCacheManager(
+            NUM_BLOCKS,
+            BLOCK,
+            "model",
+            num_swap_blocks=NUM_SWAP_BLOCKS,
+            num_offload_blocks=num_offload_blocks,
+            enable_events=True,
+        )
         self.device: Memory = [[()] * BLOCK for _ in range(NUM_BLOCKS)]
         self.host: Memory = [[()] * BLOCK for _ in range(NUM_SWAP_BLOCKS)]
+        self.offloaded: Memory = [[()] * BLOCK for _ in range(num_offload_blocks)]
         self.live: list[Request] = []
         self.replayed: set[bytes] = set()
 
@@ -47,12 +58,36 @@ class KVMachine(RuleBasedStateMachine):
         for copy in copies:
             target[copy.target] = list(source[copy.source])
 
+    def _copy_offloaded(self) -> None:
+        """A step is complete: stores come before its other copies, and restores after its stores."""
+        stores, restores = self.kv.take_offload_copies()
+        self._copy(self.device, self.offloaded, stores)
+        self._copy(self.offloaded, self.device, restores)
+
     def _state(self) -> object:
         tables = [(request.block_ids, [b.block_id for b in request.swapped_blocks]) for request in self.live]
         return tables, self.kv.num_free_blocks, self.kv.num_free_swap_blocks
 
-    @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS), keep_free=st.integers(0, 2))
-    def admit(self, tokens: list[int], keep_free: int) -> None:
+    @rule(prompts=st.lists(TOKENS | REPEATED, min_size=1, max_size=3), keep_free=st.integers(0, 2))
+    def admit(self, prompts: list[list[int]], keep_free: int) -> None:
+        """One step."""
+        for tokens in prompts:
+            self._admit(tokens, keep_free)
+        self._copy_offloaded()
+
+    @rule(prompts=st.lists(REPEATED, min_size=1, max_size=4))
+    def serve(self, prompts: list[list[int]]) -> None:
+        """Requests that come, are computed and go: they leave the cache full."""
+        for tokens in prompts:
+            num_live = len(self.live)
+            self._admit(tokens, 0)
+            self._copy_offloaded()
+            for request in self.live[num_live:]:
+                self._write(request, len(tokens), 1)
+                self.kv.cache_blocks(request, request.num_computed_tokens)
+                self._end(request)
+
+    def _admit(self, tokens: list[int], keep_free: int) -> None:
         request = Request(EngineCoreRequest("r", tokens, SamplingParams()))
         cached = self.kv.find_cached_prefix(request, len(tokens) - 1)
         before = self._state()
@@ -62,24 +97,30 @@ class KVMachine(RuleBasedStateMachine):
             return
         assert self.kv.num_free_blocks >= keep_free
         assert added == request.block_ids
-        assert added[: len(cached)] == [block.block_id for block in cached]
+        found = [self.kv.pool.find(block_hash) for block_hash in self.kv.block_hashes(request)[: len(cached)]]
+        assert added[: len(cached)] == [block.block_id for block in found if block is not None]
         request.num_computed_tokens = len(cached) * BLOCK
         self.live.append(request)
 
     @precondition(lambda self: self._on_device())
     @rule(data=st.data(), num_tokens=st.integers(1, 10), token=st.integers(1, 3))
     def write(self, data: st.DataObject, num_tokens: int, token: int) -> None:
-        """A step: computes known tokens, and then new ones."""
         request = self._pick(data, self._on_device())
+        end = min(request.num_computed_tokens + num_tokens, MAX_TOKENS)
+        if self._write(request, end, token) and data.draw(st.integers(0, 3)):
+            self.kv.cache_blocks(request, end)
+
+    def _write(self, request: Request, end: int, token: int) -> bool:
+        """A step: computes known tokens, and then new ones. False if memory is short."""
         start = request.num_computed_tokens
-        end = min(start + num_tokens, MAX_TOKENS)
         if self.kv.allocate(request, end) is None:
-            return
+            return False
         before = self._state()
         copies = self.kv.make_writable(request, start, end)
+        self._copy_offloaded()
         if copies is None:
             assert self._state() == before
-            return
+            return False
         self._copy(self.device, self.device, copies)
         request.token_ids += [token] * (end - len(request.token_ids))
         for position in range(start, end):
@@ -88,8 +129,7 @@ class KVMachine(RuleBasedStateMachine):
             assert block.block_hash is None
             self.device[block.block_id][position % BLOCK] = tuple(request.token_ids[: position + 1])
         request.num_computed_tokens = end
-        if data.draw(st.integers(0, 3)):
-            self.kv.cache_blocks(request, end)
+        return True
 
     @precondition(lambda self: self._on_device())
     @rule(data=st.data())
@@ -105,8 +145,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        request = self._pick(data, self.live)
+    def end(self, data: st.DataObject) -> None:
+        self._end(self._pick(data, self.live))
+
+    def _end(self, request: Request) -> None:
         self.kv.free(request)
         self.kv.free(request)
         self.live.remove(request)
@@ -133,12 +175,18 @@ class KVMachine(RuleBasedStateMachine):
             assert self._state() == before
             return
         assert self.kv.num_free_blocks >= keep_free
+        self._copy_offloaded()
         self._copy(self.host, self.device, copies)
 
     @rule()
     def reset(self) -> None:
         self.kv.reset_prefix_cache()
         assert not self.kv.pool.cached_hashes
+        assert not self._offloaded_hashes
+
+    @property
+    def _offloaded_hashes(self) -> set[bytes]:
+        return self.kv.offload.hashes if self.kv.offload is not None else set()
 
     @invariant()
     def everyone_reads_what_was_computed_for_them(self) -> None:
@@ -152,14 +200,21 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_findable_holds_the_tokens_of_its_hash(self) -> None:
-        root = root_hash("model")
         for block_hash in self.kv.pool.cached_hashes:
             block = self.kv.pool.find(block_hash)
             assert block is not None
             assert block.block_hash == block_hash
-            tokens = self.device[block.block_id][-1]
-            assert hash_blocks(root, tokens, BLOCK)[-1] == block_hash
-            assert self.device[block.block_id] == [tokens[: len(tokens) - BLOCK + 1 + slot] for slot in range(BLOCK)]
+            self._check_content(self.device[block.block_id], block_hash)
+        for block_hash in self._offloaded_hashes:
+            assert self.kv.offload is not None
+            offloaded = self.kv.offload.find(block_hash)
+            assert offloaded is not None
+            self._check_content(self.offloaded[offloaded.slot], block_hash)
+
+    def _check_content(self, content: list[tuple[int, ...]], block_hash: bytes) -> None:
+        tokens = content[-1]
+        assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
+        assert content == [tokens[: len(tokens) - BLOCK + 1 + slot] for slot in range(BLOCK)]
 
     @invariant()
     def every_block_is_held_or_free(self) -> None:
@@ -191,7 +246,7 @@ class KVMachine(RuleBasedStateMachine):
                     self.replayed.difference_update(hashes)
                 case AllBlocksCleared():
                     self.replayed.clear()
-        assert self.replayed == self.kv.pool.cached_hashes
+        assert self.replayed == self.kv.pool.cached_hashes | self._offloaded_hashes
 
     def teardown(self) -> None:
         for request in self.live:
@@ -201,5 +256,5 @@ class KVMachine(RuleBasedStateMachine):
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

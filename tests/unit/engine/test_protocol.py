@@ -87,16 +87,15 @@ def test_configuration_survives_json_and_refuses_unknown_fields():
 
 def test_compatibility_hash_depends_on_everything_pods_must_share():
     files = {"config.json": b"{}", "index.json": b"1"}
-    base = compatibility_hash(files, "float32", 16, "L")
-    assert base == compatibility_hash(dict(reversed(files.items())), "float32", 16, "L")
+    base = compatibility_hash(files, "float32", "L")
+    assert base == compatibility_hash(dict(reversed(files.items())), "float32", "L")
     others = [
-        compatibility_hash({**files, "config.json": b"{1}"}, "float32", 16, "L"),
-        compatibility_hash(files, "bfloat16", 16, "L"),
-        compatibility_hash(files, "float32", 32, "L"),
-        compatibility_hash(files, "float32", 16, "M"),
-        compatibility_hash(files, "float32", 16, "L", "int8"),
+        compatibility_hash({**files, "config.json": b"{1}"}, "float32", "L"),
+        compatibility_hash(files, "bfloat16", "L"),
+        compatibility_hash(files, "float32", "M"),
+        compatibility_hash(files, "float32", "L", "int8"),
     ]
-    assert len({base, *others}) == 6
+    assert len({base, *others}) == 5
 
 
 def test_container_paths_are_mapped_below_the_pod_root(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 
@@ -16,6 +17,7 @@ from baton_engine.protocol.messages import (
     FinishReason,
 )
 from baton_engine.protocol.sampling import SamplingParams
+from baton_kv_transfer.connector import ConnectorStats, FailureReason
 
 
 class Clock:
@@ -107,3 +109,23 @@ def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
         'baton:time_to_first_token_seconds_count{model_name="m"} 0.0',
     ):
         assert line in text, f"{line} is not in\n{text}"
+
+
+def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reasons(metrics):
+    counted = ConnectorStats()
+    for number, field in enumerate(msgspec.structs.fields(ConnectorStats)):
+        if field.type in (int, float):
+            setattr(counted, field.name, number + 100)
+    counted.count_failure(FailureReason.CHECKSUM)
+    stats = EngineStats(kv_transfer=counted, kv_transfer_recomputed_tokens=7)
+    text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for field in msgspec.structs.fields(ConnectorStats):
+        if field.type in (int, float) and field.name != "transfers_failed":
+            suffix = "" if field.name in ("queued_bytes", "inflight_bytes") else "_total"
+            value = samples[f'baton:kv_transfer_{field.name}{suffix}{{model_name="m"}}']
+            assert float(value) == getattr(counted, field.name)
+    for reason, count in (("checksum", 1), ("peer_lost", 0)):
+        assert float(samples[f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}']) == count
+    assert float(samples['baton:kv_transfer_recomputed_tokens_total{model_name="m"}']) == 7
+    assert float(samples['baton:kv_transfer_up{model_name="m"}']) == 1

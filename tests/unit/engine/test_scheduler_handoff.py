@@ -85,6 +85,7 @@ def test_a_consumer_recomputes_nothing_and_goes_on_after_the_peers_first_token(f
     assert [token, *engine.text("r")] == continuation(prompt, 5, ignore_eos=True)
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote, stats.prompt_tokens) == (0, 10, 10)
+    assert stats.kv_transfer_recomputed_tokens == 0
     assert engine.kv.pool.num_free_blocks == 32
 
 
@@ -102,6 +103,7 @@ def test_what_did_not_arrive_is_computed_here():
     assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote) == (6, 4)
+    assert stats.kv_transfer_recomputed_tokens == 6
 
 
 def test_policy_fail_ends_the_request_with_a_kv_load_error():
@@ -212,6 +214,25 @@ def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
     assert len(engine.connector.loads) >= 3, "and once it ran, they get the memory"
 
 
+def test_loads_leave_a_block_to_each_request_that_decodes_or_will():
+    engine = Engine(num_blocks=12, max_num_seqs=8)
+    engine.add("running", [9], 16, arrival_time=0.0)  # 5 blocks in the end
+    engine.step()
+    prompts = {f"t{number}": [number + 2] * 6 for number in range(5)}  # 2 blocks each, 3 in the end
+    for number, (transfer_id, prompt) in enumerate(prompts.items()):
+        engine.add(transfer_id, prompt, 4, kv_transfer=consume(transfer_id), arrival_time=1.0 + number)
+    step = engine.step()
+    assert list(engine.connector.loads) == ["t0", "t1", "t2"], "one more would leave 3 blocks to 5 requests"
+    assert list(step.connector.waits) == ["t3", "t4"], "their producers are told, once"
+    assert not engine.step().connector
+    for transfer_id in list(prompts)[:3]:
+        engine.load(transfer_id, prompts[transfer_id])
+        engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompts[transfer_id])]))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert list(engine.connector.loads) == ["t3", "t4"], "those that waited are loaded when others have ended"
+
+
 def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
     engine = Engine()
     prompt = list(range(1, 9))
@@ -230,9 +251,9 @@ def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-@pytest.mark.parametrize(("params", "max_tokens"), [({}, 16), ({"beam_width": 2}, 12)])
-def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_that_runs(params, max_tokens):
-    engine = Engine(num_blocks=5, max_num_seqs=2 if params else 1)
+@pytest.mark.parametrize(("params", "max_tokens", "num_blocks"), [({}, 16, 5), ({"beam_width": 2}, 16, 6)])
+def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_that_runs(params, max_tokens, num_blocks):
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=2 if params else 1)
     engine.add("running", [9], max_tokens, params, arrival_time=0.0)
     engine.step()
     prompt = [2] * 6
@@ -246,7 +267,7 @@ def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_tha
     assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)[1:]
     assert engine.scheduler.stats().num_preemptions == 1
     assert not any(output.events for output in engine.outputs["running"][1:]), "it was not preempted itself"
-    assert engine.kv.num_free_blocks == 5
+    assert engine.kv.num_free_blocks == num_blocks
 
 
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])

@@ -22,11 +22,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["one step", "pipeline", "async"]),
         preemption=st.sampled_from(["auto", "swap", "swap", "recompute"]),
         num_swap_blocks=st.sampled_from([0, 5, 24, 24]),
+        num_offload_blocks=st.sampled_from([0, 1, 3, 16]),
         watermark_blocks=st.integers(0, 1),
         prefix_caching=st.booleans(),
         chunked=st.sampled_from([True, True, False]),
     )
-    def start(self, data, mode, preemption, num_swap_blocks, watermark_blocks, prefix_caching, chunked) -> None:
+    def start(
+        self, data, mode, preemption, num_swap_blocks, num_offload_blocks, watermark_blocks, prefix_caching, chunked
+    ) -> None:
         config = SchedulerConfig(
             max_num_batched_tokens=BUDGET,
             max_num_seqs=MAX_NUM_SEQS,
@@ -41,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             config,
             depth={"one step": 1, "async": 2, "pipeline": data.draw(st.integers(1, 3))}[mode],
             num_swap_blocks=num_swap_blocks,
+            num_offload_blocks=num_offload_blocks,
             watermark_blocks=watermark_blocks,
             prefix_caching=prefix_caching,
             send_token_ids=mode == "pipeline",

@@ -14,8 +14,15 @@ from typing import Any
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.protocol.config import EngineConfig, ModelConfig, ParallelConfig
-from baton_kv_transfer.connector import ConnectorStats
+from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig, ParallelConfig
+from baton_kv_transfer.connector import (
+    ConnectorOutput,
+    ConnectorStats,
+    FailureReason,
+    HeadRange,
+    LoadResult,
+    RankAddress,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +33,7 @@ def engine_config(
     pipeline: int = 1,
     executor: str = "auto",
     step_timeout_s: float = 300.0,
+    kv_role: KVRole = KVRole.NONE,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path="/no/model"),
@@ -36,6 +44,7 @@ def engine_config(
             executor_class=executor,
             step_timeout_s=step_timeout_s,
         ),
+        kv_transfer=KVTransferConfig(role=kv_role),
         device="cpu",
         num_threads=1,
     )
@@ -62,6 +71,7 @@ class FakeWorker:
         self.config = config
         self.rank = rank
         self.calls: list[str] = []
+        self.ranks: list[RankAddress] = []
         self._step: SchedulerOutput | None = None
         self._wakeup: Callable[[], None] | None = None
 
@@ -82,15 +92,22 @@ class FakeWorker:
     def warm_up(self) -> None:
         self.calls.append("warm_up")
 
-    def connect(self, wakeup: Callable[[], None]) -> None:
-        self.calls.append("connect")
+    def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
+        self.calls.append("open_connector")
         self._wakeup = wakeup
+        if self.config.kv_transfer.role is KVRole.NONE:
+            return None
+        return RankAddress("host", 7000 + self.rank, HeadRange(2 * self.rank, 2))
+
+    def connect(self, ranks: list[RankAddress]) -> None:
+        self.calls.append("connect")
+        self.ranks = ranks
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self.blocks[0], 1000, (2,), 4096, "hash", self.blocks[1])
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Words in `finished_request_ids`: raise:RANK, kill:RANK, hang[:RANK], slow."""
+        """Words in `finished_request_ids`: raise:RANK, kill:RANK, hang[:RANK], slow; and loaded:RANK, see `sample_tokens`."""
         assert self._step is None, "sample_tokens() was not called"
         self._step = step
         for word in step.finished_request_ids:
@@ -108,14 +125,18 @@ class FakeWorker:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         assert self._step is not None
-        token, self._step = self._step.step_id, None
-        output = ModelRunnerOutput(sampled_token_ids={"r": token})
+        step, self._step = self._step, None
+        output = ModelRunnerOutput(sampled_token_ids={"r": step.step_id})
+        if f"loaded:{self.rank}" in step.finished_request_ids:
+            output.connector = ConnectorOutput({"sent"}, {"load": LoadResult(3 - self.rank)})
         if grammar is not None:
             output.sampled_token_ids |= {request_id: int(grammar.bitmask.sum()) for request_id in grammar.request_ids}
         return output
 
     def connector_stats(self) -> ConnectorStats | None:
-        return None
+        stats = ConnectorStats(blocks_sent=10 + self.rank)
+        stats.count_failure(FailureReason.TIMEOUT)
+        return stats
 
     def shutdown(self) -> None:
         logger.warning("shut down")
@@ -132,6 +153,9 @@ class FakeWorker:
 
     def cpus(self) -> list[int]:
         return sorted(os.sched_getaffinity(0))
+
+    def get_ranks(self) -> list[RankAddress]:
+        return self.ranks
 
     def get_calls(self) -> list[str]:
         return self.calls

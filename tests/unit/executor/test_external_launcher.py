@@ -10,6 +10,7 @@ from torchrun import run_under_torchrun
 
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import KVRole
 
 
 def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(tmp_path: Path) -> None:
@@ -33,4 +34,15 @@ def test_it_must_be_started_by_torchrun_with_as_many_ranks(monkeypatch: pytest.M
     executor = ExternalLauncherExecutor(engine_config(tensor=2), "instance", lambda: None)
     with pytest.raises(ConfigurationError, match="torchrun started 3 ranks"):
         executor.initialize()
+    executor.shutdown()
+
+
+def test_several_ranks_refuse_to_move_kv_blocks_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers end when they end: their schedulers would not decide the same any more."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    executor = ExternalLauncherExecutor(engine_config(tensor=2, kv_role=KVRole.BOTH), "instance", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"has 2 ranks and kv_transfer\.role is both") as error:
+        executor.initialize()
+    assert error.value.reason == "KVTransferInvalid"
     executor.shutdown()

@@ -20,7 +20,8 @@ from baton_engine.executor import multiproc
 from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.multiproc import MultiprocExecutor
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
-from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.config import EngineConfig, KVRole
+from baton_kv_transfer.connector import ConnectorOutput, HeadRange, LoadResult, RankAddress
 from support.waiting import eventually
 
 WAIT_S = 60.0  # on a busy machine; what is promised in less has its own number
@@ -65,7 +66,8 @@ def run(executor: MultiprocExecutor, step_id: int, *words: str) -> Future[ModelR
 def test_starts_all_workers_with_the_blocks_of_the_poorest(shared: MultiprocExecutor) -> None:
     calls = shared.collective_rpc("get_calls")
     assert (
-        calls == [["join_groups", "load_model", "num_available_blocks", "initialize_cache", "warm_up", "connect"]] * 2
+        calls
+        == [["join_groups", "load_model", "num_available_blocks", "initialize_cache", "warm_up", "open_connector"]] * 2
     )
     info = shared.collective_rpc("model_info")[1]
     assert (info.num_blocks, info.num_swap_blocks) == (99, 10)
@@ -110,6 +112,26 @@ def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(shared: Multi
     assert second
     assert set(first).isdisjoint(second)
     assert {*first, *second} <= before == os.sched_getaffinity(0)
+
+
+def test_a_transfer_ends_when_it_ended_on_all_workers_and_the_engine_is_woken(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
+    woken = threading.Event()
+    executor = make(engine_config(tensor=2, kv_role=KVRole.BOTH), woken.set)
+    addresses = [RankAddress("host", 7000, HeadRange(0, 2)), RankAddress("host", 7001, HeadRange(2, 2))]
+    assert executor.collective_rpc("get_ranks") == [addresses] * 2
+    assert not run(executor, 0, "loaded:0").result(WAIT_S).connector
+    assert not woken.is_set()
+    first = run(executor, 1, "loaded:1").result(WAIT_S)  # answered by worker 0, perhaps before worker 1 reports
+    assert woken.wait(WAIT_S)
+    second = run(executor, 2).result(WAIT_S)
+    ended = [output.connector for output in (first, second) if output.connector]
+    assert ended == [ConnectorOutput({"sent"}, {"load": LoadResult(2)})]
+    stats = executor.connector_stats()
+    assert stats is not None
+    assert stats.blocks_sent == 10 + 11
+    assert stats.failures == {"timeout": 2}
 
 
 def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(shared: MultiprocExecutor) -> None:

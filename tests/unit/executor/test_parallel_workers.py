@@ -13,6 +13,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig
+from baton_engine.worker.worker import Worker
 
 ARCHITECTURES = ("llama", "qwen3_moe")
 
@@ -54,12 +55,21 @@ def test_external_launcher_one_executor_after_the_other(checkpoints, expected, t
         assert result["tokens of 1 x 2"] == expected["llama"]
 
 
-def test_kv_transfer_between_split_engines_is_refused(checkpoints) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "message"),
+    [
+        (1, 2, r"have all layers and pipeline_parallel_size is 2; set it to 1 "),
+        (8, 1, r"tensor_parallel_size is 8 and the model has \d KV heads; lower the first"),
+    ],
+)
+def test_kv_transfer_is_refused_where_workers_have_no_whole_heads(
+    checkpoints, tensor: int, pipeline: int, message: str
+) -> None:
     config = msgspec.structs.replace(
-        model_config(checkpoints["llama"], tensor=2), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
+        model_config(checkpoints["llama"], tensor, pipeline), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
     )
-    with pytest.raises(ConfigurationError, match=r"set both to 1, or kv_transfer\.role to none") as error:
-        run(config)
+    with pytest.raises(ConfigurationError, match=message) as error:
+        Worker(config, "instance").load_model()
     assert error.value.reason == "KVTransferInvalid"
 
 

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from baton_kernels.activation.triton_kernel import _silu_and_mul_kernel
 from baton_kernels.attention.split_kv import join_segments_kernel
 from baton_kernels.attention.triton_kernel import _paged_attention_kernel, default_configuration
+from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel
 from baton_kernels.kv_write.triton_kernel import _write_kv_kernel
 from baton_kernels.moe.gemm_triton import _combine_kernel, _down_kernel, _gate_up_kernel
@@ -34,6 +35,7 @@ INTEGER_POINTERS = {
     "seq_lens_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
     "pairs_ptr": "*i64",
+    "block_ids_ptr": "*i64",
     "chains_ptr": "*i64",
     "expert_ids_ptr": "*i64",
     "counts_ptr": "*i32",
@@ -46,7 +48,16 @@ INTEGER_POINTERS = {
 
 VARYING = {"num_rows", "num_tokens", "num_pairs", "num_seqs", "target_segments", "stride_table_seq"}
 """Numbers that are others from step to step."""
-MOVING = {"block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "pairs_ptr", "rank_ptr", "top_k_ptr", "top_p_ptr"}
+MOVING = {
+    "block_tables_ptr",
+    "cu_seqlens_q_ptr",
+    "seq_lens_ptr",
+    "pairs_ptr",
+    "block_ids_ptr",
+    "rank_ptr",
+    "top_k_ptr",
+    "top_p_ptr",
+}
 """Pointers into the middle of a tensor, wherever that is."""
 
 
@@ -96,6 +107,7 @@ for dtype in ("fp32", "bf16"):
     compile_kernel(_rotate_qk_kernel, dtype, halves | {"NORM": 1})
     compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
 compile_kernel(_copy_blocks_kernel, "i64", {"TILE": 1024})
+compile_kernel(_block_sums_kernel, "i64", {"PERIOD": 8192, "TILE": 1024, "TILES": 4})
 fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
 

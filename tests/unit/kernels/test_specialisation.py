@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton_kernels.attention.split_kv import join_segments_kernel
 from baton_kernels.attention.triton_kernel import _paged_attention_kernel
+from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel, block_sums_triton
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel, copy_blocks_triton
 from baton_kernels.moe.gemm_triton import _combine_kernel, _down_kernel, _gate_up_kernel
 from baton_kernels.moe.routing_triton import _count_kernel, _place_kernel, _route_kernel, route_top_k_triton
@@ -45,6 +46,10 @@ def copy(size: int) -> None:
     copy_blocks_triton(cache, cache, [[(2 * pair, 2 * pair + 1)] for pair in range(size)])
 
 
+def checksum(size: int) -> None:
+    block_sums_triton(random(64, 2, 32), torch.arange(size), 0, 2)
+
+
 def sample(size: int) -> None:
     sampling.draw_tokens_triton(random(size, 300), [Wish()] * size, range(size))
     greedy_triton(random(size, 300))
@@ -65,12 +70,13 @@ def attend(size: int) -> None:
     [
         (norm, [_rms_norm_kernel]),
         (copy, [_copy_blocks_kernel]),
+        (checksum, [_block_sums_kernel]),
         (sample, [sampling._block_maxima_kernel, sampling._bounds_kernel, sampling._collect_kernel]),
         (sample, [sampling._draw_kernel, _greedy_tiles_kernel, _greedy_kernel]),
         (experts, [_route_kernel, _count_kernel, _place_kernel, _gate_up_kernel, _down_kernel, _combine_kernel]),
         (attend, [_paged_attention_kernel, join_segments_kernel]),
     ],
-    ids=["norm", "block copy", "sampling", "drawing", "experts", "attention"],
+    ids=["norm", "block copy", "block checksum", "sampling", "drawing", "experts", "attention"],
 )
 def test_batches_of_other_sizes_compile_nothing(launch: Callable[[int], None], kernels: list[Any]) -> None:
     def compiled() -> list[int]:

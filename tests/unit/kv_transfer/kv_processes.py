@@ -1,4 +1,4 @@
-"""Processes under test: an engine's connector, or a bare agent, driven over a pipe. Any of them may be killed."""
+"""Processes under test, driven over a pipe; here engines' connectors. Any of them may be killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import multiprocessing as mp
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -17,11 +17,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer import create_connector
-from baton_kv_transfer.agent import Agent
-from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, KVCacheLayout, LoadResult
+from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, HeadRange, KVCacheLayout, LoadResult
+from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports import libucp
 
@@ -104,6 +105,18 @@ def _serve(pipe: Connection, methods: Any, hello: Any) -> None:
             pipe.send(error)
 
 
+class _Memory(HostKVMemory):
+    def __init__(self, base_address: int, layout: KVCacheLayout) -> None:
+        super().__init__(base_address, layout)
+        self.damaged: dict[int, NDArray[np.uint64]] = {}
+
+    def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
+        sums = super().block_sums(slots, heads)
+        for slot in set(slots) & self.damaged.keys():
+            self.damaged.pop(slot)[100] ^= np.uint64(1 << 63)
+        return sums
+
+
 class _EngineMethods:
     def __init__(self, config: KVTransferConfig, instance_id: str, compatibility_hash: str) -> None:
         self.words = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes // 8), dtype=np.uint64)
@@ -111,7 +124,8 @@ class _EngineMethods:
             config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=HOST
         )
         assert isinstance(self.connector, TransferConnector)
-        self.connector.register_kv_cache(self.words.ctypes.data, LAYOUT)
+        self.memory = _Memory(self.words.ctypes.data, LAYOUT)
+        self.connector.register_kv_cache(self.memory)
         self.finished_sending: set[str] = set()
         self.load_results: dict[str, LoadResult] = {}
 
@@ -124,8 +138,9 @@ class _EngineMethods:
     def fill(self, block_id: int, value: int) -> None:
         self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
 
-    def flip(self, block_id: int) -> None:
-        self.words[block_id, 100] ^= np.uint64(1 << 63)
+    def damage_once_summed(self, block_id: int) -> None:
+        """The next checksum of the block is of its content as it was."""
+        self.memory.damaged[block_id] = self.words[block_id]
 
     def holds(self, block_id: int, value: int) -> bool:
         return bool((self.words[block_id] == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)).all())
@@ -165,8 +180,9 @@ class Engine(_Process):
         lease_s: float = 15.0,
         load_timeout_s: float = 15.0,
         compatibility_hash: str = "same",
+        mode: str = "pull",
     ) -> None:
-        config = KVTransferConfig(role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s)
+        config = KVTransferConfig(role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s, mode=mode)
         super().__init__(_run_engine, config, instance_id, compatibility_hash)
         self.instance_id = instance_id
         self.port: int = self.hello
@@ -204,52 +220,3 @@ class Engine(_Process):
 
 def chain_hash(transfer_id: str, index: int) -> bytes:
     return f"{transfer_id[:8]}/{index}".encode().ljust(16, b".")
-
-
-class _AgentMethods:
-    def __init__(self, transport: str, num_blocks: int, block_nbytes: int) -> None:
-        self.words = np.arange(num_blocks * block_nbytes // 8, dtype=np.int64)
-        self.agent = Agent("owner", transport)
-        self.agent.register_memory([(self.words.ctypes.data, self.words.nbytes, 0, "kv")])
-        self.notifs: list[tuple[str, bytes]] = []
-
-    def hello(self) -> tuple[bytes, int]:
-        return self.agent.get_agent_metadata(), self.words.ctypes.data
-
-    def content(self) -> np.ndarray:
-        return self.words
-
-    def new_notifs(self) -> dict[str, list[bytes]]:
-        return self.agent.get_new_notifs()
-
-    def stop(self) -> None:
-        self.agent.close()
-
-
-def _run_agent(pipe: Connection, environment: dict[str, str], num_blocks: int, block_nbytes: int) -> None:
-    os.environ.update(environment)
-    methods = _AgentMethods("ucx", num_blocks, block_nbytes)
-    _serve(pipe, methods, methods.hello())
-
-
-class AgentProcess(_Process):
-    """An agent "owner" with registered memory counting up, in a process of its own."""
-
-    def __init__(self, num_blocks: int, block_nbytes: int, environment: dict[str, str] | None = None) -> None:
-        super().__init__(_run_agent, environment or {}, num_blocks, block_nbytes)
-
-
-class AgentHere:
-    """The same in this process."""
-
-    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
-        self._methods = _AgentMethods("inproc", num_blocks, block_nbytes)
-        self.hello = self._methods.hello()
-
-    def call(self, method: str) -> Any:
-        return getattr(self._methods, method)()
-
-    def stop(self) -> None:
-        self._methods.stop()
-
-    kill = stop

@@ -14,8 +14,17 @@ import zmq
 from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import side_channel, transfer_connector
-from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, KVCacheLayout, LoadResult
+from baton_kv_transfer import auth, side_channel, transfer_connector
+from baton_kv_transfer.agent import create_agent
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    BlockSave,
+    ConnectorMetadata,
+    KVCacheLayout,
+    LoadResult,
+    RankAddress,
+)
+from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import UCXTransport
 
@@ -28,7 +37,7 @@ class Side:
         self.instance_id = instance_id
         self.memory = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8)
         self.connector = TransferConnector(config, instance_id=instance_id, compatibility_hash="c", host=HOST)
-        self.connector.register_kv_cache(self.memory.ctypes.data, LAYOUT)
+        self.connector.register_kv_cache(HostKVMemory(self.memory.ctypes.data, LAYOUT))
         self.results: dict[str, LoadResult] = {}
 
     def offer(self, transfer_id: str, consumer: str = "D") -> None:
@@ -123,6 +132,9 @@ class LyingProducer:
 
     def __init__(self, **description: Any) -> None:
         self.description = description
+        self.memory = np.zeros(LAYOUT.num_blocks * LAYOUT.block_nbytes, dtype=np.uint8)
+        self.agent = create_agent("L/0", "inproc")
+        self.agent.register_memory([(self.memory.ctypes.data, self.memory.nbytes, 0, "kv")])
         self.router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.router.linger = 0
         self.port = self.router.bind_to_random_port(f"tcp://{HOST}")
@@ -133,33 +145,45 @@ class LyingProducer:
         while self.router.poll(10_000):
             identity, frame = self.router.recv_multipart()
             match side_channel.decode_to_producer(frame):
-                case side_channel.Hello():
-                    answer: Any = side_channel.Welcome(side_channel.VERSION, "c", "L")
+                case side_channel.Hello(nonce=theirs, instance_id=consumer):
+                    ours = auth.new_nonce()
+                    ids = {"consumer_id": consumer, "producer_id": "L"}
+                    proof = auth.proof(b"", auth.PRODUCER, consumer_nonce=theirs, producer_nonce=ours, **ids)
+                    answer: Any = side_channel.Welcome(side_channel.VERSION, "c", "L", ours, proof)
                 case side_channel.Describe():
-                    fields = {"layout": LAYOUT, "base_address": 0, "agent_metadata": b"", "lease_s": 1.0}
-                    answer = side_channel.Description(**(fields | self.description))
+                    answer = self._describe(**self.description)
                 case _:
                     return
             self.router.send_multipart([identity, side_channel.encode(answer)])
             if isinstance(answer, side_channel.Description):
                 return
 
+    def _describe(
+        self,
+        layout: KVCacheLayout = LAYOUT,
+        base_address: int | None = None,
+        agent_metadata: bytes | None = None,
+        lease_s: float = 1.0,
+        num_slots: int = LAYOUT.num_blocks,
+        slot_nbytes: int = LAYOUT.block_nbytes,
+    ) -> side_channel.Description:
+        metadata = self.agent.get_agent_metadata() if agent_metadata is None else agent_metadata
+        base_address = self.memory.ctypes.data if base_address is None else base_address
+        memory = side_channel.MemoryDescription(metadata, base_address, num_slots, slot_nbytes, "DRAM", 0)
+        return side_channel.Description(layout, memory, lease_s, [RankAddress(HOST, self.port, layout.heads)])
+
     def close(self) -> None:
         self.thread.join(15)
         self.router.close()
-
-
-def layout_of(num_blocks: int) -> KVCacheLayout:
-    return KVCacheLayout(
-        num_blocks=num_blocks, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32"
-    )
+        self.agent.close()
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        {"layout": layout_of(2**60)},
-        {"layout": layout_of(-1)},
+        {"num_slots": 2**60},
+        {"num_slots": -1},
+        {"slot_nbytes": 8},
         {"base_address": 2**64 - 1},
         {"agent_metadata": b"garbage"},
         {"lease_s": 0.0},
@@ -174,7 +198,7 @@ def test_a_producer_that_describes_nonsense_fails_its_loads_only(
     liar = LyingProducer(**lie)
     try:
         consumer.load("t", liar.port, peer="L")
-        assert "described its memory wrongly" in consumer.result("t").error
+        assert "described itself wrongly" in consumer.result("t").error
     finally:
         liar.close()
     hand_over(producer, consumer, "next")

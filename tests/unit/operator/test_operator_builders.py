@@ -31,21 +31,45 @@ def test_engines_are_told_their_side_of_the_hand_off() -> None:
     assert read("decode", EngineConfig).kv_transfer.role is KVRole.NONE
 
 
+def test_engines_that_hand_over_prove_a_shared_token_and_others_have_none() -> None:
+    for role in ("prefill", "decode"):
+        pod = MemberTemplate(owner(prefill={}), role).pod(0)
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if "secret" in volume]
+        assert volume["secret"]["secretName"] == "demo-kv-token"
+        (mount,) = [mount for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"] == volume["name"]]
+        assert mount["readOnly"]
+        token_file = read(role, EngineConfig, prefill={}).kv_transfer.token_file
+        assert token_file == f"{mount['mountPath']}/token"
+    alone = MemberTemplate(owner(), "decode").pod(0)
+    assert not [volume for volume in alone["spec"]["volumes"] if "secret" in volume]
+    assert read("decode", EngineConfig).kv_transfer.token_file == ""
+
+
+def test_prefill_and_decode_may_spread_over_different_numbers_of_workers() -> None:
+    spec = {"prefill": {"parallelism": {"tensor": 2}}, "decode": {"parallelism": {"tensor": 4}}}
+    assert read("prefill", EngineConfig, **spec).parallel.tensor_parallel_size == 2
+    assert read("decode", EngineConfig, **spec).parallel.tensor_parallel_size == 4
+    assert read("decode", EngineConfig).parallel.tensor_parallel_size == 1
+
+
 def test_engine_configuration_says_what_the_spec_says_and_leaves_the_rest_to_the_engine() -> None:
     tuned = {"blockSize": 32, "kvCacheMemory": "2Mi", "maxNumSeqs": 3, "numThreads": 2, "device": "cpu"}
+    tuned |= {"offloadMemory": "1Gi"}
     model = {"uri": "file:///m", "dtype": "float32", "quantization": "int8"}
     got = read(
         "decode",
         EngineConfig,
         model=model,
         engine=tuned,
-        kvTransfer={"loadFailurePolicy": "fail"},
+        kvTransfer={"loadFailurePolicy": "fail", "mode": "push", "transport": "nixl"},
         drainTimeoutSeconds=9,
     )
     assert (got.model.dtype, got.model.quantization) == ("float32", "int8")
     assert (got.cache.block_size, got.cache.memory_bytes, got.scheduler.max_num_seqs) == (32, 2 * 2**20, 3)
     assert (got.num_threads, got.device, got.drain_timeout_s) == (2, "cpu", 9.0)
-    assert got.kv_transfer.load_failure_policy == "fail"
+    assert got.cache.offload_memory_bytes == 2**30
+    transfer = got.kv_transfer
+    assert (transfer.load_failure_policy, transfer.mode, transfer.transport) == ("fail", "push", "nixl")
     assert got.scheduler.max_num_batched_tokens == EngineConfig(model=got.model).scheduler.max_num_batched_tokens
     plain = json.loads(config.config_map(owner(), "decode")["data"]["decode.json"])
     assert "cache" not in plain

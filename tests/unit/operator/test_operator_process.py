@@ -4,6 +4,7 @@ The tests play kubelet and Deployment controller by writing pod status."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import shutil
 import subprocess
 import sys
@@ -388,6 +389,35 @@ async def test_a_group_whose_pods_are_refused_does_not_hold_up_another(kube: Kub
     await half.names("decode-0")
 
 
+async def test_engines_share_a_token_that_is_drawn_once_and_never_changed(kube: Kube) -> None:
+    service = Cluster(kube, "secretive")
+    await service.create(prefill={}, decode={"replicas": 1})
+    await service.names("prefill-0", "decode-0")
+    drawn = await kube.get("Secret", NAMESPACE, "secretive-kv-token")
+    assert drawn is not None
+    assert len(base64.b64decode(drawn["data"]["token"])) == 64
+    await service.patch({"decode": {"replicas": 2}})
+    await service.names("prefill-0", "decode-0", "decode-1")
+    assert await kube.get("Secret", NAMESPACE, "secretive-kv-token") == drawn
+
+
+async def test_somebody_elses_secret_is_neither_used_nor_changed(kube: Kube) -> None:
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "taken-kv-token", "namespace": NAMESPACE},
+        "data": {"token": base64.b64encode(b"theirs").decode()},
+    }
+    await kube.create(foreign)
+    service = Cluster(kube, "taken")
+    await service.create(prefill={}, decode={"replicas": 1})
+    condition = await service.condition("Ready", "False", "NameConflict")
+    assert "Secret taken-kv-token" in condition["message"]
+    found = await kube.get("Secret", NAMESPACE, "taken-kv-token")
+    assert found is not None
+    assert found["data"] == foreign["data"]
+
+
 async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
     bad = Cluster(kube, "badtemplate")
     await bad.create(decode={"template": {"spec": "none"}})
@@ -401,7 +431,7 @@ async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
         ({"model": {}}, "spec.model.uri"),
         ({"model": {"uri": "s3://bucket/x"}}, "spec.model.uri"),
         ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
-        ({"decode": {"parallelism": {"tensor": 2}}}, "spec.decode.parallelism.tensor"),
+        ({"decode": {"parallelism": {"tensor": 0}}}, "spec.decode.parallelism.tensor"),
         ({"decode": {"parallelism": {"expert": True}}}, "spec.decode.parallelism.expert"),
         ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory"),
         ({"kvTransfer": {"transport": "pigeon"}}, "spec.kvTransfer.transport"),

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "block_checksum.h"
 #include "elementwise.h"
 
 // Runs a lambda with scalar_t as `type`, which is one of DTYPES of ../__init__.py.
@@ -240,6 +241,19 @@ void paged_attention_op(
     });
 }
 
+Tensor sum_runs_op(const Tensor& addresses_, int64_t nbytes, int64_t num_threads) {
+    const Tensor addresses = addresses_.contiguous();
+    TORCH_CHECK(addresses.dim() == 1 && addresses.scalar_type() == at::kLong, "addresses must be int64 [n]");
+    TORCH_CHECK_VALUE(nbytes >= 0 && nbytes % 8 == 0, "a run must be a multiple of 8 bytes, not ", nbytes);
+    TORCH_CHECK_VALUE(num_threads >= 1, "num_threads must be at least 1, not ", num_threads);
+    Tensor sums = at::empty_like(addresses);
+    sum_runs(
+        static_cast<uint64_t*>(sums.mutable_data_ptr()), addresses.const_data_ptr<int64_t>(), addresses.numel(),
+        nbytes / 8, num_threads
+    );
+    return sums;
+}
+
 }  // namespace
 }  // namespace baton
 
@@ -258,6 +272,7 @@ TORCH_LIBRARY(baton_cpu, library) {
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
         "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
     );
+    library.def("sum_runs(Tensor addresses, int nbytes, int num_threads) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
@@ -267,4 +282,5 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("silu_and_mul", baton::silu_and_mul_op);
     library.impl("write_kv", baton::write_kv_op);
     library.impl("paged_attention", baton::paged_attention_op);
+    library.impl("sum_runs", baton::sum_runs_op);
 }

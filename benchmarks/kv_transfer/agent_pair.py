@@ -1,0 +1,257 @@
+"""A pair of processes with one agent each, of our library or of NIXL, that move blocks when told; see bench.py.
+
+plain     the initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE
+proved    in pieces of a few MiB, each on its own: the producer sums its blocks, they move, the consumer sums what arrived and
+          compares. Pieces overlap. What the sides say to each other goes as notifications of the same library, a WRITE's sums
+          with the transfer. It ends when the initiator knows that all blocks were proved.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    from baton_kernels.block_checksum import sum_runs
+except ImportError:
+    from baton_kv_transfer.checksum import sum_runs
+
+DEADLINE_S = 60.0
+PIECE_BYTES = 4 * 2**20
+NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
+"""How long a side of that library sleeps between two looks. NIXL wakes nobody; one that never slept would take a processor."""
+NAMES = ("initiator", "owner")
+_PIECE = struct.Struct("<II")  # first block in the order of the shape, blocks; their sums follow
+_GO, _PROVED = b"go", b"proved"
+
+
+def make_agent(library: str, name: str) -> Any:
+    """Both libraries share one vocabulary, hence one type."""
+    if library == "ours":
+        from baton_kv_transfer.agent import create_agent
+
+        return create_agent(name, "ucx")
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+class Side:
+    """One of the two processes. `source` never changes after it was filled; `target` is what the other's blocks arrive in."""
+
+    def __init__(self, library: str, name: str, pipe: Connection, max_bytes: int) -> None:
+        self.peer = NAMES[1 - NAMES.index(name)]
+        self._agent = make_agent(library, name)
+        self._woken = threading.Event()
+        self._inbox: list[bytes] = []
+        self._poll_s = NIXL_POLL_S.get(library)
+        if self._poll_s is None:
+            self._agent.set_wakeup(self._woken.set)
+        self.source = np.arange(max_bytes // 8, dtype=np.int64) * (1 + NAMES.index(name))
+        self.target = np.zeros(max_bytes // 8, dtype=np.int64)
+        memory = (self.source, self.target)
+        self._agent.register_memory([(words.ctypes.data, max_bytes, 0, "") for words in memory], "DRAM")
+        pipe.send((self._agent.get_agent_metadata(), self.source.ctypes.data, self.target.ctypes.data))
+        metadata, *self._theirs = pipe.recv()
+        self._agent.add_remote_agent(metadata)
+
+    def prepare(self, num_blocks: int, block_bytes: int) -> None:
+        """Takes blocks in another random order on each side, so that none merge."""
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        random = np.random.default_rng(num_blocks)
+        self._from, self._to = random.permutation(num_blocks), random.permutation(num_blocks)
+
+        def prepare(agent: str, base: int) -> Any:
+            descs = np.zeros((num_blocks, 3), dtype=np.int64)
+            descs[:, 0], descs[:, 1] = base + np.arange(num_blocks) * block_bytes, block_bytes
+            return self._agent.prep_xfer_dlist(agent, descs, "DRAM")
+
+        self._lists = {
+            "READ": (prepare("NIXL_INIT_AGENT", self.target.ctypes.data), prepare(self.peer, self._theirs[0])),
+            "WRITE": (prepare("NIXL_INIT_AGENT", self.source.ctypes.data), prepare(self.peer, self._theirs[1])),
+        }
+
+    def plain(self, op: str) -> float:
+        """Seconds."""
+        started = time.perf_counter()
+        handle = self._post(op, slice(None))
+        self._wait(lambda: self._ended(handle))
+        return time.perf_counter() - started
+
+    def proved(self, op: str) -> float:
+        """Seconds; the initiator's part."""
+        started = time.perf_counter()
+        self._agent.send_notif(self.peer, _GO)
+        if op == "READ":
+            self._pull()
+        else:
+            posted: list[Any] = []
+            for rows in self._pieces():
+                posted.append(self._post("WRITE", rows, self._describe(rows)))
+                posted = self._drop_ended(posted)
+            self._wait(lambda: not self._drop_ended(posted))
+            self._wait(lambda: self._heard(_PROVED))
+        return time.perf_counter() - started
+
+    def serve(self, op: str) -> None:
+        """The owner's part of `proved`."""
+        self._wait(lambda: self._heard(_GO))
+        if op == "READ":
+            for rows in self._pieces():
+                self._agent.send_notif(self.peer, self._describe(rows))
+            return
+        missing = self.num_blocks
+        while missing:
+            for message in self._wait(self._messages):
+                missing -= self._prove(message)
+        self._agent.send_notif(self.peer, _PROVED)
+
+    def clear(self) -> None:
+        self.target[: self.num_blocks * self.block_bytes // 8] = 0
+
+    def _pull(self) -> None:
+        reading: deque[tuple[Any, bytes]] = deque()
+        missing = self.num_blocks
+        while missing:
+
+            def something() -> bool:
+                for message in self._messages():
+                    first, count = _PIECE.unpack_from(message)
+                    reading.append((self._post("READ", slice(first, first + count)), message))
+                return bool(reading) and self._ended(reading[0][0])
+
+            self._wait(something)
+            missing -= self._prove(reading.popleft()[1])
+
+    def _pieces(self) -> list[slice]:
+        step = max(1, PIECE_BYTES // self.block_bytes)
+        return [slice(first, min(first + step, self.num_blocks)) for first in range(0, self.num_blocks, step)]
+
+    def _describe(self, rows: slice) -> bytes:
+        addresses = self.source.ctypes.data + self._from[rows] * self.block_bytes
+        sums: NDArray[np.uint64] = sum_runs(addresses, self.block_bytes)
+        return _PIECE.pack(rows.start, len(sums)) + sums.tobytes()
+
+    def _prove(self, message: bytes) -> int:
+        """Blocks of the piece."""
+        first, count = _PIECE.unpack_from(message)
+        addresses = self.target.ctypes.data + self._to[first : first + count] * self.block_bytes
+        if not np.array_equal(
+            sum_runs(addresses, self.block_bytes), np.frombuffer(message, np.uint64, offset=_PIECE.size)
+        ):
+            raise RuntimeError(f"wrong bytes arrived in blocks {first} to {first + count}")
+        return int(count)
+
+    def _post(self, op: str, rows: slice, notif: bytes = b"") -> Any:
+        ours, theirs = (self._to, self._from) if op == "READ" else (self._from, self._to)
+        local, remote = self._lists[op]
+        handle = self._agent.make_prepped_xfer(op, local, ours[rows], remote, theirs[rows], notif)
+        self._agent.transfer(handle)
+        return handle
+
+    def _drop_ended(self, handles: list[Any]) -> list[Any]:
+        """Asking is what makes NIXL send a transfer's notification."""
+        return [handle for handle in handles if not self._ended(handle)]
+
+    def _ended(self, handle: Any) -> bool:
+        state = self._agent.check_xfer_state(handle)
+        if state == "ERR":
+            raise RuntimeError("a transfer ended in ERR")
+        return bool(state == "DONE")
+
+    def _messages(self) -> list[bytes]:
+        """Takes all that arrived."""
+        messages, self._inbox = self._inbox, []
+        return messages + [message for messages in self._agent.get_new_notifs().values() for message in messages]
+
+    def _heard(self, word: bytes) -> bool:
+        """Takes this message only."""
+        self._inbox = self._messages()
+        heard = word in self._inbox
+        if heard:
+            self._inbox.remove(word)
+        return heard
+
+    def _wait(self, condition: Callable[[], Any]) -> Any:
+        """As each library has it: ours wakes its user, NIXL is polled. Both look once before they wait."""
+        deadline = time.perf_counter() + DEADLINE_S
+        while not (value := condition()):
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"no end within {DEADLINE_S:g} s")
+            if self._poll_s is not None:
+                time.sleep(self._poll_s)
+            elif self._woken.wait(0.1):
+                self._woken.clear()
+        return value
+
+
+def _run(pipe: Connection, library: str, name: str, max_bytes: int) -> None:
+    side = Side(library, name, pipe, max_bytes)
+    while (command := pipe.recv()) is not None:
+        method, *args = command
+        pipe.send(getattr(side, method)(*args))
+
+
+class AgentPair:
+    def __init__(self, library: str, tls: str, max_bytes: int) -> None:
+        """`tls`: UCX_TLS of both processes; "": not set."""
+        context = mp.get_context("spawn")
+        before = os.environ.pop("UCX_TLS", None)
+        if tls:
+            os.environ["UCX_TLS"] = tls
+        self._pipes, self._processes = [], []
+        for name in NAMES:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(theirs, library, name, max_bytes), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        os.environ.pop("UCX_TLS", None)
+        if before is not None:
+            os.environ["UCX_TLS"] = before
+        hellos = [pipe.recv() for pipe in self._pipes]
+        for pipe, hello in zip(self._pipes, reversed(hellos), strict=True):
+            pipe.send(hello)
+
+    def prepare(self, num_blocks: int, block_bytes: int) -> None:
+        self._both("prepare", num_blocks, block_bytes)
+
+    def seconds(self, op: str, proved: bool) -> float:
+        """Of one transfer of all blocks."""
+        self._both("clear")
+        if proved:
+            self._pipes[1].send(("serve", op))
+        self._pipes[0].send(("proved" if proved else "plain", op))
+        seconds: float = self._answer(0)
+        if proved:
+            self._answer(1)
+        return seconds
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def _both(self, *command: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send(command)
+        for index in range(2):
+            self._answer(index)
+
+    def _answer(self, index: int) -> Any:
+        if not self._pipes[index].poll(2 * DEADLINE_S):
+            raise TimeoutError(f"the {NAMES[index]} does not answer")
+        return self._pipes[index].recv()

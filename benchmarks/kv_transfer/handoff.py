@@ -1,0 +1,357 @@
+"""The hand-off as a client sees it: how much of the transfer prefill hides, and how much later the second token comes.
+
+    PYTHONPATH=benchmarks python benchmarks/kv_transfer/handoff.py [--repeats 5] [--quick]
+
+after `make bench SUBJECT=kv_transfer`: its figures join those. Engines are processes with one compute thread each: those that
+prefill on one core, those that decode on another. The model is a llama of 340 million parameters whose KV block has 4 MiB, as one
+of 64 layers with 8 KV heads of 128 has in bfloat16. All ways run in turn in each repetition, every prompt is new, figures are
+medians.
+
+    hidden = 1 - visible / alone    visible: from the end of a prompt's last prefill step, which samples its token, to the last
+                                    block proved, where prefill runs in chunks of one block. alone: the whole transfer, from its
+                                    blocks being computed to the last one proved, where prefill runs in one step.
+    growth = gap - own gap          gap: from the first token (of the prefill engine) to the second (of the decode engine), as
+                                    their client sees them. own gap: the same on the decode engine alone, which prefilled itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import report
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.protocol.client import EngineClient
+from baton_engine.protocol.config import (
+    ENGINE_PORT,
+    KV_PORT,
+    CacheConfig,
+    EngineConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton_engine.protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_engine.protocol.sampling import SamplingParams
+from report import Goal
+
+BLOCK_SIZE = 16
+PROMPT_BLOCKS = (8, 16, 32)
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_layers": 32,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+}
+QUICK = {"num_layers": 4}
+KV_BYTES = 2**28
+REMARKS = (
+    "Hidden is 1 - visible / alone: visible is the time from the end of a prompt's last prefill step to the last block proved "
+    "where prefill runs in chunks of one block; alone is the time from the blocks being computed to the last one proved where it "
+    "runs in one step. The last block travels while the step's token is sampled; the rest of it is visible in any case."
+)
+"""What the figures mean, and what limits them."""
+START_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 120.0
+IN_CHUNKS, IN_ONE_STEP, ALONE = "in chunks", "in one step", "alone"
+"""Ways to prefill, the last one on the decode engine itself."""
+Rows = list[dict[str, Any]]
+
+
+class Engine:
+    """An engine process on one core, and a client of it."""
+
+    def __init__(
+        self, folder: Path, checkpoint: Path, name: str, host: str, core: int, role: KVRole, mode: str, chunk: int
+    ) -> None:
+        """
+        Args:
+            chunk: tokens that a step prefills at most.
+        """
+        config = EngineConfig(
+            model=ModelConfig(path=str(checkpoint), dtype="float32"),
+            cache=CacheConfig(block_size=BLOCK_SIZE, memory_bytes=KV_BYTES),
+            scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=1),
+            kv_transfer=KVTransferConfig(role=role, mode=mode),
+            parallel=ParallelConfig(worker_class="timed_worker.TimedWorker"),
+            device="cpu",
+            num_threads=1,
+        )
+        self.host = host
+        self.times = folder / f"{name}.times"
+        self.client = EngineClient(host, ENGINE_PORT, client_id="benchmark")
+        self.log = folder / f"{name}.log"
+        self._name = name
+        path = folder / f"{name}.json"
+        path.write_bytes(msgspec.json.encode(config))
+        environment = {
+            "POD_IP": host,
+            "OMP_NUM_THREADS": "1",
+            "BATON_TRANSFER_TIMES": str(self.times),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [str(Path(sys.executable).parent / "baton-engine"), "--config", str(path)]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            )
+
+    async def connect(self) -> None:
+        """Raises RuntimeError with the end of its log if it does not become ready."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                await self.client.connect(5)
+                await self.client.wait_ready(START_TIMEOUT_S)
+                return
+            except Exception as error:  # it does not listen yet, or never will
+                await self.client.close()
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    log = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+                    raise RuntimeError(f"engine {self._name} did not start: {error}\n{log}") from error
+                self.client = EngineClient(self.host, ENGINE_PORT, client_id="benchmark")
+                await asyncio.sleep(0.1)
+
+    def event(self, event: str, transfer_id: str) -> float:
+        """When it happened: monotonic seconds.
+
+        Raises:
+            RuntimeError: the transfer failed, or it did not happen.
+        """
+        for line in reversed(self.times.read_text().splitlines()):
+            what, whose, seconds, error = json.loads(line)
+            if (what, whose) == (event, transfer_id):
+                if error:
+                    raise RuntimeError(f"transfer {transfer_id} failed on engine {self._name}: {error}")
+                return float(seconds)
+        raise RuntimeError(f"engine {self._name} has not {event} transfer {transfer_id}")
+
+    async def close(self) -> None:
+        await self.client.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one request, in seconds."""
+
+    prefill: float
+    """From its start to the first token."""
+    gap: float
+    """From the first token to the second."""
+    visible: float = 0.0
+    """From the end of the last prefill step to the last block proved."""
+    transfer: float = 0.0
+    """To the last block proved, too, but from when the last step's blocks were computed."""
+
+
+_ids = itertools.count()
+
+
+async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times:
+    """What the gateway does with one request, to its second token."""
+    name = f"handoff-{next(_ids)}"
+    consume = KVTransferParams(
+        side=KVSide.CONSUME,
+        transfer_id=name,
+        peer_instance_id=prefill.client.instance_id,
+        remote_host=prefill.host,
+        remote_port=KV_PORT,
+    )
+    produce = KVTransferParams(side=KVSide.PRODUCE, transfer_id=name, peer_instance_id=decode.client.instance_id)
+    started = time.monotonic()
+    rest = decode.client.add(EngineCoreRequest(name, prompt, greedy(2), kv_transfer=consume))
+    leg = prefill.client.add(EngineCoreRequest(name, prompt, greedy(1), kv_transfer=produce))
+    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+        output = await anext(leg)
+        first = time.monotonic()
+        decode.client.prefill_result(PrefillResult(name, output.new_token_ids))
+        last = await anext(rest)
+        second = time.monotonic()
+    assert not output.error, output.error
+    assert not last.error, last.error
+    assert (len(output.new_token_ids), len(last.new_token_ids)) == (1, 1)
+    loaded = decode.event("loaded", name)
+    visible, transfer = loaded - prefill.event("saved", name), loaded - prefill.event("handed", name)
+    return Times(first - started, second - first, visible, transfer)
+
+
+async def alone(engine: Engine, prompt: list[int]) -> Times:
+    """The engine prefills for itself."""
+    name = f"alone-{next(_ids)}"
+    started = time.monotonic()
+    stream = engine.client.add(EngineCoreRequest(name, prompt, greedy(2)))
+    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+        outputs, times = [], []
+        async for output in stream:
+            assert not output.error, output.error
+            outputs.append(output)
+            times.append(time.monotonic())
+    assert [len(output.new_token_ids) for output in outputs] == [1, 1]
+    return Times(times[0] - started, times[1] - times[0])
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def engines(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[dict[str, Engine], dict[str, Engine]]]:
+    """Those that prefill, by their way: in chunks of a block, in one step; and those that decode, by mode: pull, push."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise RuntimeError("prefill and decode need a core each, this process has one")
+    whole = max(PROMPT_BLOCKS) * BLOCK_SIZE
+    hosts = (f"127.{os.getpid() % 200 + 20}.77.{number}" for number in itertools.count(1))
+    prefills = {
+        how: Engine(folder, checkpoint, f"prefill-{chunk}", next(hosts), cores[0], KVRole.PRODUCER, "pull", chunk)
+        for how, chunk in ((IN_CHUNKS, BLOCK_SIZE), (IN_ONE_STEP, whole))
+    }
+    decodes = {
+        mode: Engine(folder, checkpoint, f"decode-{mode}", next(hosts), cores[1], KVRole.CONSUMER, mode, whole)
+        for mode in ("pull", "push")
+    }
+    every = [*prefills.values(), *decodes.values()]
+    try:
+        for engine in every:
+            await engine.connect()
+        yield prefills, decodes
+    finally:
+        for engine in every:
+            await engine.close()
+
+
+Key = tuple[str, str, int]
+"""(way, the decode engine's mode, blocks of the prompt)."""
+
+
+async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[Key, list[Times]]:
+    """All ways in turn."""
+    rng = random.Random(5)
+    times: dict[Key, list[Times]] = defaultdict(list)
+
+    def prompt(num_blocks: int) -> list[int]:
+        return [rng.randrange(300, MODEL["vocab_size"]) for _ in range(num_blocks * BLOCK_SIZE)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with engines(Path(folder), checkpoint) as (prefills, decodes):
+            for repeat in range(repeats + 1):  # the first one greets and warms up
+                ways = [(how, mode) for how in (*prefills, ALONE) for mode in decodes]
+                for num_blocks in lengths if repeat else lengths[:1]:
+                    for how, mode in ways if repeat % 2 else reversed(ways):
+                        decode, tokens = decodes[mode], prompt(num_blocks)
+                        if how == ALONE:
+                            measured = await alone(decode, tokens)
+                        else:
+                            measured = await hand_over(prefills[how], decode, tokens)
+                        if repeat:
+                            times[how, mode, num_blocks].append(measured)
+    return times
+
+
+def figures(times: dict[Key, list[Times]], lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
+    def median(how: str, mode: str, num_blocks: int, field: str) -> float:
+        return statistics.median(getattr(one, field) for one in times[how, mode, num_blocks])
+
+    rows: Rows = []
+    hidden: dict[str, list[float]] = defaultdict(list)
+    growth: dict[str, list[float]] = defaultdict(list)
+    for mode in ("pull", "push"):
+        for num_blocks in lengths:
+            visible = median(IN_CHUNKS, mode, num_blocks, "visible")
+            transfer = median(IN_ONE_STEP, mode, num_blocks, "transfer")
+            hidden[mode].append(100 * (1 - visible / transfer))
+            rows.append(
+                {
+                    "part": "transfer hidden behind prefill",
+                    "mode": mode,
+                    "blocks": num_blocks,
+                    "prefill_ms": round(1e3 * median(IN_CHUNKS, mode, num_blocks, "prefill"), 1),
+                    "alone_ms": round(1e3 * transfer, 2),
+                    "visible_ms": round(1e3 * visible, 2),
+                    "hidden_percent": round(hidden[mode][-1], 1),
+                }
+            )
+    for mode in ("pull", "push"):
+        for how in (IN_CHUNKS, IN_ONE_STEP):
+            for num_blocks in lengths:
+                own, gap = median(ALONE, mode, num_blocks, "gap"), median(how, mode, num_blocks, "gap")
+                prefill = median(ALONE, mode, num_blocks, "prefill")
+                percent = 100 * (gap - own) / prefill
+                growth[mode].append(percent)
+                rows.append(
+                    {
+                        "part": "first to second token",
+                        "mode": mode,
+                        "prefilled": how,
+                        "blocks": num_blocks,
+                        "own_prefill_ms": round(1e3 * prefill, 1),
+                        "own_gap_ms": round(1e3 * own, 2),
+                        "gap_ms": round(1e3 * gap, 2),
+                        "growth_percent": round(percent, 2),
+                    }
+                )
+    return rows, [
+        Goal("transfer that push hides behind prefill, least of all prompts", min(hidden["push"]), 80.0, "%"),
+        Goal(
+            "growth of the second token's time with push, in prefill time", max(growth["push"]), 3.0, "%", at_most=True
+        ),
+        Goal(
+            "growth of the second token's time with pull, in prefill time", max(growth["pull"]), 3.0, "%", at_most=True
+        ),
+    ]
+
+
+def measure(repeats: int, quick: bool = False) -> tuple[Rows, list[Goal]]:
+    """Rows of two parts, and the goals they are held against."""
+    lengths = (2, 4) if quick else PROMPT_BLOCKS
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = create_checkpoint(Path(folder) / "llama", "llama", **(MODEL | QUICK if quick else MODEL))
+        return figures(asyncio.run(run(checkpoint, 1 if quick else repeats, lengths)), lengths)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The hand-off between two engines, as a client sees it.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a small model and short prompts, once; writes no result")
+    args = parser.parse_args()
+    rows, goals = measure(args.repeats, args.quick)
+    report.print_table(rows)
+    if args.quick:
+        report.show(goals)
+    elif (report.RESULTS / report.machine() / "kv_transfer.json").exists():
+        report.replace("kv_transfer", rows, goals, remarks=REMARKS)
+    else:
+        report.write("kv_transfer", rows, goals, remarks=REMARKS, repeats=args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A worker that writes down when its transfers began and ended: one JSON line per event, into the file $BATON_TRANSFER_TIMES.
+
+Times are of the machine's monotonic clock, which all processes of a host share.
+
+    handed   a prompt's last blocks were handed to the producer's connector: they are computed, the token is not sampled yet
+    saved    that step has ended on the producer: its token is about to be sent
+    loaded   the consumer's connector proved the last block of a load
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from baton_engine.worker.worker import Worker
+from baton_kv_transfer.connector import (
+    ConnectorMetadata,
+    ConnectorOutput,
+    ConnectorStats,
+    KVConnectorWorker,
+    RankAddress,
+)
+from baton_kv_transfer.memory import KVMemory
+
+
+class TimedConnector(KVConnectorWorker):
+    """The connector of an engine with one transfer at a time: the last wake-up before a load's result is its end."""
+
+    def __init__(self, inner: KVConnectorWorker, file: Path) -> None:
+        self._inner = inner
+        self._file = file
+        self.port = inner.port
+        self.woken = 0.0
+        self._saved: list[tuple[str, float]] = []
+        """Transfers whose last step is running, and when their last blocks were handed over."""
+
+    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+        self._inner.register_kv_cache(memory, ranks)
+
+    def start(self, metadata: ConnectorMetadata) -> None:
+        self._inner.start(metadata)
+
+    def save(self, metadata: ConnectorMetadata) -> None:
+        now = time.monotonic()
+        self._inner.save(metadata)
+        self._saved += [(save.transfer_id, now) for save in metadata.saves if save.last]
+
+    def get_finished(self) -> ConnectorOutput:
+        now = time.monotonic()
+        output = self._inner.get_finished()
+        for transfer_id, handed in self._saved:
+            self._write("handed", transfer_id, handed)
+            self._write("saved", transfer_id, now)
+        self._saved.clear()
+        for transfer_id, result in output.load_results.items():
+            self._write("loaded", transfer_id, self.woken, result.error)
+        return output
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        self._inner.set_wakeup(wakeup)
+
+    def stats(self) -> ConnectorStats:
+        return self._inner.stats()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def _write(self, event: str, transfer_id: str, seconds: float, error: str = "") -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps([event, transfer_id, seconds, error]) + "\n")
+
+
+class TimedWorker(Worker):
+    """What `parallel.worker_class` of the benchmark's engines names."""
+
+    def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
+        def woken() -> None:
+            timed.woken = time.monotonic()
+            wakeup()
+
+        address = super().open_connector(woken)
+        assert self.connector is not None, "these engines transfer"
+        self.connector = timed = TimedConnector(self.connector, Path(os.environ["BATON_TRANSFER_TIMES"]))
+        return address

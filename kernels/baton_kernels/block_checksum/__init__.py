@@ -1,0 +1,79 @@
+"""Word sums of KV blocks: what tells a block that arrived whole from one that did not. The connector binds them to transfers.
+
+    x_i   the run's i-th 64-bit little-endian word
+    y_i = x_i XOR (x_i >> 32)
+    w_i = u(i mod 8192) * u(2^32 + i div 8192)    u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1, mix is splitmix64's finalizer
+    sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
+
+Sums are equal bit by bit, whatever computed them: the processor's vectors, Triton, torch, or the connector's own numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_kernels import cpu
+from baton_kernels.block_checksum.reference import WORD_BYTES, sum_runs_reference
+
+
+def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) -> NDArray[np.uint64]:
+    """Word sums of n runs of host memory. Other Python threads run meanwhile.
+
+    Args:
+        addresses: int64 [n]; any alignment.
+        nbytes: of each run, a multiple of 8.
+        num_threads: one by default, because sums are taken beside the model's own computations.
+
+    Returns:
+        uint64 [n].
+
+    Raises:
+        ValueError: nbytes or num_threads cannot be.
+    """
+    if nbytes < 0 or nbytes % WORD_BYTES or num_threads < 1:
+        raise ValueError(
+            f"a run must be a multiple of {WORD_BYTES} bytes, not {nbytes}, and num_threads at least 1, not {num_threads}"
+        )
+    if cpu.OPS is None:
+        return sum_runs_reference(addresses, nbytes)
+    sums: Tensor = cpu.OPS.sum_runs(torch.from_numpy(np.array(addresses, dtype=np.int64)), nbytes, num_threads)
+    return sums.numpy().view(np.uint64)
+
+
+def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1) -> Tensor:
+    """Word sums of a range of heads of each block, by device of the cache. On a GPU nothing waits for the device.
+
+    Args:
+        kv_cache: of shape [num_blocks, heads, ...], contiguous.
+        block_ids: int64 [n], in host memory.
+        first_head: in the cache's own numbering.
+        num_threads: on a CPU.
+
+    Returns:
+        int64 [n] on the cache's device: the sums' bits.
+
+    Raises:
+        ValueError: the cache or the range of heads is not of that form, or a head of a block is no multiple of 8 bytes.
+        IndexError: a block lies outside the cache.
+    """
+    if kv_cache.dim() < 3 or not kv_cache.is_contiguous():
+        raise ValueError(f"a cache must be contiguous, of shape [num_blocks, heads, ...], not {list(kv_cache.shape)}")
+    num_blocks, cache_heads = kv_cache.shape[:2]
+    if first_head < 0 or num_heads < 1 or first_head + num_heads > cache_heads:
+        raise ValueError(f"the cache has {cache_heads} heads, not [{first_head}, {first_head + num_heads})")
+    if block_ids.dtype != torch.int64 or block_ids.dim() != 1 or block_ids.is_cuda:
+        raise ValueError(f"block ids must be int64 [n] in host memory, not {block_ids.dtype} {list(block_ids.shape)}")
+    if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < num_blocks:
+        raise IndexError(f"block ids lie outside the cache's {num_blocks} blocks")
+    head_nbytes = kv_cache[0, 0].nbytes if num_blocks else 0
+    if head_nbytes % WORD_BYTES:
+        raise ValueError(f"a head of a block must be a multiple of {WORD_BYTES} bytes, not {head_nbytes}")
+    if kv_cache.is_cuda:
+        from baton_kernels.block_checksum.triton_kernel import block_sums_triton
+
+        return block_sums_triton(kv_cache, block_ids, first_head, num_heads)
+    addresses = kv_cache.data_ptr() + (block_ids * cache_heads + first_head) * head_nbytes
+    return torch.from_numpy(sum_runs(addresses.numpy(), num_heads * head_nbytes, num_threads).view(np.int64))

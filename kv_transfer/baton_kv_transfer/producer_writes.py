@@ -1,0 +1,181 @@
+"""Push: blocks on their way into consumers' memory. Lives on the connector's thread.
+
+    queued      in Subscriber.queue; `stop` drops it
+    in flight   posted to the agent; ends in DONE or ERR by itself, or because the peer was removed
+    written     reported, and forgotten here
+
+Each peer has a window of bytes in flight; the transfers to one peer take turns, so that a long one does not starve a short one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle, XferHandle
+from baton_kv_transfer.connector import ConnectorStats, HeadRange
+from baton_kv_transfer.memory import KVMemory, slot_rows
+from baton_kv_transfer.producer_sessions import Session
+from baton_kv_transfer.producer_subscribers import Subscriber
+from baton_kv_transfer.side_channel import PublishedBlock
+from baton_kv_transfer.transports.base import TransportError
+
+MAX_WRITE_BYTES = 4 * 2**20
+"""What one transfer writes in its turn, at least one block."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """To one peer's agent."""
+
+    inflight_bytes: int = 0
+    turns: deque[Subscriber] = field(default_factory=deque)
+    """Those with something queued, the next one first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    lane: _Lane
+    subscriber: Subscriber
+    blocks: list[PublishedBlock]
+    nbytes: int
+    handle: XferHandle
+
+
+class Writes:
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        max_inflight_bytes: int,
+        stats: ConnectorStats,
+        written: Callable[[Subscriber, list[PublishedBlock]], None],
+        failed: Callable[[Subscriber, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            max_inflight_bytes: per peer; a single block may be more.
+            written: these blocks are in the subscriber's memory. `subscriber.num_writes` counts this write no more.
+            failed: the same, but they are not, and will not be.
+        """
+        self._agent = agent
+        self._max_inflight_bytes = max_inflight_bytes
+        self._stats = stats
+        self._written = written
+        self._failed = failed
+        self._clock = clock
+        self._lanes: dict[str, _Lane] = {}  # by agent name
+        self._in_flight: list[_Write] = []
+        self._memory: KVMemory | None = None
+        self._local: dict[HeadRange, DlistHandle] = {}
+
+    def serve(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def renew(self) -> None:
+        """After a fence: descriptor lists are made anew."""
+        self._local.clear()
+
+    def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
+        if not blocks:
+            return
+        lane = self._lanes.setdefault(subscriber.session.agent_name, _Lane())
+        if not subscriber.queue:
+            lane.turns.append(subscriber)
+        subscriber.queue += blocks
+        self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
+
+    def stop(self, subscriber: Subscriber) -> None:
+        """What is queued is not begun any more; what is in flight ends as it may."""
+        if subscriber.queue:
+            self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
+            subscriber.queue.clear()
+
+    def any_to(self, session: Session) -> bool:
+        """Whether something is in flight to it."""
+        return any(write.subscriber.session is session for write in self._in_flight)
+
+    def advance(self) -> None:
+        """Reports what ended, posts what fits into the windows."""
+        for write in list(self._in_flight):
+            state = self._agent.check_xfer_state(write.handle)
+            if state != "PROC":
+                self._end(write, write.handle.error or "the transport gave it up" if state == "ERR" else "")
+        for name, lane in list(self._lanes.items()):
+            self._post(lane)
+            if not lane.turns and not lane.inflight_bytes:
+                del self._lanes[name]
+
+    def _post(self, lane: _Lane) -> None:
+        while lane.turns:
+            subscriber = lane.turns[0]
+            if not subscriber.queue:  # stopped meanwhile
+                lane.turns.popleft()
+                continue
+            nbytes = self._nbytes(subscriber)
+            room = self._max_inflight_bytes - lane.inflight_bytes
+            count = min(len(subscriber.queue), max(1, min(room, MAX_WRITE_BYTES) // nbytes))
+            if lane.inflight_bytes and count * nbytes > room:
+                return
+            lane.turns.popleft()
+            blocks = [subscriber.queue.popleft() for _ in range(count)]
+            self._stats.queued_bytes -= count * nbytes
+            if subscriber.queue:
+                lane.turns.append(subscriber)
+            self._begin(lane, subscriber, blocks, count * nbytes)
+
+    def _begin(self, lane: _Lane, subscriber: Subscriber, blocks: list[PublishedBlock], nbytes: int) -> None:
+        try:
+            handle = self._make(subscriber, blocks)
+            self._agent.transfer(handle)
+        except (ValueError, LookupError, TransportError) as error:  # the peer was removed, by a fence, too
+            self._failed(subscriber, str(error))
+            return
+        if not subscriber.num_writes:
+            subscriber.writing_since = self._clock()
+        subscriber.num_writes += 1
+        subscriber.first_write = subscriber.first_write or self._clock()
+        lane.inflight_bytes += nbytes
+        self._stats.inflight_bytes += nbytes
+        self._stats.descriptors_posted += handle.num_descs
+        self._in_flight.append(_Write(lane, subscriber, blocks, nbytes, handle))
+
+    def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
+        assert self._memory is not None
+        ours, remote_side = self._memory, subscriber.session.slots
+        if remote_side is None:
+            raise ValueError("its memory is not known any more")
+        our_slots = [block.slot for block in blocks]
+        their_slots = subscriber.slots[[block.index - subscriber.first_block_index for block in blocks]]
+        local_side = self._local.get(subscriber.heads)
+        if local_side is None:
+            rows = slot_rows(ours.base_address, ours.num_slots, ours.layout, subscriber.heads, device_id=ours.device_id)
+            local_side = self._agent.prep_xfer_dlist(INIT_AGENT, rows, ours.mem_type)
+            self._local[subscriber.heads] = local_side
+        publish = side_channel.Publish(
+            subscriber.transfer.transfer_id, subscriber.generation, blocks, last=False, written=True
+        )
+        notif = side_channel.encode(publish)
+        return self._agent.make_prepped_xfer("WRITE", local_side, our_slots, remote_side, their_slots, notif)
+
+    def _end(self, write: _Write, error: str) -> None:
+        subscriber = write.subscriber
+        self._in_flight.remove(write)
+        self._agent.release_xfer_handle(write.handle)
+        write.lane.inflight_bytes -= write.nbytes
+        self._stats.inflight_bytes -= write.nbytes
+        subscriber.num_writes -= 1
+        if error:
+            self._failed(subscriber, error)
+            return
+        subscriber.last_write = subscriber.writing_since = self._clock()
+        self._stats.bytes_sent += write.nbytes
+        self._written(subscriber, write.blocks)
+
+    def _nbytes(self, subscriber: Subscriber) -> int:
+        """Of one block's heads."""
+        assert self._memory is not None
+        return subscriber.heads.count * self._memory.layout.head_nbytes

@@ -1,0 +1,94 @@
+"""NIXL's library as the nixl transport finds it: loading it, making its agent, and its metadata with a digest behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+BACKEND_CONFIG = "TLS=^sm,KEEPALIVE_INTERVAL=2s"
+"""UCX's settings, where the environment has none. (NIXL takes no list as a value.)"""
+_NAME_TAG = b"nixlSerDes|Agent"
+_END = b"|"
+"""Of every entry of NIXL's bytes, so of the last."""
+_DIGEST_TAG = b"baton"
+_DIGEST_BYTES = 16
+
+
+def load() -> tuple[Any, tuple[type[Exception], ...]]:
+    """The library, and all its exceptions: they have no base of their own."""
+    raise_exceptions = logging.raiseExceptions
+    try:
+        from nixl_cu12 import _api, _bindings
+    except ImportError as error:
+        raise ValueError(
+            f"transport nixl needs NIXL ({error}): pip install 'baton[nixl]' (package nixl-cu12), or use ucx"
+        ) from error
+    finally:
+        logging.raiseExceptions = raise_exceptions  # NIXL sets it for the whole process
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    kinds = [value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)]
+    return _api, tuple(kinds)
+
+
+def create(api: Any, name: str) -> Any:
+    """An agent of the library that is polled by its user, with the UCX backend."""
+    config = api.nixl_agent_config(
+        enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    with _quiet_ucx():
+        nixl = api.nixl_agent(name, config)
+        nixl.create_backend("UCX", {"engine_config": BACKEND_CONFIG})
+    return nixl
+
+
+@contextlib.contextmanager
+def _quiet_ucx() -> Iterator[None]:
+    """UCX reads its log level when NIXL loads it; by default it warns of every request that its worker ends unfinished."""
+    if "UCX_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["UCX_LOG_LEVEL"] = "error"
+    try:
+        yield
+    finally:
+        del os.environ["UCX_LOG_LEVEL"]
+
+
+def seal(packed: bytes) -> bytes:
+    """NIXL's bytes with their digest, which NIXL ignores."""
+    return packed + _DIGEST_TAG + _digest(packed)
+
+
+def unseal(metadata: bytes) -> tuple[bytes, str]:
+    """NIXL's bytes and the agent's name. Metadata of a plain NIXL program has no digest. Raises ValueError."""
+    packed = metadata
+    tail = len(metadata) - len(_DIGEST_TAG) - _DIGEST_BYTES
+    if metadata[max(tail, 0) :].startswith(_DIGEST_TAG):
+        packed, digest = metadata[:tail], metadata[-_DIGEST_BYTES:]
+        if _digest(packed) != digest:
+            raise ValueError(f"agent metadata of {len(metadata)} bytes is damaged: fetch it again from its agent")
+    try:
+        if not (packed.startswith(_NAME_TAG) and packed.endswith(_END)):
+            raise ValueError("its frame is broken")
+        (length,) = struct.unpack_from("<Q", packed, len(_NAME_TAG))
+        start = len(_NAME_TAG) + 8
+        name = packed[start : start + length].decode()
+        if not 0 < length <= len(packed) - start:
+            raise ValueError("no name")
+    except (ValueError, struct.error) as error:
+        raise ValueError(
+            f"agent metadata of {len(metadata)} bytes is damaged, or not of a NIXL agent ({error}): "
+            f"both sides must run the same transport"
+        ) from None
+    return packed, name
+
+
+def _digest(packed: bytes) -> bytes:
+    """As text, which never ends as NIXL's bytes do."""
+    return hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl").hexdigest().encode()

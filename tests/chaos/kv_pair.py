@@ -1,0 +1,326 @@
+"""A prefill engine and decode engines as processes, a man in the middle of their side channel, and a client in the gateway's place.
+
+The client does what the gateway does for one request, but never tries again elsewhere and never aborts: what an engine holds for a
+request that failed must go away by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton_engine.protocol.client import EngineClient, EngineDeadError
+from baton_engine.protocol.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    KV_PORT,
+    KVRole,
+    KVTransferConfig,
+    SchedulerConfig,
+)
+from baton_engine.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
+from baton_engine.protocol.sampling import SamplingParams
+from baton_kv_transfer import side_channel
+from support.parity import assert_greedy, reference_model
+from support.pods import Network, Pod, Pods
+from support.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
+from support.waiting import eventually
+
+LEASE_S = 1.5
+LOAD_TIMEOUT_S = 1.5
+LEG_S = 2.5
+"""The client waits this long for the first token, then tells the decode engine to go on alone."""
+DEADLINE_S = 25.0
+"""By then every request has ended, whatever happened: the sum of what may be waited for in a row, on a busy machine."""
+CLEAN_S = 20.0
+"""Leases, drains and fences are over."""
+PROMPT_TOKENS = 640
+CHUNK_TOKENS = 16
+"""Prompts are prefilled, and published, in parts of this length: so many that one cannot miss the middle of a transfer."""
+MAX_TOKENS = 12
+VOCAB = 500
+_numbers = itertools.count()
+
+
+@dataclass
+class Answer:
+    token_ids: list[int]
+    error: str = ""
+    """Why the request failed."""
+    error_code: ErrorCode | None = None
+    """None: the engine is gone."""
+
+
+def new_prompt() -> list[int]:
+    """One that no prefix cache holds."""
+    rng = random.Random(f"chaos-{next(_numbers)}")
+    return [rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
+
+
+class Clients:
+    """Of the two engines that a request goes to."""
+
+    def __init__(self, prefill: EngineClient | None, decode: EngineClient, kv_address: tuple[str, int]) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._kv_address = kv_address
+
+    @property
+    def prefill_instance(self) -> str:
+        assert self._prefill is not None
+        return self._prefill.instance_id
+
+    async def hand_off(self, prompt: list[int], *, transfer_id: str = "", producer: str = "") -> Answer:
+        """One request over both; ends by DEADLINE_S.
+
+        Args:
+            producer: instance id of whom the decode engine is told to meet, if not the prefill engine.
+        """
+        assert self._prefill is not None
+        transfer_id, request_id = transfer_id or uuid.uuid4().hex, uuid.uuid4().hex
+        host, port = self._kv_address
+        consume = KVTransferParams(KVSide.CONSUME, transfer_id, producer or self._prefill.instance_id, host, port)
+        produce = KVTransferParams(KVSide.PRODUCE, transfer_id, self._decode.instance_id)
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        answer = Answer([])
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                rest = self._decode.add(EngineCoreRequest(request_id, prompt, params, kv_transfer=consume))
+                result = PrefillResult(request_id)
+                try:
+                    async with asyncio.timeout(LEG_S):
+                        leg = self._prefill.add(EngineCoreRequest(request_id, prompt, one, kv_transfer=produce))
+                        first = await anext(leg)
+                        assert not first.error, first.error
+                        answer.token_ids = result.token_ids = first.new_token_ids
+                except (TimeoutError, EngineDeadError) as error:
+                    result.error = str(error) or "no first token"
+                self._decode.prefill_result(result)
+                async for output in rest:
+                    _take(answer, output)
+        except EngineDeadError as error:
+            answer.error = str(error)
+        return answer
+
+    async def alone(self, *, on_prefill: bool) -> None:
+        """A new request that one engine answers by itself."""
+        client = self._prefill if on_prefill else self._decode
+        assert client is not None
+        answer = Answer([])
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        async with asyncio.timeout(DEADLINE_S):
+            async for output in client.add(EngineCoreRequest(uuid.uuid4().hex, new_prompt(), params)):
+                _take(answer, output)
+        assert len(answer.token_ids) == 4, answer
+
+
+def _take(answer: Answer, output: EngineCoreOutput) -> None:
+    assert output.token_offset == len(answer.token_ids) or not output.new_token_ids, (answer, output)
+    answer.token_ids = answer.token_ids + output.new_token_ids
+    if output.error:
+        answer.error, answer.error_code = output.error, output.error_code
+
+
+@dataclass
+class Pair:
+    """The engines of one test module."""
+
+    prefill: Pod
+    decoders: dict[str, Pod]
+    proxy: SideChannelProxy
+    reference: torch.nn.Module
+
+    @contextlib.asynccontextmanager
+    async def clients(self, mode: str, *, prefill: bool = True) -> AsyncIterator[Clients]:
+        async with contextlib.AsyncExitStack() as stack:
+            ready: list[EngineClient] = []
+            for pod in [self.prefill, self.decoders[mode]] if prefill else [self.decoders[mode]]:
+                client = EngineClient(pod.address, ENGINE_PORT, client_id="chaos", heartbeat_timeout_s=60.0)
+                await stack.enter_async_context(client)
+                await client.connect(10)
+                await client.wait_ready(10)
+                ready.append(client)
+            yield Clients(ready[0] if prefill else None, ready[-1], self.proxy.address)
+
+    @contextlib.contextmanager
+    def middle(self, hook: Hook) -> Iterator[SideChannelProxy]:
+        """The man in the middle does this; both sides have to greet each other first."""
+        self.proxy.reset()
+        self.proxy.hook = hook
+        try:
+            yield self.proxy
+        finally:
+            self.proxy.hook = lambda passing: Verdict.PASS
+            self.proxy.release()
+            failure, self.proxy.failure = self.proxy.failure, None
+            if failure is not None:
+                raise failure
+
+    def assert_right(self, prompt: list[int], answer: Answer, what: str) -> None:
+        """The tokens of an undisturbed run."""
+        assert not answer.error, f"{what}: {answer}"
+        assert len(answer.token_ids) == MAX_TOKENS, f"{what}: {answer}"
+        assert_greedy(self.reference, [prompt], [answer.token_ids], what)
+
+    async def assert_clean(self, *pods: Pod) -> None:
+        """Soon nothing is left of any request, and nobody died."""
+
+        def clean(pod: Pod) -> bool:
+            assert pod.process.poll() is None, f"{pod.name} died:\n{pod.tail()}"
+            wanted = {
+                "baton:num_transfers_held": 0,
+                "baton:kv_cache_usage_perc": 0,
+                "baton:num_requests_running": 0,
+                "baton:num_requests_waiting": 0,
+                "baton:kv_transfer_queued_bytes": 0,
+                "baton:kv_transfer_inflight_bytes": 0,
+                "baton:kv_transfer_up": 1,
+            }
+            left = {name: value for name in wanted if (value := pod.metric(name)) != wanted[name]}
+            assert not left, f"{pod.name}: {left}\n{pod.tail()}"
+            return True
+
+        for pod in pods:
+            await asyncio.to_thread(eventually, lambda pod=pod: clean(pod), timeout_s=CLEAN_S, what=f"{pod.name} clean")
+
+    async def assert_works(self, mode: str) -> None:
+        """An undisturbed request: its KV comes from the prefill engine, its tokens are right."""
+        decode = self.decoders[mode]
+        prompt, before = new_prompt(), decode.metric("baton:prompt_tokens_remote_total")
+        async with self.clients(mode) as clients:
+            answer = await clients.hand_off(prompt)
+        self.assert_right(prompt, answer, "afterwards")
+        moved = decode.metric("baton:prompt_tokens_remote_total") - before
+        assert moved == PROMPT_TOKENS, f"{moved} tokens came from {self.prefill.name}:\n{decode.tail()}"
+        await self.assert_clean(self.prefill, decode)
+
+    async def restart(self, pod: Pod) -> None:
+        """A dead pod comes back at its address."""
+        pod.process.wait(10)
+        pod.restart()
+        await asyncio.to_thread(pod.wait_ready, ENGINE_HTTP_PORT)
+
+
+def start_pair(
+    group: Pods,
+    checkpoint: Path,
+    decoders: dict[str, dict[str, Any]],
+    *,
+    token_file: str = "",
+    networks: Sequence[Network] = (),
+    proxy_host: str = "",
+) -> Pair:
+    """
+    Args:
+        decoders: name -> options of its KVTransferConfig.
+        networks: of the prefill engine, then of each decode engine; empty: the test's own.
+        proxy_host: the proxy's address, if not the prefill engine's.
+    """
+    common: dict[str, Any] = {"lease_s": LEASE_S, "load_timeout_s": LOAD_TIMEOUT_S, "token_file": token_file}
+    places: Iterator[Network | None] = iter(networks) if networks else itertools.repeat(None)
+    prefill = group.engine(
+        "prefill",
+        checkpoint,
+        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK_TOKENS),
+        kv_transfer=KVTransferConfig(role=KVRole.PRODUCER, **common),
+        network=next(places),
+    )
+    started = {
+        name: group.engine(
+            name,
+            checkpoint,
+            kv_transfer=KVTransferConfig(role=KVRole.CONSUMER, **common, **options),
+            network=next(places),
+        )
+        for name, options in decoders.items()
+    }
+    for pod in (prefill, *started.values()):
+        pod.wait_ready(ENGINE_HTTP_PORT)
+    proxy = SideChannelProxy(proxy_host or prefill.address, (prefill.address, KV_PORT))
+    return Pair(prefill, started, proxy, reference_model(checkpoint))
+
+
+# Points of the exchange, and what happens there
+
+
+def is_first_publish(passing: Passing) -> bool:
+    return isinstance(passing.message, side_channel.Publish) and not passing.message.last
+
+
+def is_message(kind: type[Any]) -> Callable[[Passing], bool]:
+    return lambda passing: isinstance(passing.message, kind)
+
+
+@dataclass
+class At:
+    """A hook: at the first message that matches, `act`."""
+
+    matches: Callable[[Passing], bool]
+    act: Callable[[], None]
+    verdict: Verdict = Verdict.PASS
+    """What becomes of the message, and of those after it that match."""
+    reached_at: float = 0.0
+    passing: list[Passing] = field(default_factory=list)
+
+    def __call__(self, passing: Passing) -> Verdict:
+        if not self.matches(passing):
+            return Verdict.PASS
+        self.passing.append(passing)
+        if not self.reached_at:
+            self.act()
+            self.reached_at = time.monotonic()
+        return self.verdict
+
+    async def reached(self, what: str) -> None:
+        await asyncio.to_thread(eventually, lambda: self.reached_at, timeout_s=10, what=what, every_s=0.01)
+
+
+def kill(pod: Pod) -> None:
+    os.kill(pod.process.pid, signal.SIGKILL)
+
+
+def freeze(pod: Pod) -> None:
+    os.kill(pod.process.pid, signal.SIGSTOP)
+
+
+def thaw(pod: Pod) -> None:
+    os.kill(pod.process.pid, signal.SIGCONT)
+
+
+# Memory of another process
+
+
+def read_memory(pod: Pod, address: int, length: int) -> bytes:
+    with open(f"/proc/{pod.process.pid}/mem", "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), length, address)
+
+
+def write_memory(pod: Pod, address: int, data: bytes) -> None:
+    with open(f"/proc/{pod.process.pid}/mem", "r+b", buffering=0) as memory:
+        assert os.pwrite(memory.fileno(), data, address) == len(data)
+
+
+def flip_bit(pod: Pod, address: int) -> None:
+    """Once more takes it back."""
+    (byte,) = read_memory(pod, address, 1)
+    write_memory(pod, address, bytes([byte ^ 0x40]))

@@ -1,0 +1,202 @@
+"""kill -9 and SIGSTOP of either side at every point of a hand-off: right tokens or a clear error, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kv_pair import (
+    LEASE_S,
+    At,
+    Pair,
+    freeze,
+    is_first_publish,
+    is_message,
+    kill,
+    new_prompt,
+    start_pair,
+    thaw,
+)
+
+from baton_engine.protocol.messages import ErrorCode
+from baton_kv_transfer import side_channel
+from support.pods import pods
+from support.side_channel_proxy import Passing, Verdict
+
+pytestmark = pytest.mark.chaos
+FROZEN_S = 2 * LEASE_S
+MODES = ("pull", "push")
+POINTS: dict[str, tuple[Callable[[str], Callable[[Passing], bool]], Verdict]] = {
+    "before_handshake": (lambda mode: is_message(side_channel.Hello), Verdict.PASS),
+    "after_metadata": (lambda mode: is_message(side_channel.Description), Verdict.PASS),
+    "mid_transfer": (lambda mode: is_first_publish, Verdict.PASS),
+    "after_last_byte": (lambda mode: is_message(side_channel.Release), Verdict.PASS),
+    "before_notification": (
+        lambda mode: is_message(side_channel.Released if mode == "push" else side_channel.Release),
+        Verdict.HOLD,
+    ),
+}
+"""Name -> the message that shows it, and what becomes of that message."""
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pods(tmp_path_factory.mktemp("kv"), 31) as group:
+        started = start_pair(group, checkpoint, {mode: {"mode": mode} for mode in MODES})
+        yield started
+        started.proxy.close()
+
+
+def at(point: str, mode: str, act: Callable[[], None]) -> At:
+    match, verdict = POINTS[point]
+    return At(match(mode), act, verdict)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+async def test_kill_9_of_the_prefill_engine(pair: Pair, point: str, mode: str) -> None:
+    prompt, decode = new_prompt(), pair.decoders[mode]
+    trigger = at(point, mode, lambda: kill(pair.prefill))
+    with pair.middle(trigger):
+        async with pair.clients(mode) as clients:
+            answer = await clients.hand_off(prompt)
+            await trigger.reached(point)
+            back = asyncio.create_task(pair.restart(pair.prefill))
+            pair.assert_right(prompt, answer, f"{mode}, {point}")
+            await pair.assert_clean(decode)
+            await clients.alone(on_prefill=False)
+    await back
+    await pair.assert_works(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+async def test_kill_9_of_the_decode_engine(pair: Pair, point: str, mode: str) -> None:
+    decode = pair.decoders[mode]
+    trigger = at(point, mode, lambda: kill(decode))
+    with pair.middle(trigger):
+        async with pair.clients(mode) as clients:
+            answer = await clients.hand_off(new_prompt())
+            await trigger.reached(point)
+            back = asyncio.create_task(pair.restart(decode))
+            assert "connection lost" in answer.error
+            await pair.assert_clean(pair.prefill)
+            await clients.alone(on_prefill=True)
+    await back
+    await pair.assert_works(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_frozen_prefill_engine_holds_up_nobody(pair: Pair, point: str, mode: str) -> None:
+    prompt, decode = new_prompt(), pair.decoders[mode]
+    trigger = at(point, mode, lambda: freeze(pair.prefill))
+    try:
+        with pair.middle(trigger):
+            async with pair.clients(mode) as clients:
+                answer = await clients.hand_off(prompt)
+                await trigger.reached(point)
+                pair.assert_right(prompt, answer, f"{mode}, {point}")
+                await pair.assert_clean(decode)
+                await clients.alone(on_prefill=False)
+    finally:
+        thaw(pair.prefill)
+    await pair.assert_clean(pair.prefill, decode)
+    await pair.assert_works(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request_right(
+    pair: Pair, point: str, mode: str
+) -> None:
+    prompt, decode = new_prompt(), pair.decoders[mode]
+    trigger = at(point, mode, lambda: freeze(decode))
+    try:
+        with pair.middle(trigger):
+            async with pair.clients(mode) as clients:
+                asked = asyncio.create_task(clients.hand_off(prompt))
+                await trigger.reached(point)
+                await pair.assert_clean(pair.prefill)
+                await asyncio.sleep(max(0.0, FROZEN_S + trigger.reached_at - asyncio.get_running_loop().time()))
+                await clients.alone(on_prefill=True)
+                thaw(decode)
+                answer = await asked
+                pair.assert_right(prompt, answer, f"{mode}, {point}")
+    finally:
+        thaw(decode)
+    await pair.assert_clean(pair.prefill, decode)
+    await pair.assert_works(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_both_frozen_go_on_where_they_were(pair: Pair, mode: str) -> None:
+    """As when a whole machine sleeps."""
+    prompt, decode = new_prompt(), pair.decoders[mode]
+
+    def both() -> None:
+        freeze(pair.prefill)
+        freeze(decode)
+
+    trigger = at("mid_transfer", mode, both)
+    try:
+        with pair.middle(trigger):
+            async with pair.clients(mode) as clients:
+                asked = asyncio.create_task(clients.hand_off(prompt))
+                await trigger.reached("mid_transfer")
+                await asyncio.sleep(FROZEN_S)
+                thaw(decode)
+                thaw(pair.prefill)
+                pair.assert_right(prompt, await asked, mode)
+    finally:
+        thaw(decode)
+        thaw(pair.prefill)
+    await pair.assert_works(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [side_channel.Release, side_channel.Released, side_channel.Publish])
+async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
+    pair: Pair, mode: str, kind: type[object]
+) -> None:
+    prompt = new_prompt()
+    trigger = At(is_message(kind), lambda: None, Verdict.DROP)
+    with pair.middle(trigger):
+        async with pair.clients(mode) as clients:
+            pair.assert_right(prompt, await clients.hand_off(prompt), f"{mode}, lost {kind.__name__}")
+            await pair.assert_clean(pair.prefill, pair.decoders[mode])
+    await pair.assert_works(mode)
+
+
+async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again(pair: Pair) -> None:
+    """Push: the request ends while blocks may still be written, and RELEASED does not come."""
+    decode, trigger = pair.decoders["push"], At(is_message(side_channel.Released), lambda: None, Verdict.DROP)
+    lost = At(
+        lambda passing: is_message(side_channel.Publish)(passing) and passing.message.last, lambda: None, Verdict.DROP
+    )  # type: ignore[union-attr]
+    fences = decode.metric("baton:kv_transfer_memory_fences_total")
+    prompt = new_prompt()
+    with pair.middle(lambda passing: lost(passing) if is_message(side_channel.Publish)(passing) else trigger(passing)):
+        async with pair.clients("push") as clients:
+            pair.assert_right(prompt, await clients.hand_off(prompt), "never confirmed")
+            await pair.assert_clean(pair.prefill, decode)
+    assert decode.metric("baton:kv_transfer_memory_fences_total") == fences + 1
+    await pair.assert_works("push")
+
+
+async def test_with_policy_fail_a_lost_prefill_engine_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:
+    with pods(tmp_path, 32) as group:
+        pair = start_pair(group, checkpoint, {"fail": {"load_failure_policy": "fail"}})
+        trigger = at("mid_transfer", "pull", lambda: kill(pair.prefill))
+        with pair.middle(trigger):
+            async with pair.clients("fail") as clients:
+                answer = await clients.hand_off(new_prompt())
+                assert trigger.reached_at
+                assert answer.error_code is ErrorCode.KV_LOAD
+                assert answer.error
+                await pair.assert_clean(pair.decoders["fail"])
+        await pair.restart(pair.prefill)
+        await pair.assert_works("fail")
+        pair.proxy.close()

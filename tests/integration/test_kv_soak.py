@@ -1,0 +1,96 @@
+"""Random KV transfers between engines that cancel, die, freeze and damage what they carry: see support/kv_soak.py.
+
+A short one always runs. `BATON_SOAK_TRANSFERS=10000 pytest tests/integration/test_kv_soak.py -k long -s` is the long one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from baton_engine.protocol.config import KVRole
+from support.kv_soak import Soak
+from support.kv_soak_engine import EngineSpec
+
+NUM_TRANSFERS = int(os.environ.get("BATON_SOAK_TRANSFERS", "0"))
+SEED = int(os.environ.get("BATON_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+CHAOS = {"corrupt": 0.01, "cancel": 0.1}
+
+
+def producer(name: str, transport: str, *heads: int, **options: object) -> EngineSpec:
+    return EngineSpec(name, KVRole.PRODUCER, heads, transport, **{**CHAOS, **options})  # type: ignore[arg-type]
+
+
+def consumer(name: str, transport: str, mode: str, *heads: int, **options: object) -> EngineSpec:
+    return EngineSpec(name, KVRole.CONSUMER, heads, transport, mode, **{**CHAOS, **options})  # type: ignore[arg-type]
+
+
+def run(soak: Soak) -> None:
+    """Prints what happened, and how to see it again."""
+    started = time.monotonic()
+    try:
+        soak.run()
+    finally:
+        print(f"BATON_SOAK_SEED={SEED}, {time.monotonic() - started:.0f} s: {dict(sorted(soak.counts.items()))}")
+    assert soak.counts["blocks right"]
+    assert soak.counts["loads whole"] > soak.counts["loads cut short"]
+
+
+def test_soak(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("soak")
+    token = {"token_file": str(tmp_path / "token")}
+    one_process = [
+        producer("p0", "inproc", 2, 2),
+        consumer("pull0", "inproc", "pull", 4),
+        consumer("push0", "inproc", "push", 1, 3, num_slots=40),
+    ]
+    apart = [
+        [producer("p1", "ucx", 4, **token)],
+        [consumer("pull1", "ucx", "pull", 2, 2, **token), consumer("push1", "ucx", "push", 4, **token)],
+    ]
+    run(Soak([one_process, *apart], seed=SEED, num_transfers=300, kills=3, freezes=1))
+
+
+@pytest.mark.skipif(not NUM_TRANSFERS, reason="set BATON_SOAK_TRANSFERS to run it")
+@pytest.mark.timeout(NUM_TRANSFERS * 0.2 + 600)
+def test_long_soak(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("soak")
+    token = {"token_file": str(tmp_path / "token")}
+    processes = [
+        [
+            producer("p0", "inproc", 2, 2),
+            producer("p1", "inproc", 4, num_slots=60),
+            consumer("pull0", "inproc", "pull", 1, 1, 1, 1),
+            consumer("push0", "inproc", "push", 3, 1, num_slots=50),
+        ],
+        [producer("p2", "ucx", 4, **token)],
+        [producer("p3", "ucx", 2, 2, num_slots=64, **token)],
+        [consumer("pull1", "ucx", "pull", 4, **token)],
+        [consumer("push1", "ucx", "push", 4, **token)],
+        [consumer("pull2", "ucx", "pull", 2, 2, num_slots=48, **token)],
+        [consumer("push2", "ucx", "push", 1, 3, num_slots=48, **token)],
+    ]
+    if importlib.util.find_spec("nixl_cu12") is not None:
+        processes += [
+            [producer("p4", "nixl", 4, **token)],
+            [consumer("pull3", "nixl", "pull", 4, **token)],
+            [consumer("push3", "nixl", "push", 2, 2, **token)],
+        ]
+    soak = Soak(
+        processes,
+        seed=SEED,
+        num_transfers=NUM_TRANSFERS,
+        num_at_a_time=48,
+        kills=NUM_TRANSFERS // 150,
+        freezes=NUM_TRANSFERS // 150,
+    )
+    run(soak)
+    assert soak.counts["damaged"]
+    assert soak.counts["checksum failures"]
+    assert soak.counts["kills"]
+    assert soak.counts["freezes"]

@@ -1,0 +1,88 @@
+"""Network namespaces on one bridge, whose links a test can cut. Needs root, `ip` and a kernel that lets it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from support.pods import Network
+
+
+class Namespaces:
+    """`num` namespaces that reach each other and the test: `networks` are theirs, `host` is the test's address."""
+
+    def __init__(self, num: int, environment: dict[str, str]) -> None:
+        number = os.getpid() % 200
+        self.host = f"10.213.{number}.254"
+        self._bridge = f"bt{number}br"
+        self._names = [f"bt{number}ns{index}" for index in range(num)]
+        self._links = [f"bt{number}v{index}" for index in range(num)]
+        addresses = [f"10.213.{number}.{index + 1}" for index in range(num)]
+        self.networks = [
+            Network(address, ("ip", "netns", "exec", name), environment)
+            for name, address in zip(self._names, addresses, strict=True)
+        ]
+        self._addresses = addresses
+
+    def make(self) -> None:
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("addr", "add", f"{self.host}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+        for name, link, address in zip(self._names, self._links, self._addresses, strict=True):
+            _ip("netns", "add", name)
+            _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", link, "master", self._bridge, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+
+    def cut(self, index: int) -> None:
+        """Nothing reaches or leaves this namespace: no packet, no error, no closed connection."""
+        _ip("link", "set", self._links[index], "nomaster")
+
+    def unplug(self, index: int) -> None:
+        """The same, and this namespace knows: its interface has no carrier."""
+        _ip("link", "set", self._links[index], "down")
+
+    def part(self) -> None:
+        """The namespaces do not reach each other any more; the test reaches all."""
+        for link in self._links:
+            _ip("link", "set", "dev", link, "type", "bridge_slave", "isolated", "on")
+
+    def heal(self) -> None:
+        for link in self._links:
+            _ip("link", "set", link, "master", self._bridge, "up")
+            _ip("link", "set", "dev", link, "type", "bridge_slave", "isolated", "off")
+
+    def remove(self) -> None:
+        for name in self._names:
+            with contextlib.suppress(AssertionError):
+                _ip("netns", "del", name)
+        for link in (*self._links, self._bridge):  # a veth goes with its namespace, but not at once
+            with contextlib.suppress(AssertionError):
+                _ip("link", "del", link)
+
+
+@contextlib.contextmanager
+def namespaces(num: int, environment: dict[str, str]) -> Iterator[Namespaces]:
+    """`environment`: of the pods in them. Skips where it cannot be done."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` on this machine: install iproute2")
+    made = Namespaces(num, environment)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -1,0 +1,148 @@
+"""Engines of several workers hand blocks over: each worker has some of the heads, and either side as many workers as it likes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from kv_processes import HOST, chain_hash, wait_for
+
+from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer import create_connector
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    BlockSave,
+    ConnectorMetadata,
+    HeadRange,
+    KVCacheLayout,
+    LoadResult,
+    RankAddress,
+)
+from baton_kv_transfer.memory import HostKVMemory
+
+NUM_HEADS = 4
+NUM_BLOCKS = 8
+
+
+class Engine:
+    """As many connectors as workers, in this process, over inproc."""
+
+    def __init__(self, instance_id: str, role: KVRole, num_workers: int, **options: str) -> None:
+        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
+        self.connectors = [
+            create_connector(config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank)
+            for rank in range(num_workers)
+        ]
+        per_worker = NUM_HEADS // num_workers
+        parts = [HeadRange(rank * per_worker, per_worker) for rank in range(num_workers)]
+        ranks = [RankAddress(HOST, c.port, heads) for c, heads in zip(self.connectors, parts, strict=True)]
+        self.memory = []
+        for connector, heads in zip(self.connectors, parts, strict=True):
+            layout = KVCacheLayout(
+                num_blocks=NUM_BLOCKS,
+                num_kv_heads=heads.count,
+                num_layers=2,
+                block_size=4,
+                head_dim=8,
+                dtype="float32",
+                first_kv_head=heads.first,
+                total_kv_heads=NUM_HEADS,
+            )
+            memory = np.zeros((NUM_BLOCKS, heads.count, layout.head_nbytes), dtype=np.uint8)
+            self.memory.append(memory)
+            connector.register_kv_cache(HostKVMemory(memory.ctypes.data, layout), ranks)
+        self.sent: list[set[str]] = [set() for _ in self.connectors]
+        self.results: list[dict[str, LoadResult]] = [{} for _ in self.connectors]
+
+    def poll(self) -> None:
+        for connector, sent, results in zip(self.connectors, self.sent, self.results, strict=True):
+            output = connector.get_finished()
+            sent |= output.finished_sending
+            results |= output.load_results
+
+    def all_sent(self, transfer_id: str) -> bool:
+        self.poll()
+        return all(transfer_id in sent for sent in self.sent)
+
+    def all_results(self, transfer_id: str) -> list[LoadResult]:
+        self.poll()
+        found = [results[transfer_id] for results in self.results if transfer_id in results]
+        return found if len(found) == len(self.results) else []
+
+    def start(self, metadata: ConnectorMetadata) -> None:
+        for connector in self.connectors:
+            connector.start(metadata)
+
+    def save(self, save: BlockSave) -> None:
+        for connector in self.connectors:
+            connector.save(ConnectorMetadata(saves=[save]))
+
+    def heads(self) -> np.ndarray:
+        """[num_blocks, num_heads, bytes] of all workers."""
+        return np.concatenate(self.memory, axis=1)
+
+    def close(self) -> None:
+        for connector in self.connectors:
+            connector.shutdown()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(instance_id: str, role: KVRole, num_workers: int, **options: str) -> Engine:
+            made = Engine(instance_id, role, num_workers, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
+def test_every_head_arrives_whatever_the_number_of_workers(
+    engine: Callable[..., Engine], ours: int, theirs: int, mode: str
+) -> None:
+    producer, consumer = engine("P", KVRole.PRODUCER, ours), engine("D", KVRole.CONSUMER, theirs, mode=mode)
+    rng = np.random.default_rng(ours * 10 + theirs)
+    for memory in producer.memory:
+        memory[:] = rng.integers(0, 255, memory.shape, dtype=np.uint8)
+    hashes = [chain_hash("t", index) for index in range(4)]
+    producer.start(ConnectorMetadata(offers={"t": "D"}))
+    port = producer.connectors[0].port
+    # The consumer has block 0 in its prefix cache.
+    consumer.start(ConnectorMetadata(loads=[BlockLoad("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])]))
+    producer.save(BlockSave("t", 0, [2, 3], hashes[:2], 8, last=False))
+    producer.save(BlockSave("t", 2, [4, 1], hashes[2:], 14, last=True))
+    results = wait_for("results of all workers", lambda: consumer.all_results("t"))
+    assert results == [LoadResult(3)] * theirs
+    assert (consumer.heads()[[7, 6, 0]] == producer.heads()[[3, 4, 1]]).all()
+    assert not consumer.heads()[1:6].any()
+    wait_for("end at all workers", lambda: producer.all_sent("t"))
+    assert [connector.stats().descriptors_refused for connector in producer.connectors] == [0] * ours
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_load_of_nothing_frees_all_the_producers_workers(engine: Callable[..., Engine], mode: str) -> None:
+    producer, consumer = engine("P", KVRole.PRODUCER, 2), engine("D", KVRole.CONSUMER, 1, mode=mode)
+    producer.start(ConnectorMetadata(offers={"t": "D"}))
+    consumer.start(ConnectorMetadata(loads=[BlockLoad("t", HOST, producer.connectors[0].port, "P", 0, [], [])]))
+    assert wait_for("result", lambda: consumer.all_results("t")) == [LoadResult(0)]
+    wait_for("end at all workers", lambda: producer.all_sent("t"))
+
+
+def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
+    config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
+    connector = create_connector(config, instance_id="P", compatibility_hash="c", host=HOST)
+    layout = KVCacheLayout(
+        num_blocks=1, num_kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype="float32", total_kv_heads=2
+    )
+    memory = np.zeros(layout.block_nbytes, dtype=np.uint8)
+    ranks = [RankAddress(HOST, 1, HeadRange(rank // 2, 1)) for rank in range(4)]
+    try:
+        with pytest.raises(ValueError, match=r"4 workers.*hold 4 KV heads, the model has 2"):
+            connector.register_kv_cache(HostKVMemory(memory.ctypes.data, layout), ranks)
+    finally:
+        connector.shutdown()

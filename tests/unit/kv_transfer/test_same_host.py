@@ -1,0 +1,348 @@
+"""The lane between processes of one host: what it copies, whom it believes, and what becomes of work when a side goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
+from kv_processes import wait_for
+from numpy.typing import NDArray
+
+from baton_kv_transfer.transports import cross_memory, lane_protocol
+from baton_kv_transfer.transports.base import Operation, Region, XferState
+from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports.framed_socket import FramedSocket
+from baton_kv_transfer.transports.lane_protocol import LaneAddress, find_inside, permitted
+from baton_kv_transfer.transports.same_host import SameHostLane
+
+WORDS = 4096
+INT64_MAX = 2**63 - 1
+
+
+def here(cell: Cell) -> Process:
+    return Process(os.getpid(), cell.address, cell.value)
+
+
+def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
+    """[n, 3] of (first word, number of words)."""
+    return np.array([[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64)
+
+
+class LaneHere:
+    """A lane in this process, with memory and what was notified to it."""
+
+    def __init__(self, name: str) -> None:
+        self.notifs: list[tuple[str, bytes]] = []
+        self.lane = SameHostLane(name, lambda sender, message: self.notifs.append((sender, message)), lambda: None)
+        self.words = np.arange(WORDS, dtype=np.int64)
+        self.region = Region(self.words.ctypes.data, self.words.nbytes)
+        self.lane.register(self.region)
+
+    @property
+    def address(self) -> LaneAddress:
+        return msgspec.msgpack.decode(self.lane.address(), type=LaneAddress)
+
+    def knows(self, address: LaneAddress) -> bool:
+        """After it was told of a peer "x" at this address."""
+        self.lane.add_peer("x", msgspec.msgpack.encode(address), [])
+        return self.lane.send_notif("x", b"hello")
+
+
+@pytest.fixture
+def lanes() -> Iterator[Callable[[str], LaneHere]]:
+    made: list[LaneHere] = []
+
+    def make(name: str) -> LaneHere:
+        made.append(LaneHere(name))
+        return made[-1]
+
+    yield make
+    for lane in made:
+        lane.lane.close()
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side("ucx", OwnerProcess("ucx", {}))
+    yield side
+    side.agent.close()
+    side.owner.stop()
+
+
+def end(operation: Operation | None) -> tuple[XferState, str]:
+    assert operation is not None
+    wait_for("end of the operation", lambda: operation.state is not XferState.PROC)
+    return operation.state, operation.error
+
+
+@pytest.mark.parametrize(
+    ("tls", "expected"),
+    [
+        (None, True),
+        ("all", True),
+        ("tcp,cma,self", True),
+        ("shm", True),
+        ("tcp", False),
+        ("rc,tcp", False),
+        ("^tcp", True),
+        ("^cma", False),
+        ("^tcp,sm", False),
+    ],
+)
+def test_the_lane_is_used_where_ucx_may_use_transports_of_one_host(tls: str | None, expected: bool) -> None:
+    assert permitted(tls) is expected
+
+
+def test_regions_hold_a_descriptor_whole_or_not_at_all() -> None:
+    descs = np.array(
+        [
+            [100, 50],
+            [149, 1],
+            [100, 51],
+            [99, 1],
+            [150, 1],
+            [120, 0],
+            [120, -1],
+            [-(2**63), 8],
+            [120, INT64_MAX],
+            [INT64_MAX, 1],
+        ]
+    )
+    inside = find_inside(descs, [Region(100, 50), Region(200, 10)])
+    assert inside.tolist() == [True, True, *[False] * 8]
+
+
+def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
+    source, target, cell = np.arange(100_000), np.zeros(100_000, dtype=np.int64), Cell()
+    runs = [(0, 2500), (2500, 1), (5000, 1000), (7000, 40_001), *[(50_000 + 2 * i, 1) for i in range(2000)]]
+    copy = BatchedCopy(here(cell), rows(target, *runs), rows(source, *runs))
+    num_steps = 0
+    while not copy.done:
+        copy.step()
+        num_steps += 1
+    expected = np.zeros_like(target)
+    for first, count in runs:
+        expected[first : first + count] = source[first : first + count]
+    np.testing.assert_array_equal(target, expected)
+    assert copy.nbytes == sum(count for _, count in runs) * 8
+    assert num_steps >= 46
+
+
+def test_memory_that_was_withdrawn_or_never_was_is_an_error() -> None:
+    source, target, cell = np.arange(8), np.zeros(8, dtype=np.int64), Cell()
+    process = here(cell)
+    nowhere = np.array([[8, 64, 0]], dtype=np.int64)
+    with pytest.raises(CopyError, match="does not have all of that memory"):
+        BatchedCopy(process, rows(target, (0, 8)), nowhere).step()
+    cell.clear()
+    with pytest.raises(CopyError, match="withdrew"):
+        BatchedCopy(process, rows(target, (0, 8)), rows(source, (0, 8))).step()
+    process.close()
+    with pytest.raises(CopyError, match="given up"):
+        BatchedCopy(process, rows(target, (0, 8)), rows(source, (0, 8))).step()
+
+
+def test_a_process_that_died_or_is_another_is_found_out() -> None:
+    cell = Cell()
+    with pytest.raises(CopyError, match="another process"):
+        Process(os.getpid(), cell.address, b"x" * 16)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with pytest.raises(CopyError):  # the same number as one that had the cell, as after a reuse of process ids
+        Process(child.pid, cell.address, cell.value)
+    child.communicate()
+    with pytest.raises(ProcessLookupError):
+        Process(child.pid, cell.address, cell.value)
+
+
+def test_frames_arrive_whole_however_they_were_cut() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right)
+    payloads = [b"", b"a", os.urandom(3_000_000)]
+    for number, payload in enumerate(payloads):
+        sender.send(7, number, payload)
+    assert sender.has_outgoing
+    received: list[tuple[int, int, bytes]] = []
+    while len(received) < len(payloads):
+        received += receiver.receive()
+        sender.flush()
+    assert received == [(7, number, payload) for number, payload in enumerate(payloads)]
+    assert list(receiver.receive()) == []
+    sender.close()
+    with pytest.raises(ConnectionError):
+        list(receiver.receive())
+    receiver.close()
+
+
+def test_a_frame_longer_than_allowed_ends_the_connection() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right, max_payload_bytes=10)
+    sender.send(1, 1, b"0123456789")
+    sender.send(1, 2, b"0123456789a")
+    frames = receiver.receive()
+    assert next(frames) == (1, 1, b"0123456789")
+    with pytest.raises(ConnectionError, match="11 bytes"):
+        next(frames)
+    sender.close()
+    receiver.close()
+
+
+def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(lanes: Callable[[str], LaneHere]) -> None:
+    one, other = lanes("one"), lanes("other")
+    address = other.address
+    assert one.knows(address)
+    wait_for("the notification", lambda: other.notifs == [("one", b"hello")])
+    replace = msgspec.structs.replace
+    for wrong in (
+        replace(address, boot_id="another boot"),
+        replace(address, pid_namespace=address.pid_namespace + 1),
+        replace(address, network_namespace=address.network_namespace + 1),
+        replace(address, pid=2**22 + 1),
+        replace(address, pid=-1),
+        replace(address, cell=b"0" * 16),
+        replace(address, cell=b""),
+        replace(address, cell_address=8),
+        replace(address, cell_address=2**64 - 1),
+    ):
+        assert not one.knows(wrong), wrong
+    one.lane.add_peer("x", b"no address", [])
+    assert not one.lane.send_notif("x", b"hello")
+
+
+@pytest.mark.parametrize("hello", ["none", "wrong cell", "no peer's cell", "garbage", "nothing but bytes"])
+def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere], hello: str) -> None:
+    owner, cell = lanes("owner"), Cell()
+    address = owner.address
+    end_of_stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end_of_stranger.connect(address.socket_name)
+    link = FramedSocket(end_of_stranger)
+    request = lane_protocol.encode_write(b"", rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8)))
+    if hello == "none":
+        link.send(lane_protocol.WRITE, 1, request)
+    elif hello == "nothing but bytes":
+        end_of_stranger.setblocking(True)
+        end_of_stranger.sendall(b"\xff" * 64)
+    else:
+        struct = lane_protocol.Hello(address.cell, "stranger", cell.address, cell.value)
+        if hello == "wrong cell":
+            struct.peer_cell = b"0" * 16
+        elif hello == "no peer's cell":
+            struct.cell = b"1" * 16
+        link.send(lane_protocol.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
+    end_of_stranger.settimeout(10)
+    with contextlib.suppress(ConnectionResetError):
+        assert end_of_stranger.recv(1) == b""
+    end_of_stranger.close()
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+    peer = lanes("peer")
+    assert peer.knows(address)
+    wait_for("a word of a real peer", lambda: owner.notifs == [("peer", b"hello")])
+
+
+def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], LaneHere]) -> None:
+    writer, owner = lanes("writer"), lanes("owner")
+    writer.words[:] = -1
+    writer.lane.add_peer("owner", owner.lane.address(), [owner.region])
+    elsewhere = np.zeros(8, dtype=np.int64)
+    none = np.zeros(2, dtype=np.int64)
+
+    def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
+        remote = np.concatenate(targets)
+        return end(writer.lane.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, none, b"n"))
+
+    state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
+    assert state is XferState.ERR
+    assert "1 of 2 descriptors are outside the memory registered there" in error
+    assert owner.lane.num_refused == 1
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+    assert not elsewhere.any()
+    assert not owner.notifs
+    assert write(rows(owner.words, (0, 8)))[0] is XferState.DONE
+    assert (owner.words[:8] == -1).all()
+    assert owner.notifs == [("writer", b"n")]
+    owner.lane.deregister(owner.region)
+    assert write(rows(owner.words, (8, 8)))[0] is XferState.ERR
+    assert (owner.words[8:] == np.arange(8, WORDS)).all()
+
+
+def test_gpu_memory_of_a_peer_is_left_to_ucx(lanes: Callable[[str], LaneHere]) -> None:
+    one, other = lanes("one"), lanes("other")
+    regions = [other.region, Region(2**40, 4096, b"", "VRAM")]
+    one.lane.add_peer("other", other.lane.address(), regions)
+    run = rows(one.words, (0, 8))
+    assert one.lane.post("READ", "other", run, np.array([[2**40, 64, 0]]), np.array([1]), b"") is None
+    assert end(one.lane.post("READ", "other", run, rows(other.words, (8, 8)), np.array([0]), b""))[0] is XferState.DONE
+
+
+def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    with side.owner.frozen():
+        assert side.run(side.make("READ", [0], [1])) == "DONE"
+        np.testing.assert_array_equal(side.block(0), counting(1))
+        write = side.make("WRITE", [0], [2])
+        side.agent.transfer(write)
+        assert side.agent.check_xfer_state(write) == "PROC"
+        side.agent.remove_remote_agent("owner")
+        assert side.end(write) == "ERR"
+        assert "removed" in write.error
+    side.meet(side.owner)
+    assert side.run(side.make("WRITE", [0], [3])) == "DONE"  # whatever was asked before it has been looked at
+    content = side.owner.call("content").reshape(NUM_BLOCKS, -1)
+    np.testing.assert_array_equal(content[2], counting(2))
+    np.testing.assert_array_equal(content[3], counting(1))
+
+
+def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    assert side.owner.process.pid is not None
+    assert side.run(side.make("WRITE", [0], [0])) == "DONE"
+    with side.owner.frozen():
+        write = side.make("WRITE", [0], [1])
+        side.agent.transfer(write)
+        os.kill(side.owner.process.pid, signal.SIGKILL)
+        assert side.end(write) == "ERR"
+    assert side.run(side.make("READ", [0], [0])) == "ERR"
+    side.meet(OwnerProcess("ucx", {}))
+    assert side.run(side.make("READ", [0], [4])) == "DONE"
+    np.testing.assert_array_equal(side.block(0), counting(4))
+
+
+def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHere]) -> None:
+    writer, owner = lanes("writer"), lanes("owner")
+    regions = [owner.region]
+    writer.lane.add_peer("owner", owner.lane.address(), regions)
+    order = np.arange(WORDS)
+    local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(int(i), 1) for i in order])
+    writes = [writer.lane.post("WRITE", "owner", local, remote, order * 0, b"") for _ in range(50)]
+    owner.lane.fence()
+    owner.words[:] = -5
+    for write in writes:
+        end(write)
+    assert end(writes[-1])[0] is XferState.ERR
+    read = writer.lane.post("READ", "owner", local[:1], remote[:1], order[:1] * 0, b"")
+    assert end(read)[0] is XferState.ERR
+    assert (owner.words == -5).all()
+    writer.lane.add_peer("owner", owner.lane.address(), regions)
+    assert end(writer.lane.post("WRITE", "owner", local, remote, order * 0, b""))[0] is XferState.DONE
+    assert (owner.words == 0).all()
+
+
+def test_a_lane_that_is_closed_leaves_nothing_open(lanes: Callable[[str], LaneHere]) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        one, other = LaneHere("one"), LaneHere("other")
+        assert one.knows(other.address)
+        wait_for("the notification", lambda other=other: other.notifs)
+        other.lane.fence()
+        one.lane.close()
+        other.lane.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open
