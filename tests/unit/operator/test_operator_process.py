@@ -405,15 +405,15 @@ async def test_somebody_elses_secret_is_neither_used_nor_changed(kube: Kube) -> 
     foreign = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": "taken-kv-token", "namespace": NAMESPACE},
+        "metadata": {"name": "lent-kv-token", "namespace": NAMESPACE},
         "data": {"token": base64.b64encode(b"theirs").decode()},
     }
     await kube.create(foreign)
-    service = Cluster(kube, "taken")
+    service = Cluster(kube, "lent")
     await service.create(prefill={}, decode={"replicas": 1})
     condition = await service.condition("Ready", "False", "NameConflict")
-    assert "Secret taken-kv-token" in condition["message"]
-    found = await kube.get("Secret", NAMESPACE, "taken-kv-token")
+    assert "Secret lent-kv-token" in condition["message"]
+    found = await kube.get("Secret", NAMESPACE, "lent-kv-token")
     assert found is not None
     assert found["data"] == foreign["data"]
 
