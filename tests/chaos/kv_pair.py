@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -293,6 +294,29 @@ class At:
 
     async def reached(self, what: str) -> None:
         await asyncio.to_thread(eventually, lambda: self.reached_at, timeout_s=10, what=what, every_s=0.01)
+
+
+class AtPush(At):
+    """While the producer writes, no message shows it: `act` once a part of the prompt is computed, its blocks on their way."""
+
+    def __init__(self, prefill: Pod, act: Callable[[], None]) -> None:
+        super().__init__(is_message(side_channel.Subscribe), act)
+        self._prefill = prefill
+        self._enough = self._computed() + PROMPT_TOKENS / 4
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def __call__(self, passing: Passing) -> Verdict:
+        if self.matches(passing) and not self._watcher.ident:
+            self._watcher.start()
+        return Verdict.PASS
+
+    def _watch(self) -> None:
+        eventually(lambda: self._computed() >= self._enough, timeout_s=10, what="a part of the prompt", every_s=0.001)
+        self.act()
+        self.reached_at = time.monotonic()
+
+    def _computed(self) -> float:
+        return self._prefill.metric("baton:prompt_tokens_computed_total")
 
 
 def kill(pod: Pod) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kv_pair import (
     LEASE_S,
     At,
+    AtPush,
     Pair,
     freeze,
     is_first_publish,
@@ -49,7 +50,9 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         started.proxy.close()
 
 
-def at(point: str, mode: str, act: Callable[[], None]) -> At:
+def at(pair: Pair, point: str, mode: str, act: Callable[[], None]) -> At:
+    if (point, mode) == ("mid_transfer", "push"):
+        return AtPush(pair.prefill, act)
     match, verdict = POINTS[point]
     return At(match(mode), act, verdict)
 
@@ -58,7 +61,7 @@ def at(point: str, mode: str, act: Callable[[], None]) -> At:
 @pytest.mark.parametrize("point", POINTS)
 async def test_kill_9_of_the_prefill_engine(pair: Pair, point: str, mode: str) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
-    trigger = at(point, mode, lambda: kill(pair.prefill))
+    trigger = at(pair, point, mode, lambda: kill(pair.prefill))
     with pair.middle(trigger):
         async with pair.clients(mode) as clients:
             answer = await clients.hand_off(prompt)
@@ -75,7 +78,7 @@ async def test_kill_9_of_the_prefill_engine(pair: Pair, point: str, mode: str) -
 @pytest.mark.parametrize("point", POINTS)
 async def test_kill_9_of_the_decode_engine(pair: Pair, point: str, mode: str) -> None:
     decode = pair.decoders[mode]
-    trigger = at(point, mode, lambda: kill(decode))
+    trigger = at(pair, point, mode, lambda: kill(decode))
     with pair.middle(trigger):
         async with pair.clients(mode) as clients:
             answer = await clients.hand_off(new_prompt())
@@ -92,7 +95,7 @@ async def test_kill_9_of_the_decode_engine(pair: Pair, point: str, mode: str) ->
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_frozen_prefill_engine_holds_up_nobody(pair: Pair, point: str, mode: str) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
-    trigger = at(point, mode, lambda: freeze(pair.prefill))
+    trigger = at(pair, point, mode, lambda: freeze(pair.prefill))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -113,7 +116,7 @@ async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request
     pair: Pair, point: str, mode: str
 ) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
-    trigger = at(point, mode, lambda: freeze(decode))
+    trigger = at(pair, point, mode, lambda: freeze(decode))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -140,7 +143,7 @@ async def test_both_frozen_go_on_where_they_were(pair: Pair, mode: str) -> None:
         freeze(pair.prefill)
         freeze(decode)
 
-    trigger = at("mid_transfer", mode, both)
+    trigger = at(pair, "mid_transfer", mode, both)
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -172,24 +175,26 @@ async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
 
 async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again(pair: Pair) -> None:
     """Push: the request ends while blocks may still be written, and RELEASED does not come."""
-    decode, trigger = pair.decoders["push"], At(is_message(side_channel.Released), lambda: None, Verdict.DROP)
-    lost = At(
-        lambda passing: is_message(side_channel.Publish)(passing) and passing.message.last, lambda: None, Verdict.DROP
-    )  # type: ignore[union-attr]
+    decode, prompt = pair.decoders["push"], new_prompt()
     fences = decode.metric("baton:kv_transfer_memory_fences_total")
-    prompt = new_prompt()
-    with pair.middle(lambda passing: lost(passing) if is_message(side_channel.Publish)(passing) else trigger(passing)):
-        async with pair.clients("push") as clients:
-            pair.assert_right(prompt, await clients.hand_off(prompt), "never confirmed")
-            await pair.assert_clean(pair.prefill, decode)
+    trigger = AtPush(pair.prefill, lambda: freeze(pair.prefill))
+    try:
+        with pair.middle(trigger):
+            async with pair.clients("push") as clients:
+                pair.assert_right(prompt, await clients.hand_off(prompt), "never confirmed")
+                await trigger.reached("mid_transfer")
+                await pair.assert_clean(decode)
+    finally:
+        thaw(pair.prefill)
     assert decode.metric("baton:kv_transfer_memory_fences_total") == fences + 1
+    await pair.assert_clean(pair.prefill, decode)
     await pair.assert_works("push")
 
 
 async def test_with_policy_fail_a_lost_prefill_engine_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     with pods(tmp_path, 32) as group:
         pair = start_pair(group, checkpoint, {"fail": {"load_failure_policy": "fail"}})
-        trigger = at("mid_transfer", "pull", lambda: kill(pair.prefill))
+        trigger = at(pair, "mid_transfer", "pull", lambda: kill(pair.prefill))
         with pair.middle(trigger):
             async with pair.clients("fail") as clients:
                 answer = await clients.hand_off(new_prompt())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kv_pair import LEASE_S, PROMPT_TOKENS, At, Pair, is_message, new_prompt, start_pair
+from kv_pair import LEASE_S, PROMPT_TOKENS, At, AtPush, Pair, is_message, new_prompt, start_pair
 
 from baton_kv_transfer import side_channel
 from support.namespaces import Namespaces, namespaces
@@ -30,9 +30,9 @@ CUT_S = 2 * LEASE_S
 class MidTransfer:
     """Some blocks are there, so UCX is connected; more are published."""
 
-    def __init__(self, decode: Pod, mode: str) -> None:
+    def __init__(self, decode: Pod) -> None:
         self._decode = decode
-        self._wait = mode == "pull"  # with push a block that is published is there
+        self._wait = True
         self._before = self._received()
 
     def __call__(self, passing: Passing) -> bool:
@@ -53,12 +53,22 @@ def _has_first_block(passing: Passing) -> bool:
     )
 
 
-POINTS: dict[str, Callable[[Pod, str], Callable[[Passing], bool]]] = {
-    "before_handshake": lambda decode, mode: is_message(side_channel.Hello),
-    "after_metadata": lambda decode, mode: is_message(side_channel.Description),
+POINTS: dict[str, Callable[[Pod], Callable[[Passing], bool]]] = {
+    "before_handshake": lambda decode: is_message(side_channel.Hello),
+    "after_metadata": lambda decode: is_message(side_channel.Description),
+    "subscribed": lambda decode: is_message(side_channel.Subscribe),
     "mid_transfer": MidTransfer,
-    "after_last_byte": lambda decode, mode: is_message(side_channel.Release),
+    "after_last_byte": lambda decode: is_message(side_channel.Release),
 }
+
+
+ENGINE_POINTS = ("before_handshake", "after_metadata", "mid_transfer", "after_last_byte")
+
+
+def at(pair: Pair, point: str, mode: str, act: Callable[[], None]) -> At:
+    if (point, mode) == ("mid_transfer", "push"):
+        return AtPush(pair.prefill, act)
+    return At(POINTS[point](pair.decoders[mode]), act)
 
 
 @dataclass
@@ -83,10 +93,10 @@ def apart(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", ENGINE_POINTS)
 async def test_a_prefill_engine_that_cannot_be_reached_holds_up_nobody(apart: Apart, point: str, mode: str) -> None:
     pair, prompt = apart.pair, new_prompt()
-    trigger = At(POINTS[point](pair.decoders[mode], mode), lambda: apart.net.cut(PREFILL))
+    trigger = at(pair, point, mode, lambda: apart.net.cut(PREFILL))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -106,7 +116,7 @@ async def test_a_decode_engine_cut_off_for_longer_than_the_lease_ends_its_reques
     apart: Apart, point: str, mode: str
 ) -> None:
     pair, prompt = apart.pair, new_prompt()
-    trigger = At(POINTS[point](pair.decoders[mode], mode), lambda: apart.net.cut(DECODE[mode]))
+    trigger = at(pair, point, mode, lambda: apart.net.cut(DECODE[mode]))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -128,8 +138,7 @@ async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(apart: A
     """The side channel goes through the test, which both still reach."""
     pair, prompt, decode = apart.pair, new_prompt(), apart.pair.decoders[mode]
     before = decode.metric("baton:prompt_tokens_remote_total")
-    matches = MidTransfer(decode, mode) if point == "mid_transfer" else is_message(side_channel.Subscribe)
-    trigger = At(matches, apart.net.part)
+    trigger = at(pair, point, mode, apart.net.part)
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -148,7 +157,7 @@ async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(apart: A
 async def test_an_interface_that_goes_down_and_comes_back_is_used_again(apart: Apart, side: str, mode: str) -> None:
     pair, prompt = apart.pair, new_prompt()
     where = PREFILL if side == "prefill" else DECODE[mode]
-    trigger = At(MidTransfer(pair.decoders[mode], mode), lambda: apart.net.unplug(where))
+    trigger = at(pair, "mid_transfer", mode, lambda: apart.net.unplug(where))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
