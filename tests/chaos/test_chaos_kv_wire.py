@@ -39,6 +39,8 @@ from support.waiting import eventually
 pytestmark = pytest.mark.chaos
 MODES = ("pull", "push")
 SECRET = "of the chaos tests"
+DAMAGE = Path(__file__).parent / "damage"
+"""Its sitecustomize runs in the engines."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,9 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("kv-wire")
     (folder / "token").write_text(SECRET)
     decoders = {"pull": {"mode": "pull"}, "push": {"mode": "push"}, "fail": {"load_failure_policy": "fail"}}
-    with pods(folder, 33) as group:
+    with pods(folder, 33) as group, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(DAMAGE))
+        environment.setenv("BATON_TEST_DAMAGE", str(folder))
         started = start_pair(group, checkpoint, decoders, token_file=str(folder / "token"))
         yield started
         started.proxy.close()
@@ -139,6 +143,26 @@ async def test_blocks_that_stay_wrong_fail_the_request_if_the_policy_says_so(pai
     answer = await corrupted(pair, "fail", at_producer=True, at_consumer=False, prompt=new_prompt())
     assert answer.error_code is ErrorCode.KV_LOAD  # type: ignore[attr-defined]
     await pair.assert_works("fail")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["always", "once"])
+async def test_bytes_that_change_before_they_are_proved(pair: Pair, mode: str, order: str) -> None:
+    """Once: healed by another read. Always: nothing of it is used."""
+    prompt, decode = new_prompt(), pair.decoders[mode]
+    remote, failed = remote_tokens(decode), failures(decode)
+    wish = decode.log.parent / decode.address
+    wish.write_text(order)
+    try:
+        async with pair.clients(mode) as clients:
+            answer = await clients.hand_off(prompt)
+    finally:
+        wish.unlink(missing_ok=True)
+    pair.assert_right(prompt, answer, f"{mode}, damaged {order}")
+    assert failures(decode) > failed
+    assert remote_tokens(decode) == remote + (PROMPT_TOKENS if order == "once" else 0)
+    await pair.assert_clean(pair.prefill, decode)
+    await pair.assert_works(mode)
 
 
 @contextlib.contextmanager

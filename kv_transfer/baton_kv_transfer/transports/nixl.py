@@ -44,6 +44,7 @@ from baton_kv_transfer.transports.base import Descriptors, Region, TransportErro
 
 logger = logging.getLogger(__name__)
 
+JOIN_TIMEOUT_S = 5.0
 POLL_MIN_S = 20e-6
 POLL_BUSY_S = 200e-6
 POLL_IDLE_S = 2e-3
@@ -359,7 +360,9 @@ class NixlAgent(Agent):
             self._destroy("the agent was closed")
             self._lock.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the thread that polls NIXL did not end within %.0f s", JOIN_TIMEOUT_S)
         self._wakeup()
 
     # -- the library's agent

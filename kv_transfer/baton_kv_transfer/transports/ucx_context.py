@@ -13,9 +13,9 @@ from baton_kv_transfer.transports.base import MEM_TYPES, Region
 NOTIF_AM_ID, REQUEST_AM_ID, FRAME_AM_ID, ANSWER_AM_ID = range(1, 5)
 SETTINGS = {
     "UCX_KEEPALIVE_INTERVAL": "2s",  # how often silent peers are probed
-    # UCX connects TCP in its progress thread, which waits meanwhile: for a host that is cut off 3 s so, two minutes by default.
+    # UCX connects TCP in its progress thread, which waits meanwhile: a host that is cut off must not hold it up for long.
     "UCX_TCP_SYN_CNT": "1",
-    "UCX_RNDV_THRESH": "inf",  # puts go out as they are; a rendezvous for each made them 2 to 5 times slower over tcp
+    "UCX_RNDV_THRESH": "inf",  # frames and puts go out as they are, without a rendezvous for each
 }
 """Used unless the environment says otherwise."""
 TCP_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "64K", "UCX_TCP_RX_SEG_SIZE": "520K"}

@@ -36,6 +36,7 @@ FENCE_TIMEOUT_S = 0.5
 """How long UCX may take to give requests back before the worker is destroyed under them."""
 NETWORK_TIMEOUT_S = 20.0
 """After a fence without a network, connections can be made again once it is back; longer than this ends the agent."""
+RETRY_S = 0.5
 
 
 class ProgressThread(MessageService):
@@ -320,7 +321,7 @@ class ProgressThread(MessageService):
             try:
                 return self._context.create_worker(self._handlers)
             except libucp.UCXError as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._mailbox.closed:
                     raise
                 logger.warning("no new connections yet: %s", error)
-                time.sleep(0.5)
+                time.sleep(RETRY_S)

@@ -1,4 +1,4 @@
-"""A consumer under a test's control, and a producer's worker for it; see consumer_rig."""
+"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from consumer_rig import Rig, Worker
+from scripted_consumer import Producer
 
 
 @pytest.fixture
@@ -37,3 +38,14 @@ def pushed(made: Callable[[Any], Any]) -> Rig:
 @pytest.fixture
 def worker(made: Callable[[Any], Any]) -> Worker:
     return made(Worker())
+
+
+@pytest.fixture
+def make(made: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Makes producers and consumers; all are closed at the end."""
+    return lambda kind, *args, **options: made(kind(*args, **options))
+
+
+@pytest.fixture
+def producer(make: Callable[..., Any]) -> Producer:
+    return make(Producer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,6 @@ from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
 from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, side_channel
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Any]]:
-    """Makes producers and consumers; all are closed at the end."""
-    with contextlib.ExitStack() as stack:
-
-        def start(kind: type[Any], *args: Any, **options: Any) -> Any:
-            made = kind(*args, **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
-
-
-@pytest.fixture
-def producer(make: Callable[..., Any]) -> Producer:
-    made: Producer = make(Producer)
-    return made
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,6 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Released
 from baton_kv_transfer.transports.base import TransportError
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Any]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(kind: type[Any], *args: Any, **options: Any) -> Any:
-            made = kind(*args, **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
-
-
-@pytest.fixture
-def producer(make: Callable[..., Any]) -> Producer:
-    made: Producer = make(Producer)
-    return made
 
 
 @pytest.fixture

@@ -1,0 +1,34 @@
+"""In engines under test: bytes change between their arrival and their proof, as a bad wire would do it, when the test says so.
+
+The file `$BATON_TEST_DAMAGE/$POD_IP` is the order: "once" for the next blocks that are proved, anything else for all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kv_transfer.connector import HeadRange
+from baton_kv_transfer.memory import HostKVMemory
+
+ORDER = Path(os.environ["BATON_TEST_DAMAGE"]) / os.environ.get("POD_IP", "none")
+plain = HostKVMemory.block_sums
+
+
+def damaged(self: HostKVMemory, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
+    if ORDER.exists():
+        if ORDER.read_text() == "once":
+            ORDER.unlink()
+        nbytes = self.layout.block_nbytes
+        for slot in slots:
+            byte = ctypes.c_uint8.from_address(self.base_address + int(slot) * nbytes + nbytes // 3)
+            byte.value ^= 0x40
+    return plain(self, slots, heads)
+
+
+HostKVMemory.block_sums = damaged  # type: ignore[method-assign]
