@@ -4,17 +4,22 @@ plain     the initiator posts all blocks as one transfer, READ or WRITE, and wai
 proved    in pieces of a few MiB, each on its own: the producer sums its blocks, they move, the consumer sums what arrived and
           compares. Pieces overlap. What the sides say to each other goes as notifications of the same library, a WRITE's sums
           with the transfer. It ends when the initiator knows that all blocks were proved.
+
+A pair is stopped (SIGSTOP) while another one is measured: NIXL's progress thread never sleeps, so that each of its processes
+takes a whole processor as long as it lives, and from whomever is measured beside it.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -223,27 +228,45 @@ class AgentPair:
         hellos = [pipe.recv() for pipe in self._pipes]
         for pipe, hello in zip(self._pipes, reversed(hellos), strict=True):
             pipe.send(hello)
+        self._both("prepare", 1, 4096)  # once it answers, the sides know each other
+        self._signal(signal.SIGSTOP)
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
-        self._both("prepare", num_blocks, block_bytes)
+        with self._awake():
+            self._both("prepare", num_blocks, block_bytes)
 
     def seconds(self, op: str, proved: bool) -> float:
         """Of one transfer of all blocks."""
-        self._both("clear")
-        if proved:
-            self._pipes[1].send(("serve", op))
-        self._pipes[0].send(("proved" if proved else "plain", op))
-        seconds: float = self._answer(0)
-        if proved:
-            self._answer(1)
+        with self._awake():
+            self._both("clear")
+            if proved:
+                self._pipes[1].send(("serve", op))
+            self._pipes[0].send(("proved" if proved else "plain", op))
+            seconds: float = self._answer(0)
+            if proved:
+                self._answer(1)
         return seconds
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.send(None)
             process.join(10)
             if process.is_alive():
                 process.kill()
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     def _both(self, *command: Any) -> None:
         for pipe in self._pipes:
