@@ -4,14 +4,18 @@
 
 after `make bench SUBJECT=kv_transfer`: its figures join those. Engines are processes with one compute thread each: those that
 prefill on one core, those that decode on another. The model is a llama of 340 million parameters whose KV block has 4 MiB, as one
-of 64 layers with 8 KV heads of 128 has in bfloat16. All ways run in turn in each repetition, every prompt is new, figures are
-medians.
+of 64 layers with 8 KV heads of 128 has in bfloat16. Every prompt is new. Each hand-off has a partner: the same decode engine
+prefills as many tokens for itself just before it, or just after it, in turns. Figures are medians; shorter prompts, whose
+growth is fewer milliseconds of the same noise, are measured more often.
 
     hidden = 1 - visible / alone    visible: from the end of a prompt's last prefill step, which samples its token, to the last
                                     block proved, where prefill runs in chunks of one block. alone: the whole transfer, from its
                                     blocks being computed to the last one proved, where prefill runs in one step.
-    growth = gap - own gap          gap: from the first token (of the prefill engine) to the second (of the decode engine), as
-                                    their client sees them. own gap: the same on the decode engine alone, which prefilled itself.
+    growth = gap - own gap          of partners. gap: from the first token (of the prefill engine) to the second (of the decode
+                                    engine), as their client sees them. own gap: the same on the decode engine that prefilled
+                                    for itself.
+    waited                          the part of the growth that passes before the step that computes the second token begins; what
+                                    remains is how much longer that step took than the partner's, which computes the same
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -71,13 +76,17 @@ KV_BYTES = 2**28
 REMARKS = (
     "Hidden is 1 - visible / alone: visible is the time from the end of a prompt's last prefill step to the last block proved "
     "where prefill runs in chunks of one block; alone is the time from the blocks being computed to the last one proved where it "
-    "runs in one step. The last block travels while the step's token is sampled; the rest of it is visible in any case."
+    "runs in one step. The last block travels while the step's token is sampled; the rest of it is visible in any case. Growth is "
+    "the median difference of a hand-off and its partner, the same decode engine prefilling for itself right before or after it; "
+    "growth_error_ms is that median's standard error. Waited is the part of the growth before the second token's step begins, the "
+    "hand-off itself; what remains is that step, one token's decode in both cases, whose time varies with the memory bandwidth "
+    "that the machine has left."
 )
 """What the figures mean, and what limits them."""
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
-IN_CHUNKS, IN_ONE_STEP, ALONE = "in chunks", "in one step", "alone"
-"""Ways to prefill, the last one on the decode engine itself."""
+IN_CHUNKS, IN_ONE_STEP = "in chunks", "in one step"
+"""Ways to prefill."""
 Rows = list[dict[str, Any]]
 
 
@@ -171,6 +180,9 @@ class Times:
     """From the end of the last prefill step to the last block proved."""
     transfer: float = 0.0
     """To the last block proved, too, but from when the last step's blocks were computed."""
+    waited: float = 0.0
+    """From the first token to the beginning of the step that computes the second; less than 0: it began before the client saw
+    the first."""
 
 
 _ids = itertools.count()
@@ -201,7 +213,7 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
     assert (len(output.new_token_ids), len(last.new_token_ids)) == (1, 1)
     loaded = decode.event("loaded", name)
     visible, transfer = loaded - prefill.event("saved", name), loaded - prefill.event("handed", name)
-    return Times(first - started, second - first, visible, transfer)
+    return Times(first - started, second - first, visible, transfer, decode.event("decoded", name) - first)
 
 
 async def alone(engine: Engine, prompt: list[int]) -> Times:
@@ -216,7 +228,7 @@ async def alone(engine: Engine, prompt: list[int]) -> Times:
             outputs.append(output)
             times.append(time.monotonic())
     assert [len(output.new_token_ids) for output in outputs] == [1, 1]
-    return Times(times[0] - started, times[1] - times[0])
+    return Times(times[0] - started, times[1] - times[0], waited=engine.event("decoded", name) - times[0])
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -253,48 +265,63 @@ Key = tuple[str, str, int]
 """(way, the decode engine's mode, blocks of the prompt)."""
 
 
-async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[Key, list[Times]]:
-    """All ways in turn."""
+@dataclass(frozen=True)
+class Pair:
+    """Partners: two prompts of one length, one after the other."""
+
+    own: Times
+    """The decode engine prefilled for itself."""
+    handed: Times
+
+
+async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[Key, list[Pair]]:
+    """All ways in turn; prompts of half the length twice as often."""
     rng = random.Random(5)
-    times: dict[Key, list[Times]] = defaultdict(list)
+    pairs: dict[Key, list[Pair]] = defaultdict(list)
 
     def prompt(num_blocks: int) -> list[int]:
         return [rng.randrange(300, MODEL["vocab_size"]) for _ in range(num_blocks * BLOCK_SIZE)]
 
+    async def pair(prefill: Engine, decode: Engine, num_blocks: int, *, own_first: bool) -> Pair:
+        if own_first:
+            own = await alone(decode, prompt(num_blocks))
+        handed = await hand_over(prefill, decode, prompt(num_blocks))
+        if not own_first:
+            own = await alone(decode, prompt(num_blocks))
+        return Pair(own, handed)
+
     with tempfile.TemporaryDirectory() as folder:
         async with engines(Path(folder), checkpoint) as (prefills, decodes):
-            for repeat in range(repeats + 1):  # the first one greets and warms up
-                ways = [(how, mode) for how in (*prefills, ALONE) for mode in decodes]
-                for num_blocks in lengths if repeat else lengths[:1]:
-                    for how, mode in ways if repeat % 2 else reversed(ways):
-                        decode, tokens = decodes[mode], prompt(num_blocks)
-                        if how == ALONE:
-                            measured = await alone(decode, tokens)
-                        else:
-                            measured = await hand_over(prefills[how], decode, tokens)
-                        if repeat:
-                            times[how, mode, num_blocks].append(measured)
-    return times
+            for prefill, decode in itertools.product(prefills.values(), decodes.values()):  # greets and warms up
+                await pair(prefill, decode, lengths[0], own_first=True)
+            for repeat, num_blocks in itertools.product(range(repeats), lengths):
+                for turn in range(max(lengths) // num_blocks):
+                    own_first = (repeat + turn) % 2 == 0
+                    ways = [(how, mode) for how in prefills for mode in decodes]
+                    for how, mode in ways if own_first else reversed(ways):
+                        partners = await pair(prefills[how], decodes[mode], num_blocks, own_first=own_first)
+                        pairs[how, mode, num_blocks].append(partners)
+    return pairs
 
 
-def figures(times: dict[Key, list[Times]], lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
-    def median(how: str, mode: str, num_blocks: int, field: str) -> float:
-        return statistics.median(getattr(one, field) for one in times[how, mode, num_blocks])
+def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
+    def handed(how: str, mode: str, num_blocks: int, field: str) -> float:
+        return float(statistics.median(getattr(pair.handed, field) for pair in pairs[how, mode, num_blocks]))
 
     rows: Rows = []
     hidden: dict[str, list[float]] = defaultdict(list)
     growth: dict[str, list[float]] = defaultdict(list)
     for mode in ("pull", "push"):
         for num_blocks in lengths:
-            visible = median(IN_CHUNKS, mode, num_blocks, "visible")
-            transfer = median(IN_ONE_STEP, mode, num_blocks, "transfer")
+            visible = handed(IN_CHUNKS, mode, num_blocks, "visible")
+            transfer = handed(IN_ONE_STEP, mode, num_blocks, "transfer")
             hidden[mode].append(100 * (1 - visible / transfer))
             rows.append(
                 {
                     "part": "transfer hidden behind prefill",
                     "mode": mode,
                     "blocks": num_blocks,
-                    "prefill_ms": round(1e3 * median(IN_CHUNKS, mode, num_blocks, "prefill"), 1),
+                    "prefill_ms": round(1e3 * handed(IN_CHUNKS, mode, num_blocks, "prefill"), 1),
                     "alone_ms": round(1e3 * transfer, 2),
                     "visible_ms": round(1e3 * visible, 2),
                     "hidden_percent": round(hidden[mode][-1], 1),
@@ -303,20 +330,15 @@ def figures(times: dict[Key, list[Times]], lengths: tuple[int, ...]) -> tuple[Ro
     for mode in ("pull", "push"):
         for how in (IN_CHUNKS, IN_ONE_STEP):
             for num_blocks in lengths:
-                own, gap = median(ALONE, mode, num_blocks, "gap"), median(how, mode, num_blocks, "gap")
-                prefill = median(ALONE, mode, num_blocks, "prefill")
-                percent = 100 * (gap - own) / prefill
-                growth[mode].append(percent)
+                row = growth_of(pairs[how, mode, num_blocks])
+                growth[mode].append(row["growth_percent"])
                 rows.append(
                     {
                         "part": "first to second token",
                         "mode": mode,
                         "prefilled": how,
                         "blocks": num_blocks,
-                        "own_prefill_ms": round(1e3 * prefill, 1),
-                        "own_gap_ms": round(1e3 * own, 2),
-                        "gap_ms": round(1e3 * gap, 2),
-                        "growth_percent": round(percent, 2),
+                        **{name: round(value, 2) for name, value in row.items()},
                     }
                 )
     return rows, [
@@ -328,6 +350,25 @@ def figures(times: dict[Key, list[Times]], lengths: tuple[int, ...]) -> tuple[Ro
             "growth of the second token's time with pull, in prefill time", max(growth["pull"]), 3.0, "%", at_most=True
         ),
     ]
+
+
+def growth_of(pairs: list[Pair]) -> dict[str, float]:
+    """The figures of one way, mode and length: see the module's docstring."""
+    prefill = statistics.median(pair.own.prefill for pair in pairs)
+    differences = [pair.handed.gap - pair.own.gap for pair in pairs]
+    growth = statistics.median(differences)
+    # Of a median of n normal values: sqrt(pi / 2 n) standard deviations.
+    error = 0.0 if len(pairs) < 2 else math.sqrt(math.pi / 2 / len(pairs)) * statistics.stdev(differences)
+    return {
+        "pairs": len(pairs),
+        "own_prefill_ms": 1e3 * prefill,
+        "own_gap_ms": 1e3 * statistics.median(pair.own.gap for pair in pairs),
+        "gap_ms": 1e3 * statistics.median(pair.handed.gap for pair in pairs),
+        "growth_ms": 1e3 * growth,
+        "growth_error_ms": 1e3 * error,
+        "waited_ms": 1e3 * statistics.median(pair.handed.waited - pair.own.waited for pair in pairs),
+        "growth_percent": 100 * growth / prefill,
+    }
 
 
 def measure(repeats: int, quick: bool = False) -> tuple[Rows, list[Goal]]:

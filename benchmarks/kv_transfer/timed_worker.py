@@ -5,6 +5,7 @@ Times are of the machine's monotonic clock, which all processes of a host share.
     handed   a prompt's last blocks were handed to the producer's connector: they are computed, the token is not sampled yet
     saved    that step has ended on the producer: its token is about to be sent
     loaded   the consumer's connector proved the last block of a load
+    decoded  a step began that runs one token of this request: its prompt is there, be it loaded or computed
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from baton_engine.core.step import SchedulerOutput
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
@@ -52,11 +54,11 @@ class TimedConnector(KVConnectorWorker):
         now = time.monotonic()
         output = self._inner.get_finished()
         for transfer_id, handed in self._saved:
-            self._write("handed", transfer_id, handed)
-            self._write("saved", transfer_id, now)
+            self.write("handed", transfer_id, handed)
+            self.write("saved", transfer_id, now)
         self._saved.clear()
         for transfer_id, result in output.load_results.items():
-            self._write("loaded", transfer_id, self.woken, result.error)
+            self.write("loaded", transfer_id, self.woken, result.error)
         return output
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -68,7 +70,7 @@ class TimedConnector(KVConnectorWorker):
     def shutdown(self) -> None:
         self._inner.shutdown()
 
-    def _write(self, event: str, transfer_id: str, seconds: float, error: str = "") -> None:
+    def write(self, event: str, transfer_id: str, seconds: float, error: str = "") -> None:
         with self._file.open("a") as file:
             file.write(json.dumps([event, transfer_id, seconds, error]) + "\n")
 
@@ -85,3 +87,11 @@ class TimedWorker(Worker):
         assert self.connector is not None, "these engines transfer"
         self.connector = timed = TimedConnector(self.connector, Path(os.environ["BATON_TRANSFER_TIMES"]))
         return address
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        began = time.monotonic()
+        super().execute_model(step)
+        assert isinstance(self.connector, TimedConnector)
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            if num_tokens == 1:
+                self.connector.write("decoded", request_id, began)

@@ -7,7 +7,7 @@ random order. The two alternate within every repeat. GB/s, medians.
 
 ucxx runs without peer error handling, which ours has: with it, messages of this size ended in "Connection reset by remote peer".
 Not with UCX_TLS=tcp: there ucxx 0.52 does not end messages of 4 MiB, whatever the rendezvous scheme, and of those of 256 KiB and
-1 MiB the first bytes arrived as those of freed memory. Over tcp ours are active messages, too (`transports.ucx_messages`).
+1 MiB the first bytes arrived as those of freed memory. Over tcp ours uses no UCX (`transports.tcp_lane`).
 """
 
 from __future__ import annotations

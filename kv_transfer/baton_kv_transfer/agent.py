@@ -245,11 +245,15 @@ def unknown_peer(name: str) -> KeyError:
     return KeyError(f"agent {name} is not known: add_remote_agent(its metadata) first")
 
 
-def create_agent(name: str, transport: str = "ucx") -> Agent:
+def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
     """The agent called `name` over `transport`; UCX or NIXL are imported here, when first needed.
+
+    Args:
+        host: address of this machine at which `ucx` is reached; empty: $POD_IP, or else 127.0.0.1. NIXL chooses its own.
 
     Raises:
         ValueError: unknown transport, or the packages it needs are not installed.
+        OSError: `host` is no address of this machine.
         UCXError: UCX is missing or does not start.
     """
     if transport == "nixl":
@@ -262,4 +266,4 @@ def create_agent(name: str, transport: str = "ucx") -> Agent:
         )
     from baton_kv_transfer.transport_agent import TransportAgent
 
-    return TransportAgent(name, transport)
+    return TransportAgent(name, transport, host)

@@ -305,7 +305,7 @@ class Loads:
                 continue  # in the prefix cache already, past what is wanted, or known: the first publication counts
             if block.chain_hash != wish.block_hashes[position]:
                 why = f"block {block.index} holds other tokens at {leg.peer.name}"
-                self.fail(load, FailureReason.PROTOCOL, why, now)
+                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
             leg.slots_there[position] = block.slot
             leg.checksums[position] = block.checksum
@@ -316,7 +316,7 @@ class Loads:
             leg.last = True
             if (num := leg.num_published) < load.num_blocks:
                 why = f"{leg.peer.name} published {num} of {load.num_blocks} blocks asked for"
-                self.fail(load, FailureReason.PROTOCOL, why, now)
+                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
         if message.written and load.slots is not None:
             leg.num_written += len(new)

@@ -167,8 +167,8 @@ class Peer:
                     self._check_welcome(message)
                 case side_channel.Description():
                     self._learn_memory(message)
-                case side_channel.Refused(reason=reason):
-                    kind = FailureReason.PEER_LOST if self.ready else FailureReason.REFUSED
+                case side_channel.Refused(reason=reason, succeeded=succeeded):
+                    kind = FailureReason.PEER_LOST if self.ready or succeeded else FailureReason.REFUSED
                     self.fail(kind, f"refused by {self.name}: {reason}")
                 case _ if self.ready:
                     messages.append(message)

@@ -103,11 +103,15 @@ class Sessions:
             self._open.move_to_end(identity)
         return session
 
-    def refuse(self, identity: bytes, reason: str) -> None:
-        """Of a handshake or of anything before it; the connection has to greet anew."""
+    def refuse(self, identity: bytes, reason: str, *, succeeded: bool = False) -> None:
+        """Of a handshake or of anything before it; the connection has to greet anew.
+
+        Args:
+            succeeded: the consumer asked for an engine that had this address before.
+        """
         self._stats.handshakes_refused += 1
         self.forget(identity, reason)
-        self._send(identity, side_channel.Refused(reason))
+        self._send(identity, side_channel.Refused(reason, succeeded))
 
     def greet(self, identity: bytes, hello: side_channel.Hello, now: float) -> None:
         self.forget(identity, "the consumer greeted anew")
@@ -116,7 +120,8 @@ class Sessions:
         names = ("side channel version", "compatibility hash (of checkpoint, dtype and quantization)", "instance id")
         for name, mine, other in zip(names, ours, theirs, strict=True):
             if mine != other:
-                self.refuse(identity, f"{name} differs: {mine} at the producer, {other} at the consumer")
+                why = f"{name} differs: {mine} at the producer, {other} at the consumer"
+                self.refuse(identity, why, succeeded=name == "instance id")
                 return
         if len(hello.nonce) != auth.NONCE_BYTES or not 0 < len(hello.instance_id) <= MAX_ID_LENGTH:
             self.refuse(

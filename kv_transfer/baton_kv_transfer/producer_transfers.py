@@ -39,6 +39,8 @@ that find none here, because of such blocks: then neither side goes on before so
 DRAIN_TIMEOUT_S = 5.0
 """Writes to a subscriber that left end within this, or its memory is cut off."""
 SLOT_RETRY_S = 0.02
+PART_BYTES = 16 * 2**20
+"""Of blocks summed and published at once: they are read while the sums of the next ones are taken."""
 
 
 class _Writes(Protocol):
@@ -289,15 +291,23 @@ class Transfers:
         """Publishes those of the blocks that it wants, or begins to write them."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
-        published = prove(self._memory, subscriber, [block for block in blocks if first <= block.index < end])
-        if subscriber.push and published:
-            self._writes.enqueue(subscriber, published)
-        else:
-            self._publish(subscriber, published)
+        wanted = [block for block in blocks if first <= block.index < end]
+        if subscriber.push and wanted:
+            self._writes.enqueue(subscriber, prove(self._memory, subscriber, wanted))
+            return
+        step = max(1, PART_BYTES // self._memory.layout.block_nbytes)
+        while len(wanted) > step:
+            part, wanted = wanted[:step], wanted[step:]
+            self._publish(subscriber, prove(self._memory, subscriber, part), more=True)
+        self._publish(subscriber, prove(self._memory, subscriber, wanted))
 
-    def _publish(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
-        """Tells what is readable; the last time once everything is, or was written."""
-        last = subscriber.transfer.last and subscriber.idle and not subscriber.told_last
+    def _publish(self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False) -> None:
+        """Tells what is readable; the last time once everything is, or was written.
+
+        Args:
+            more: of what is readable now the rest follows.
+        """
+        last = not more and subscriber.transfer.last and subscriber.idle and not subscriber.told_last
         if not blocks and not last:
             return
         if last:

@@ -153,6 +153,8 @@ class Refused(_Message):
     """Of a handshake: the consumer must not go on."""
 
     reason: str
+    succeeded: bool = False
+    """The instance that the consumer asked for is gone: another one has its address."""
 
 
 ToProducer = Hello | Describe | Subscribe | Release | Heartbeat

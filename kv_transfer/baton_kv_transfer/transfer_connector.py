@@ -51,7 +51,7 @@ class TransferConnector(KVConnectorWorker):
         if config.role is KVRole.NONE:
             raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
         token = auth.read_token(config.token_file)
-        self._agent = create_agent(f"{instance_id}/{rank}", config.transport)
+        self._agent = create_agent(f"{instance_id}/{rank}", config.transport, host)
         self._lock = threading.Lock()
         self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = deque()
         self._output = ConnectorOutput()

@@ -95,15 +95,19 @@ class _NotPosted(Operation):
 
 
 class TransportAgent(Agent):
-    def __init__(self, name: str, transport: str) -> None:
+    def __init__(self, name: str, transport: str, host: str = "") -> None:
         """
+        Args:
+            host: see create_agent.
+
         Raises:
             ValueError: unknown transport.
+            OSError: `host` is no address of this machine.
             UCXError: UCX is missing or does not start.
         """
         self.name = name
         self._transport_name = transport
-        self._transport = create_transport(transport, name)
+        self._transport = create_transport(transport, name, host)
         self._lock = threading.RLock()  # of the two below
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}

@@ -39,6 +39,9 @@ def run(soak: Soak) -> None:
         print(f"BATON_SOAK_SEED={SEED}, {time.monotonic() - started:.0f} s: {dict(sorted(soak.counts.items()))}")
     assert soak.counts["blocks right"]
     assert soak.counts["loads whole"] > soak.counts["loads cut short"]
+    # These producers die and are cut off, but say nothing that cannot be; and all engines fit each other.
+    unexpected = {reason: soak.counts[f"failed: {reason}"] for reason in ("protocol", "refused", "defect")}
+    assert not any(unexpected.values()), unexpected
 
 
 def test_soak(tmp_path: Path) -> None:
@@ -92,5 +95,6 @@ def test_long_soak(tmp_path: Path) -> None:
     run(soak)
     assert soak.counts["damaged"]
     assert soak.counts["checksum failures"]
+    assert soak.counts["loads of another prompt"]
     assert soak.counts["kills"]
     assert soak.counts["freezes"]

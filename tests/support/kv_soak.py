@@ -78,6 +78,8 @@ class _Transfer:
     waits_for: set[tuple[str, int, bool]]
     """Name and incarnation of the engines that have to say how it ended, and whether as producer."""
     deadline: float
+    other_prompt: bool
+    """Its load asks for other tokens than are offered."""
     history: list[Any] = field(default_factory=list)
 
 
@@ -113,6 +115,8 @@ class Soak:
         self._transfers: dict[str, _Transfer] = {}
         self._num_started = 0
         self._reports: dict[str, Report] = {}
+        self._failures: dict[tuple[str, int], dict[str, int]] = {}
+        """Of every incarnation of an engine, also those that were killed: legs of loads that failed, by reason."""
         self.counts: Counter[str] = Counter()
         """What happened, by name."""
         self._context = mp.get_context("forkserver")
@@ -180,7 +184,8 @@ class Soak:
         sequence, num_blocks = rng.randrange(2**32), rng.randint(1, rng.choice([2, MAX_BLOCKS]))
         instance, port = producing.engines[producer.name]
         first = 0 if rng.random() < 0.7 else rng.randint(0, num_blocks)
-        wanted = sequence if rng.random() < 0.98 else sequence + 1  # other tokens than are offered
+        other_prompt = rng.random() >= 0.98
+        wanted = sequence + other_prompt
         acts = [
             (
                 producing,
@@ -193,7 +198,8 @@ class Soak:
             del acts[rng.randrange(2)]  # the other side never hears of it
         rng.shuffle(acts)
         waits_for = {(command[1], process.incarnation, sends) for process, command, sends in acts}
-        self._transfers[name] = _Transfer(waits_for, time.monotonic() + END_S, [command for _, command, _ in acts])
+        commands = [command for _, command, _ in acts]
+        self._transfers[name] = _Transfer(waits_for, time.monotonic() + END_S, other_prompt, commands)
         for process, command, _ in acts:
             self._send(process, command)
         self.counts[f"{producer.transport} {consumer.mode} {len(producer.heads)} to {len(consumer.heads)}"] += 1
@@ -273,6 +279,10 @@ class Soak:
         transfer.waits_for.remove(wait)
         transfer.history.append(ended)
         if not ended.sent:
+            told = "other tokens" in ended.error
+            assert transfer.other_prompt or not told, f"the engines were given the same prompt: {transfer}"
+            self.counts["loads of another prompt"] += told
+            self._failures[ended.name, process.incarnation] = ended.failures
             self.counts["loads whole" if not ended.error else "loads cut short"] += 1
             self.counts["blocks right"] += ended.num_valid
         self._forget_if_over(ended.transfer_id)
@@ -287,6 +297,8 @@ class Soak:
         for process in self._processes:
             if process.thaws_at:
                 os.kill(process.process.pid, signal.SIGCONT)
+        while not all(process.up for process in self._processes):  # one of the last kills may have been a moment ago
+            self._listen(0.05)
         names = {spec.name for process in self._processes for spec in process.specs}
         while True:
             self._reports.clear()
@@ -306,7 +318,8 @@ class Soak:
             self.counts["checksum failures"] += report.checksum_failures
             self.counts["fences"] += report.memory_fences
             self.counts["damaged"] += report.num_damaged
-            for reason, count in report.failures.items():
+        for failures in self._failures.values():
+            for reason, count in failures.items():
                 self.counts[f"failed: {reason}"] += count
         for process in self._processes:
             self._send(process, ("stop", "", ()))

@@ -23,6 +23,7 @@ from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
     ConnectorMetadata,
+    ConnectorStats,
     HeadRange,
     KVCacheLayout,
     LoadResult,
@@ -192,6 +193,8 @@ class Ended:
     num_valid: int = 0
     num_wanted: int = 0
     error: str = ""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Legs of all loads of this engine that failed so far, by reason."""
 
 
 @dataclass
@@ -206,7 +209,6 @@ class Report:
     checksum_failures: int
     memory_fences: int
     num_damaged: int
-    failures: dict[str, int] = field(default_factory=dict)
 
 
 class SoakEngine:
@@ -308,12 +310,7 @@ class SoakEngine:
                 if (memory.blocks[self._free] != POISON).any() or len(set(self._free)) != NUM_BLOCKS:
                     self._problems.append("at the end blocks are missing or were written to while they were free")
         problems = self._problems + [problem for memory in self._memories for problem in memory.problems]
-        failures: dict[str, int] = {}
-        for stat in stats:
-            if stat.failure:
-                problems.append(stat.failure)
-            for reason, count in stat.failures.items():
-                failures[reason] = failures.get(reason, 0) + count
+        problems += [stat.failure for stat in stats if stat.failure]
         return Report(
             self.spec.name,
             busy,
@@ -321,7 +318,6 @@ class SoakEngine:
             sum(stat.checksum_failures for stat in stats),
             sum(stat.memory_fences for stat in stats),
             sum(memory.num_damaged for memory in self._memories),
-            failures,
         )
 
     def close(self) -> None:
@@ -410,7 +406,8 @@ class SoakEngine:
                             f"{transfer_id}: block {position} of {wanted} is wrong at worker {rank}, head {head}: {result}"
                         )
         self._give_back(load.block_ids)
-        return Ended(self.spec.name, transfer_id, False, result.num_valid_blocks, wanted, result.error)
+        failures = ConnectorStats.total([connector.stats() for connector in self._connectors]).failures
+        return Ended(self.spec.name, transfer_id, False, result.num_valid_blocks, wanted, result.error, failures)
 
     def _take(self, num_blocks: int) -> list[int]:
         self._rng.shuffle(self._free)

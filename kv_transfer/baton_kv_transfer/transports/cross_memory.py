@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Descriptors
+from baton_kv_transfer.transports.rows import split
 
 CELL_BYTES = 16
 MAX_ROWS = 1023
@@ -137,7 +138,7 @@ class BatchedCopy:
         self._process = process
         self.target = local[:, :2]
         """The runs here, as they were given."""
-        self._local, self._remote = _split(self.target, remote[:, :2])
+        self._local, self._remote = split(self.target, BATCH_BYTES), split(remote[:, :2], BATCH_BYTES)
         self._next = 0
         self._copied = 0
         self.nbytes = int(self._local[:, 1].sum())
@@ -161,21 +162,6 @@ class BatchedCopy:
         until = int(self._ends[end - 1])
         self._process.read(self._local[first:end], self._remote[first:end], until - self._copied)
         self._next, self._copied = end, until
-
-
-def _split(local: NDArray[np.int64], remote: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The same runs, those longer than a batch in pieces."""
-    lengths = local[:, 1]
-    if lengths.max() <= BATCH_BYTES:
-        return local, remote
-    pieces = -(-lengths // BATCH_BYTES)
-    row = np.repeat(np.arange(len(lengths)), pieces)
-    offset = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * BATCH_BYTES
-    length = np.minimum(lengths[row] - offset, BATCH_BYTES)
-    return (
-        np.stack((local[row, 0] + offset, length), axis=1),
-        np.stack((remote[row, 0] + offset, length), axis=1),
-    )
 
 
 @functools.cache

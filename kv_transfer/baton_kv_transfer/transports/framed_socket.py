@@ -1,4 +1,8 @@
-"""Frames over a stream socket between two processes of one host, without waiting on either side."""
+"""Frames over a stream socket, without waiting on either side: messages, and data that goes from memory to memory.
+
+A transfer's data are frames of the kind DATA under the transfer's number, in turns with those of other transfers. Messages go
+before the next of them.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,51 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+
+from baton_kv_transfer.transports.rows import FRAME_BYTES, Rows
+
+DATA = 0
+"""The kind of frames with rows; all others are messages."""
+MAX_PAYLOAD_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<IIQ")
 """Bytes of the payload, kind, number of the operation."""
-MAX_PAYLOAD_BYTES = 64 * 2**20
-_RECEIVE_BYTES = 2**16  # small enough for the allocator to keep
+_SEND_BYTES = 2**18
+_TURN_BYTES = 2**20
+"""Data moved in one call, then others have their turn."""
+_DISCARDED = bytearray(2**16)
+_ZEROS = np.zeros(FRAME_BYTES, dtype=np.uint8)
 
 
 class FramedSocket:
-    """One end. Methods raise ConnectionError or OSError once the connection is gone."""
+    """One end. `receive` may run beside the other methods, which are for one thread at a time.
 
-    def __init__(self, end: socket.socket, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    Methods raise ConnectionError or OSError once the connection is gone.
+    """
+
+    def __init__(
+        self, end: socket.socket, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, takes_data: bool = False
+    ) -> None:
+        """
+        Args:
+            takes_data: the other side may send data; what nobody expects is thrown away.
+        """
         end.setblocking(False)
         self._end = end
-        self._incoming = bytearray()
-        self._outgoing = bytearray()
         self.max_payload_bytes = max_payload_bytes
-        """Longer frames of the other side are an error of its."""
+        """Longer messages of the other side are an error of its."""
+        self.takes_data = takes_data
+        self._messages = bytearray()  # to send before the next frame of data
+        self._head = bytearray()  # being sent: messages, and the header of the frame of data that follows
+        self._sending: tuple[int, Rows] | None = None
+        self._waiting: dict[int, Rows] = {}
+        self._expected: dict[int, Rows] = {}
+        self._header = bytearray(_HEADER.size)
+        self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
+        self._payload = bytearray()
+        self._filled = 0  # bytes of header, or of payload
+        self._missing = 0  # bytes of the frame's data
+        self._target: Rows | None = None
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -30,44 +63,136 @@ class FramedSocket:
     @property
     def has_outgoing(self) -> bool:
         """Something waits until the other side reads: call `flush` when the socket is writable."""
-        return bool(self._outgoing)
+        return bool(self._head or self._messages or self._sending or self._waiting)
 
-    def send(self, kind: int, number: int, payload: bytes = b"") -> None:
-        frame = _HEADER.pack(len(payload), kind, number) + payload
-        sent = 0
-        if not self._outgoing:
-            with contextlib.suppress(BlockingIOError):
-                sent = self._end.send(frame)
-        if sent < len(frame):
-            self._outgoing += memoryview(frame)[sent:]
-            self.flush()
+    @property
+    def transfers(self) -> dict[int, Rows]:
+        """Those whose data are under way, by number."""
+        sending = dict([self._sending] if self._sending else [])
+        return {**self._expected, **self._waiting, **sending}
+
+    def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
+        """A message, and data under the same number."""
+        self._messages += _HEADER.pack(len(payload), kind, number) + payload
+        if rows is not None:
+            self._waiting[number] = rows
+        self.flush()
+
+    def send_rows(self, number: int, rows: Rows) -> None:
+        self._waiting[number] = rows
+        self.flush()
+
+    def expect(self, number: int, rows: Rows) -> None:
+        """Data of this number go to these rows; when all are there, `receive` returns a frame of the kind DATA."""
+        self._expected[number] = rows
+
+    def stop(self, number: int) -> bool:
+        """Rows of this transfer are not touched any more; false if none were under way. By the thread that receives."""
+        rows = self._expected.pop(number, None)
+        if rows is not None and rows is self._target:
+            self._target = None
+        waiting = self._waiting.pop(number, None) is not None
+        if self._sending is None or self._sending[0] != number:
+            return waiting or rows is not None
+        blank = Rows(np.array([[_ZEROS.ctypes.data, self._sending[1].frame_missing]]))  # the frame was announced
+        blank.begin_frame()
+        self._sending = (number, blank)
+        return True
 
     def flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._outgoing:
-                del self._outgoing[: self._end.send(memoryview(bytes(self._outgoing[:_RECEIVE_BYTES])))]
+        turn = 0
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while self.has_outgoing and turn < _TURN_BYTES:
+                if self._head:
+                    self._send_head()
+                elif self._sending is not None:
+                    turn += self._send_data(*self._sending)
+                else:
+                    self._begin_frame()
 
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
-        """(kind, number, payload) of the frames that are there.
+        """(kind, number, payload) of the messages that are there; the kind DATA: all of a transfer's rows are.
 
         Raises:
-            ConnectionError: the other side closed, or sent a frame that is too long.
+            ConnectionError: the other side closed, or sent what it must not.
         """
-        with contextlib.suppress(BlockingIOError):
-            arrived = self._end.recv(_RECEIVE_BYTES)
-            if not arrived:
+        turn = 0
+        while turn < _TURN_BYTES:
+            try:
+                received = self._receive_some()
+            except (BlockingIOError, InterruptedError):
+                return
+            if not received:
                 raise ConnectionError("the other side closed the connection")
-            self._incoming += arrived
-        while len(self._incoming) >= _HEADER.size:
-            length, kind, number = _HEADER.unpack_from(self._incoming)
-            if length > self.max_payload_bytes:
-                raise ConnectionError(f"a frame of {length} bytes is longer than {self.max_payload_bytes}")
-            end = _HEADER.size + length
-            if len(self._incoming) < end:
-                break
-            payload = bytes(self._incoming[_HEADER.size : end])
-            del self._incoming[:end]
-            yield kind, number, payload
+            turn += received
+            if self._frame is None and self._filled == _HEADER.size:
+                self._begin_incoming(*_HEADER.unpack(self._header))
+            if self._frame is not None and not self._missing and self._filled == len(self._payload):
+                (kind, number), payload, target = self._frame, bytes(self._payload), self._target
+                self._frame, self._payload, self._target, self._filled = None, bytearray(), None, 0
+                if kind != DATA:
+                    yield kind, number, payload
+                elif target is not None and target.done:
+                    del self._expected[number]
+                    yield kind, number, b""
 
     def close(self) -> None:
         self._end.close()
+
+    # -- out
+
+    def _begin_frame(self) -> None:
+        self._head, self._messages = self._messages, bytearray()
+        if self._waiting:
+            number = next(iter(self._waiting))  # whoever waits longest
+            rows = self._waiting.pop(number)
+            self._head += _HEADER.pack(rows.begin_frame(), DATA, number)
+            self._sending = (number, rows)
+
+    def _send_head(self) -> None:
+        with memoryview(self._head) as head, head[:_SEND_BYTES] as part:
+            sent = self._end.send(part, socket.MSG_MORE if self._sending else 0)
+        del self._head[:sent]
+
+    def _send_data(self, number: int, rows: Rows) -> int:
+        sent = rows.send(self.fileno())
+        if not rows.frame_missing:
+            self._sending = None
+            if not rows.done:
+                self._waiting[number] = rows
+        return sent
+
+    # -- in
+
+    def _receive_some(self) -> int:
+        if self._target is not None:
+            received = self._target.receive(self.fileno())
+            self._missing -= received
+        elif self._missing:
+            received = self._end.recv_into(_DISCARDED, min(self._missing, len(_DISCARDED)))
+            self._missing -= received
+        else:
+            with (
+                memoryview(self._header if self._frame is None else self._payload) as whole,
+                whole[self._filled :] as rest,
+            ):
+                received = self._end.recv_into(rest)
+            self._filled += received
+        return received
+
+    def _begin_incoming(self, nbytes: int, kind: int, number: int) -> None:
+        self._frame, self._filled = (kind, number), 0
+        if kind != DATA:
+            if nbytes > self.max_payload_bytes:
+                raise ConnectionError(f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}")
+            self._payload = bytearray(nbytes)
+            return
+        if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:
+            raise ConnectionError(f"{nbytes} bytes of data that nobody asked for")
+        self._missing, target = nbytes, self._expected.get(number)
+        if target is not None:
+            try:
+                target.take_frame(nbytes)
+            except ValueError as error:
+                raise ConnectionError(str(error)) from None
+        self._target = target

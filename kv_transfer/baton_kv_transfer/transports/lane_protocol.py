@@ -1,4 +1,4 @@
-"""What processes of one host tell each other about the lane between them, and how far they believe it."""
+"""What the two sides of a lane tell each other, between processes of one host and over TCP, and how far they believe it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Descriptors, Region
+from baton_kv_transfer.transports.framed_socket import DATA
+from baton_kv_transfer.transports.rows import MAX_TRANSFER_BYTES
 
-HELLO, WRITE, NOTIF, ANSWER = range(4)
-"""Kinds of frames. A frame's number names the write that it asks for or answers."""
+HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
+"""Kinds of messages. A frame's number names the transfer that it asks for, answers, or has bytes of."""
+MAX_HELLO_BYTES = 4096
 
 
 class LaneAddress(msgspec.Struct, array_like=True, frozen=True):
@@ -25,6 +28,22 @@ class LaneAddress(msgspec.Struct, array_like=True, frozen=True):
     cell_address: int
     cell: bytes
     socket_name: bytes
+
+
+class TCPAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a process anywhere needs."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class TCPHello(msgspec.Struct, array_like=True):
+    """First frame of who connects over TCP."""
+
+    secret: bytes
+    """The peer's, as proof that it may."""
+    name: str
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -55,18 +74,32 @@ def find_inside(descs: NDArray[np.int64], regions: list[Region]) -> NDArray[np.b
     return inside
 
 
-def encode_write(notif: bytes, local: Descriptors, remote: Descriptors) -> bytes:
-    rows = np.column_stack((local[:, 0], remote[:, 0], local[:, 1]))
+def encode_request(notif: bytes, rows: NDArray[np.int64]) -> bytes:
+    """`rows`: [n, k]."""
     return len(notif).to_bytes(4, "little") + notif + rows.astype("<i8").tobytes()
 
 
-def decode_write(request: bytes) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-    """(notification, source rows, target rows), each [n, 2]. Raises ValueError: not a request, or without rows."""
+def decode_request(request: bytes, columns: int) -> tuple[bytes, NDArray[np.int64]]:
+    """(notification, [n, columns]); the last column are lengths.
+
+    Raises:
+        ValueError: not a request, without rows, or for more than one transfer may move.
+    """
     end = 4 + int.from_bytes(request[:4], "little")
-    rows = np.frombuffer(request, dtype="<i8", offset=min(end, len(request))).reshape(-1, 3)
-    if len(rows) == 0:
-        raise ValueError("a write without descriptors")
-    return request[4:end], rows[:, [0, 2]], rows[:, [1, 2]]
+    rows = np.frombuffer(request, dtype="<i8", offset=min(end, len(request))).reshape(-1, columns)
+    if not len(rows) or rows[:, -1].sum(dtype=np.float64) > MAX_TRANSFER_BYTES:
+        raise ValueError(f"a request for {len(rows)} descriptors of too many bytes, or none")
+    return request[4:end], rows
+
+
+def encode_write(notif: bytes, local: Descriptors, remote: Descriptors) -> bytes:
+    return encode_request(notif, np.column_stack((local[:, 0], remote[:, 0], local[:, 1])))
+
+
+def decode_write(request: bytes) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+    """(notification, source rows, target rows), each [n, 2]. Raises ValueError as `decode_request`."""
+    notif, rows = decode_request(request, 3)
+    return notif, rows[:, [0, 2]], rows[:, [1, 2]]
 
 
 def get_location() -> tuple[str, int, int]:

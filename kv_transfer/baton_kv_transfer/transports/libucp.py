@@ -20,7 +20,6 @@ _FIRST_ERROR_POINTER = 2**64 - 100  # UCS_PTR_IS_ERR: status codes cast to point
 
 FEATURE_RMA = 1 << 1
 FEATURE_WAKEUP = 1 << 4
-FEATURE_AM = 1 << 6
 PARAM_FEATURES = 1 << 0
 PARAM_NAME = 1 << 8
 WORKER_THREAD_MODE = 1 << 0
@@ -33,20 +32,12 @@ MEM_MAP_ADDRESS = 1 << 0
 MEM_MAP_LENGTH = 1 << 1
 MEM_MAP_MEMORY_TYPE = 1 << 4
 ATTR_MEMORY_TYPES = 1 << 2
-OP_ATTR_DATATYPE = 1 << 3
 OP_ATTR_FLAGS = 1 << 4
-DATATYPE_IOV = 2
 EP_ATTR_TRANSPORTS = 1 << 3
 EP_CLOSE_FORCE = 1 << 0
-AM_SEND_EAGER = 1 << 1
-AM_SEND_COPY_HEADER = 1 << 3
-AM_PARAM_ID = 1 << 0
-AM_PARAM_CB = 1 << 2
 
 ErrorCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_int8)
 """(arg, endpoint, status)"""
-AmCallback = c.CFUNCTYPE(c.c_int8, c.c_void_p, c.c_void_p, c.c_size_t, c.c_void_p, c.c_size_t, c.c_void_p)
-"""(arg, header, header length, data, length, ucp_am_recv_param) -> status"""
 
 
 class Params(c.Structure):
@@ -157,16 +148,6 @@ class RequestParam(c.Structure):
     ]
 
 
-class AmHandlerParam(c.Structure):
-    _fields_ = [
-        ("field_mask", c.c_uint64),
-        ("id", c.c_uint),
-        ("flags", c.c_uint32),
-        ("cb", AmCallback),
-        ("arg", c.c_void_p),
-    ]
-
-
 _P = c.c_void_p
 _PP = c.POINTER(c.c_void_p)
 _PSIZE = c.POINTER(c.c_size_t)
@@ -188,7 +169,6 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_worker_get_efd": (c.c_int8, [_P, c.POINTER(c.c_int)]),
     "ucp_worker_arm": (c.c_int8, [_P]),
     "ucp_worker_signal": (c.c_int8, [_P]),
-    "ucp_worker_set_am_recv_handler": (c.c_int8, [_P, c.POINTER(AmHandlerParam)]),
     "ucp_ep_create": (c.c_int8, [_P, c.POINTER(EpParams), _PP]),
     "ucp_ep_query": (c.c_int8, [_P, c.POINTER(EpAttr)]),
     "ucp_ep_close_nbx": (_P, [_P, _PREQ]),
@@ -201,7 +181,6 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_mem_unmap": (c.c_int8, [_P, _P]),
     "ucp_get_nbx": (_P, [_P, _P, c.c_size_t, c.c_uint64, _P, _PREQ]),
     "ucp_put_nbx": (_P, [_P, _P, c.c_size_t, c.c_uint64, _P, _PREQ]),
-    "ucp_am_send_nbx": (_P, [_P, c.c_uint, c.c_char_p, c.c_size_t, _P, c.c_size_t, _PREQ]),
     "ucp_request_check_status": (c.c_int8, [_P]),
     "ucp_request_free": (None, [_P]),
 }

@@ -10,16 +10,12 @@ from typing import Any
 from baton_kv_transfer.transports import libucp
 from baton_kv_transfer.transports.base import MEM_TYPES, Region
 
-NOTIF_AM_ID, REQUEST_AM_ID, FRAME_AM_ID, ANSWER_AM_ID = range(1, 5)
 SETTINGS = {
     "UCX_KEEPALIVE_INTERVAL": "2s",  # how often silent peers are probed
-    # UCX connects TCP in its progress thread, which waits meanwhile: a host that is cut off must not hold it up for long.
+    # Where UCX connects by TCP, its progress thread waits meanwhile: a host that is cut off must not hold it up for long.
     "UCX_TCP_SYN_CNT": "1",
-    "UCX_RNDV_THRESH": "inf",  # frames and puts go out as they are, without a rendezvous for each
 }
 """Used unless the environment says otherwise."""
-TCP_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "64K", "UCX_TCP_RX_SEG_SIZE": "520K"}
-"""A frame of `ucx_messages` fits the segment that is received. Used unless the environment sets one of them."""
 _UCX_MEMORY_TYPES = dict(zip(MEM_TYPES, (0, 1), strict=True))  # UCS_MEMORY_TYPE_HOST, UCS_MEMORY_TYPE_CUDA
 
 
@@ -61,23 +57,14 @@ class UCXContext:
         self._memory[address] = (region, memh.value)
         return region
 
-    @property
-    def host_regions(self) -> list[Region]:
-        return [region for region, _ in self._memory.values() if region.mem_type == "DRAM"]
-
     def unmap(self, region: Region) -> None:
         _, memh = self._memory.pop(region.address)
         libucp.check(self.ucp.ucp_mem_unmap(self._handle, memh), "ucp_mem_unmap")
 
-    def create_worker(self, handlers: dict[int, Any]) -> UCXWorker:
-        """`handlers`: a libucp.AmCallback for each id, that outlives the worker. `Any`: ctypes makes such types at run time."""
+    def create_worker(self) -> UCXWorker:
         params = libucp.WorkerParams(field_mask=libucp.WORKER_THREAD_MODE, thread_mode=libucp.THREAD_MODE_SERIALIZED)
         worker = c.c_void_p()
         libucp.check(self.ucp.ucp_worker_create(self._handle, c.byref(params), c.byref(worker)), "ucp_worker_create")
-        for am_id, callback in handlers.items():
-            handler = libucp.AmHandlerParam(field_mask=libucp.AM_PARAM_ID | libucp.AM_PARAM_CB, id=am_id, cb=callback)
-            status = self.ucp.ucp_worker_set_am_recv_handler(worker, c.byref(handler))
-            libucp.check(status, "ucp_worker_set_am_recv_handler")
         assert worker.value is not None
         return UCXWorker(self.ucp, worker.value)
 
@@ -93,14 +80,12 @@ class UCXContext:
         libucp.check(ucp.ucp_config_read(None, None, c.byref(config)), "ucp_config_read")
         try:
             settings = {key: value for key, value in SETTINGS.items() if key not in os.environ}
-            if not TCP_SETTINGS.keys() & os.environ.keys():
-                settings |= TCP_SETTINGS
             for key, value in settings.items():
                 status = ucp.ucp_config_modify(config, key.removeprefix("UCX_").encode(), value.encode())
                 libucp.check(status, f"ucp_config_modify({key})")
             params = libucp.Params(
                 field_mask=libucp.PARAM_FEATURES | libucp.PARAM_NAME,
-                features=libucp.FEATURE_RMA | libucp.FEATURE_AM | libucp.FEATURE_WAKEUP,
+                features=libucp.FEATURE_RMA | libucp.FEATURE_WAKEUP,
                 name=name.encode(),
             )
             context = c.c_void_p()

@@ -1,19 +1,30 @@
-"""Connections of the progress thread: to peers by name, and to those who asked this side for something."""
+"""Connections of the progress thread to peers, and which of them access memory without the peer's processor."""
 
 from __future__ import annotations
 
 import ctypes as c
-import os
+from pathlib import Path
 from typing import Any
 
 from baton_kv_transfer.transports import libucp
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.ucx_context import UCXWorker
 
-_NETWORK_ACCESS = ("rc_", "dc_", "gga_")
-_DEVICE_ACCESS = (*_NETWORK_ACCESS, "cuda_ipc")
+NETWORK_ACCESS = ("rc_", "dc_", "gga_")
+_DEVICE_ACCESS = (*NETWORK_ACCESS, "cuda_ipc")
 """Beginnings of the names of UCX's transports that read and write a peer's memory (of a device) without its processor."""
 _MAX_TRANSPORTS = 32
+
+
+def has_network_access(tls: str | None) -> bool:
+    """Whether this machine may have a network that accesses memory, and UCX_TLS of this value lets UCX use it."""
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        return False
+    names = {name.strip() for name in (tls or "all").removeprefix("^").split(",")}
+    if (tls or "").startswith("^"):
+        return not (names & {"all", "ib"} or {"rc", "dc", "gga"} <= names)
+    return any(name in ("all", "ib") or name.startswith(("rc", "dc", "gga")) for name in names)
 
 
 class Endpoint:
@@ -23,8 +34,6 @@ class Endpoint:
         self.name = name
         self.address = address
         self.regions = regions
-        self.connection = os.urandom(8)
-        """Tells this one from earlier ones to the same peer."""
         self.handle: int | None = None
         self.accesses_host = self.accesses_device = False
         """Whether the peer's memory is read and written without its processor."""
@@ -41,7 +50,6 @@ class Endpoints:
     def __init__(self, ucp: Any) -> None:
         self._ucp = ucp
         self._peers: dict[str, Endpoint] = {}
-        self._clients: dict[bytes, Endpoint] = {}
         self._by_handle: dict[int, Endpoint] = {}
         self._closing: list[Endpoint] = []
         self._on_error = libucp.ErrorCallback(self._failed)  # kept: UCX holds the pointer
@@ -64,20 +72,10 @@ class Endpoints:
             self._connect(worker, endpoint)
         return endpoint
 
-    def get_client(self, worker: UCXWorker, name: str, address: bytes, connection: bytes) -> Endpoint:
-        """Who asked over that connection of its."""
-        key = connection + address
-        endpoint = self._clients.get(key)
-        if endpoint is None or endpoint.error:
-            endpoint = self._clients[key] = Endpoint(name, address, [])
-            self._connect(worker, endpoint)
-        return endpoint
-
     def fail_all(self, reason: str) -> None:
         for endpoint in [*self._peers.values(), *self._by_handle.values()]:
             endpoint.error = endpoint.error or reason
         self._peers.clear()
-        self._clients.clear()
 
     def forget_all(self) -> None:
         """The worker is gone."""
@@ -112,7 +110,7 @@ class Endpoints:
         endpoint.handle = handle.value
         self._by_handle[handle.value] = endpoint
         transports = self._query_transports(handle)
-        endpoint.accesses_host = any(name.startswith(_NETWORK_ACCESS) for name in transports)
+        endpoint.accesses_host = any(name.startswith(NETWORK_ACCESS) for name in transports)
         endpoint.accesses_device = any(name.startswith(_DEVICE_ACCESS) for name in transports)
         for index, region in enumerate(endpoint.regions):
             rkey = c.c_void_p()
@@ -152,7 +150,6 @@ class Endpoints:
         assert endpoint.handle is not None
         if self._by_handle.get(endpoint.handle) is endpoint:  # UCX may have given the handle to a new endpoint already
             del self._by_handle[endpoint.handle]
-        self._clients = {key: client for key, client in self._clients.items() if client is not endpoint}
         self._closing.remove(endpoint)
         return True
 

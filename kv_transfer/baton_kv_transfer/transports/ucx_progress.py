@@ -1,7 +1,9 @@
 """The progress thread: owns the UCP worker, its endpoints and the operations under way. Everything arrives as a command.
 
 While nothing happens it sleeps on the worker's event descriptor. Operations end only when UCX gave back all their requests, or
-the worker is gone. How a batch moves is the connection's: by get and put where the network has them, else by messages.
+the worker is gone. A batch is gets or puts, where the connection accesses the peer's memory without its processor; UCX's
+emulation of that (tcp) trusts whatever addresses a peer names, and UCX 1.21 ends the process that answers a read whose reader
+died. What the connection does not access goes back to the transport.
 """
 
 from __future__ import annotations
@@ -17,13 +19,10 @@ from collections.abc import Callable
 from baton_kv_transfer.transports import libucp
 from baton_kv_transfer.transports.base import Region, TransportError
 from baton_kv_transfer.transports.mailbox import Mailbox
-from baton_kv_transfer.transports.ucx_context import FRAME_AM_ID, NOTIF_AM_ID, UCXContext, UCXWorker
+from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.ucx_context import UCXContext, UCXWorker
 from baton_kv_transfer.transports.ucx_endpoints import Endpoint, Endpoints
-from baton_kv_transfer.transports.ucx_messages import (
-    Outgoing,
-)
 from baton_kv_transfer.transports.ucx_operation import UCXOperation
-from baton_kv_transfer.transports.ucx_service import MessageService, Served
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +38,34 @@ NETWORK_TIMEOUT_S = 20.0
 RETRY_S = 0.5
 
 
-class ProgressThread(MessageService):
+class ProgressThread:
     """Methods without underscore may be called from any thread."""
 
-    def __init__(self, name: str, deliver: Callable[[str, bytes], None], wakeup: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        decline: Callable[[Transfer], None],
+        notify: Callable[[str, bytes], None],
+        wakeup: Callable[[], None],
+    ) -> None:
         """
         Args:
-            deliver: called by the thread with (sender, notification).
-            wakeup: called after an operation ended.
+            decline: called with transfers of host memory that the connection does not access.
+            notify: called with (peer, notification) after all of a transfer was moved.
+            wakeup: called after a transfer ended.
 
         Raises:
             UCXError: UCX is missing or does not start.
         """
-        super().__init__(name, deliver)
-        self._packed_name = name.encode()
+        self._decline = decline
+        self._notify = notify
         self._wakeup = wakeup
+        self._operations: list[UCXOperation] = []
         self._no_params = libucp.RequestParam()
-        flags = libucp.AM_SEND_EAGER | libucp.AM_SEND_COPY_HEADER
-        self._am_params = libucp.RequestParam(op_attr_mask=libucp.OP_ATTR_FLAGS, flags=flags)
-        self._frame_params = libucp.RequestParam(
-            op_attr_mask=libucp.OP_ATTR_FLAGS | libucp.OP_ATTR_DATATYPE, flags=flags, datatype=libucp.DATATYPE_IOV
-        )
         self._context = UCXContext(name)
         self._ucp = self._context.ucp
         self._endpoints = Endpoints(self._ucp)
-        self._worker = self._context.create_worker(self._handlers)
+        self._worker = self._context.create_worker()
         self._mailbox = Mailbox(self._worker.signal)
         self._thread = threading.Thread(target=self._run, name=f"ucx-{name}", daemon=True)
         self._thread.start()
@@ -76,7 +78,7 @@ class ProgressThread(MessageService):
         return self._mailbox.call(lambda: self._context.map(address, length, mem_type, device_id))
 
     def deregister(self, region: Region) -> None:
-        self._mailbox.call(lambda: self._deregister(region))
+        self._mailbox.call(lambda: self._context.unmap(region))
 
     def add_peer(self, name: str, address: bytes, regions: list[Region]) -> None:
         endpoint = Endpoint(name, address, regions)
@@ -86,8 +88,9 @@ class ProgressThread(MessageService):
         with contextlib.suppress(TransportError):  # closed: all peers are disconnected
             self._mailbox.submit(lambda: self._endpoints.replace_peer(name, None))
 
-    def begin(self, operation: UCXOperation) -> None:
-        self._mailbox.submit(lambda: self._begin(operation))
+    def begin(self, transfer: Transfer, device: bool) -> None:
+        """`device`: the memory of one side is a device's."""
+        self._mailbox.submit(lambda: self._begin(transfer, device))
 
     def fence(self) -> None:
         """Peers reach memory through connections of this worker only: they end with it. The memory stays registered."""
@@ -138,11 +141,7 @@ class ProgressThread(MessageService):
 
     def _advance(self) -> bool:
         """One round over all operations and closing endpoints; true if anything moved."""
-        moved = bool(self._requests or self._ended)
-        while self._requests:
-            self._serve(*self._requests.pop(0))
-        while self._ended:
-            self._answer(*self._ended.pop(0))
+        moved = False
         operations, self._operations = self._operations, []  # new ones may be added meanwhile
         for operation in operations:
             moved |= self._advance_operation(operation)
@@ -151,12 +150,7 @@ class ProgressThread(MessageService):
             else:
                 self._finish(operation)
                 moved = True
-        if self._endpoints.close_failed():
-            moved = True
-            for number, incoming in list(self._incoming.items()):
-                if isinstance(incoming, Served) and incoming.client and incoming.client.error:
-                    del self._incoming[number]
-        return moved
+        return self._endpoints.close_failed() or moved
 
     def _advance_operation(self, operation: UCXOperation) -> bool:
         moved = False
@@ -174,71 +168,52 @@ class ProgressThread(MessageService):
             operation.error = operation.error or endpoint.error
         if operation.error:
             operation.stop()
-            self._incoming.pop(operation.number, None)
             return moved
         if operation.rows:
             moved |= self._post_rows(operation)
-        elif operation.outgoing is not None:
-            moved |= self._post_frames(operation, operation.outgoing)
-        if not pending and not operation.rows and not operation.awaits_peer and not operation.error:
-            if operation.needs_flush:
-                operation.needs_flush = False
-                self._track(operation, self._ucp.ucp_ep_flush_nbx(endpoint.handle, c.byref(self._no_params)))
-                moved = True
-            elif operation.needs_notif:
-                operation.needs_notif = False
-                self._send(operation, NOTIF_AM_ID, self._packed_name, operation.notif)
-                moved = True
+        if operation.needs_flush and not (pending or operation.rows or operation.error):
+            operation.needs_flush = False
+            self._track(operation, self._ucp.ucp_ep_flush_nbx(endpoint.handle, c.byref(self._no_params)))
+            moved = True
         return moved
 
     def _finish(self, operation: UCXOperation) -> None:
+        transfer = operation.transfer
+        if transfer.notif and not operation.error:
+            self._notify(transfer.peer, transfer.notif)
         operation.finish()
-        if operation.error and operation.op == "NOTIF":
-            logger.warning("notification to %s was lost: %s", operation.endpoint.name, operation.error)
-        if operation.error and operation.request is not None and not operation.endpoint.error:
-            self._ended.append((operation.request, operation.error))
         self._wakeup()
 
     # -- posting
 
-    def _begin(self, operation: UCXOperation) -> None:
+    def _begin(self, transfer: Transfer, device: bool) -> None:
+        error = ""
+        endpoint = None
         if self._worker.destroyed:
-            operation.error = "the transport lost its network"
-            operation.finish()
-            self._wakeup()
-            return
-        endpoint = self._endpoints.get_peer(self._worker, operation.endpoint.name)
-        if endpoint is None:
-            operation.error = f"agent {operation.endpoint.name} is not known: add_remote_agent first"
+            error = "the transport lost its network"
         else:
-            operation.endpoint = endpoint
-            if not endpoint.error and operation.op != "NOTIF":
-                self._choose_way(operation)
-        self._add(operation)
-
-    def _add(self, operation: UCXOperation) -> None:
-        operation.endpoint.num_operations += 1
-        self._operations.append(operation)
-
-    def _choose_way(self, operation: UCXOperation) -> None:
-        endpoint = operation.endpoint
-        if endpoint.accesses_device if operation.device else endpoint.accesses_host:
-            keys = [endpoint.rkeys[region] for region in operation.regions.tolist()]
-            sides = operation.local[:, 0].tolist(), operation.remote[:, 0].tolist(), operation.local[:, 1].tolist()
-            operation.rows = list(zip(*sides, keys, strict=True))[::-1]
-            operation.needs_flush = operation.op == "WRITE"
-        elif operation.device:
-            operation.error = (
+            endpoint = self._endpoints.get_peer(self._worker, transfer.peer)
+        if endpoint is None:
+            error = error or f"agent {transfer.peer} is not known to UCX: add_remote_agent first"
+        elif endpoint.error or (endpoint.accesses_device if device else endpoint.accesses_host):
+            endpoint.num_operations += 1
+            self._operations.append(UCXOperation(transfer, endpoint))
+            return
+        elif device:
+            error = (
                 f"device memory of {endpoint.name} is not reached without a network that accesses remote memory: "
                 "move it through host memory"
             )
+        if error:
+            transfer.end(error)
+            self._wakeup()
         else:
-            self._ask(operation)
+            self._decline(transfer)
 
     def _post_rows(self, operation: UCXOperation) -> bool:
         """By get or put. True if any was posted."""
         rows, pending, handle = operation.rows, operation.pending, operation.endpoint.handle
-        function = self._ucp.ucp_get_nbx if operation.op == "READ" else self._ucp.ucp_put_nbx
+        function = self._ucp.ucp_get_nbx if operation.transfer.op == "READ" else self._ucp.ucp_put_nbx
         params, moved = c.byref(self._no_params), False
         while rows and len(pending) < MAX_POSTED and not operation.error:
             local, remote, length, key = rows.pop()
@@ -251,22 +226,6 @@ class ProgressThread(MessageService):
             if pointer:  # none: it is done
                 self._track(operation, pointer)
         return moved
-
-    def _post_frames(self, operation: UCXOperation, outgoing: Outgoing) -> bool:
-        params, handle, moved = c.byref(self._frame_params), operation.endpoint.handle, False
-        while not outgoing.done and len(operation.pending) < MAX_POSTED and not operation.error:
-            header, rows, count = outgoing.next_frame()
-            pointer = self._ucp.ucp_am_send_nbx(handle, FRAME_AM_ID, header, len(header), rows, count, params)
-            self._track(operation, pointer)
-            moved = True
-        return moved
-
-    def _send(self, operation: UCXOperation, am_id: int, header: bytes, message: bytes) -> None:
-        operation.message = message
-        pointer = self._ucp.ucp_am_send_nbx(
-            operation.endpoint.handle, am_id, header, len(header), message, len(message), c.byref(self._am_params)
-        )
-        self._track(operation, pointer)
 
     def _track(self, operation: UCXOperation, pointer: int | None) -> None:
         status = libucp.pointer_status(pointer)
@@ -281,24 +240,17 @@ class ProgressThread(MessageService):
     def _end_all(self, reason: str, timeout_s: float) -> bool:
         """Ends operations and endpoints; false if UCX has not given back all of them in time."""
         self._endpoints.fail_all(reason)
-        self._forget_requests()
         for operation in self._operations:
             operation.error = operation.error or reason
         deadline = time.monotonic() + timeout_s
         self._advance()
         while (self._operations or not self._endpoints.all_closed) and time.monotonic() < deadline:
             self._ucp.ucp_worker_progress(self._worker.handle)
-            self._forget_requests()
             self._advance()
         all_back = not self._operations and self._endpoints.all_closed
         if not all_back:
             logger.error("UCX did not give back %d operations within %.1f s", len(self._operations), timeout_s)
         return all_back
-
-    def _forget_requests(self) -> None:
-        self._requests.clear()
-        self._ended.clear()
-        self._incoming.clear()
 
     def _fence(self) -> None:
         everything_back = self._end_all("this agent cut all its peers off", FENCE_TIMEOUT_S)
@@ -306,11 +258,11 @@ class ProgressThread(MessageService):
         self._worker.destroy()
         if not everything_back:  # what UCX did not give back is gone with the worker
             for operation in self._operations:
+                operation.error = operation.error or "this agent cut all its peers off"
                 operation.finish()
             self._operations = []
             self._endpoints.forget_all()
             self._wakeup()
-        self._forget_requests()
         self._worker = self._create_worker()
         self._mailbox.replace_signal(self._worker.signal)
 
@@ -319,7 +271,7 @@ class ProgressThread(MessageService):
         deadline = time.monotonic() + NETWORK_TIMEOUT_S
         while True:
             try:
-                return self._context.create_worker(self._handlers)
+                return self._context.create_worker()
             except libucp.UCXError as error:
                 if time.monotonic() > deadline or self._mailbox.closed:
                     raise

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kv_processes import _Process, _serve, wait_for
 from numpy.typing import NDArray
 
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle, create_agent
+from baton_kv_transfer.transports import ucx_endpoints
 
 NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
 BLOCK_WORDS = BLOCK_NBYTES // 8
@@ -95,25 +97,41 @@ class OwnerMethods:
         self.agent.close()
 
 
-def _run_owner(pipe: Connection, transport: str, environment: dict[str, str], name: str) -> None:
+def emulate_network_access(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """UCX's emulation over tcp stands in for a network that accesses memory."""
+    patch(ucx_endpoints, "NETWORK_ACCESS", ("tcp",))
+    patch(ucx_endpoints, "has_network_access", lambda tls: True)
+
+
+def _run_owner(pipe: Connection, transport: str, environment: dict[str, str], name: str, emulated: bool) -> None:
+    os.environ.pop("UCX_TLS", None)  # of the test that started the fork server
     os.environ.update(environment)
+    if emulated:
+        emulate_network_access()
     methods = OwnerMethods(transport, name)
     _serve(pipe, methods, methods.hello())
 
 
 class OwnerProcess(_Process):
-    def __init__(self, transport: str, environment: dict[str, str], name: str = "owner") -> None:
-        super().__init__(_run_owner, transport, environment, name)
+    def __init__(
+        self, transport: str, environment: dict[str, str], name: str = "owner", emulated: bool = False
+    ) -> None:
+        super().__init__(_run_owner, transport, environment, name, emulated)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
+            wait_for("all threads to stand still", self._stands_still)
             yield
         finally:
             with suppress(ProcessLookupError):  # killed meanwhile
                 os.kill(self.process.pid, signal.SIGCONT)
+
+    def _stands_still(self) -> bool:
+        stats = [task / "stat" for task in Path(f"/proc/{self.process.pid}/task").iterdir()]
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 class OwnerHere:

@@ -130,6 +130,7 @@ def test_right_bytes_of_the_wrong_tokens_are_not_accepted(pair: tuple[Engine, En
     result = consumer.result("t")
     assert result.num_valid_blocks == 0
     assert "other tokens" in result.error
+    assert consumer.call("stats").failures == {"other_prompt": 1}
     producer.wait_sent("t")
 
 
@@ -139,6 +140,7 @@ def test_fewer_blocks_than_asked_for_is_an_error(pair: tuple[Engine, Engine]) ->
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=True)
     assert "1 of 3 blocks" in consumer.result("t").error
+    assert consumer.call("stats").failures == {"other_prompt": 1}
 
 
 def test_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], mode: str) -> None:
@@ -275,4 +277,5 @@ def test_a_producer_restarted_on_the_same_address_is_a_new_peer(engine: Callable
     error = consumer.result("c").error
     assert "P1" in error
     assert "P2" in error
+    assert consumer.call("stats").failures == {"peer_lost": 1}
     hand_over(second, consumer, "d")

@@ -157,6 +157,17 @@ def test_a_successor_at_the_same_address_is_another_peer(rig: Rig, worker: Worke
     assert rig.results["next"] == LoadResult(1)
 
 
+@pytest.mark.parametrize(("succeeded", "reason"), [(True, FailureReason.PEER_LOST), (False, FailureReason.REFUSED)])
+def test_a_peer_that_restarted_is_lost_and_one_that_does_not_fit_refuses(
+    rig: Rig, worker: Worker, succeeded: bool, reason: FailureReason
+) -> None:
+    rig.begin("t", worker, [1])
+    worker.receive(side_channel.Hello)
+    rig.tell(worker, side_channel.Refused("differs", succeeded))
+    assert "differs" in rig.results["t"].error
+    assert failures(rig) == {reason: 1}
+
+
 # -- messages about a transfer
 
 
@@ -213,7 +224,6 @@ def test_a_publication_counts_once(rig: Rig, worker: Worker) -> None:
         {"slot": -1},
         {"slot": WHOLE.num_blocks},
         {"slot": 2**63},
-        {"chain_hash": chain_hash("other", 0)},
     ],
     ids=str,
 )
@@ -243,11 +253,21 @@ def test_huge_indices_are_past_what_is_wanted(rig: Rig, worker: Worker) -> None:
     assert rig.results == {"t": LoadResult(1)}
 
 
-def test_an_end_with_blocks_missing_is_a_lie(rig: Rig, worker: Worker) -> None:
+def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.tell(worker, worker.published(subscribe, [0], last=True))
     assert "1 of 2 blocks" in rig.results["t"].error
-    assert failures(rig) == {FailureReason.PROTOCOL: 1}
+    assert failures(rig) == {FailureReason.OTHER_PROMPT: 1}
+
+
+def test_a_producer_of_other_tokens_is_told_from_one_that_lies(rig: Rig, worker: Worker) -> None:
+    subscribe = rig.subscribed("t", worker, [1])
+    publish = worker.published(subscribe, [0], last=True)
+    publish.blocks[0] = msgspec.structs.replace(publish.blocks[0], chain_hash=chain_hash("other", 0))
+    rig.tell(worker, publish)
+    assert rig.results["t"].num_valid_blocks == 0
+    assert "other tokens" in rig.results["t"].error
+    assert failures(rig) == {FailureReason.OTHER_PROMPT: 1}
 
 
 def test_a_malformed_message_loses_the_peer(rig: Rig, worker: Worker) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kv_processes import wait_for
 from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
 
-from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, side_channel
+from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, producer_transfers, side_channel
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
 
@@ -46,6 +46,7 @@ def test_a_greeting_that_does_not_fit_is_refused_naming_both_values(
     (refused,) = consumer.say(consumer.hello(**lie))
     assert isinstance(refused, Refused)
     assert all(name in refused.reason for name in named), refused.reason
+    assert refused.succeeded == ("peer_instance_id" in lie)
     assert producer.stats.handshakes_refused == 1
 
 
@@ -208,6 +209,18 @@ def test_who_comes_late_gets_everything_at_once_and_sums_are_computed_once_in_on
     assert producer.memory.sum_calls == [(3, HeadRange(0, 2))]
     right.subscribe(worker=1, of=2)
     assert producer.memory.sum_calls == [(3, HeadRange(0, 2)), (3, HeadRange(2, 2))]
+
+
+def test_many_blocks_are_published_in_parts_and_the_last_part_says_so(
+    producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer_transfers, "PART_BYTES", 2 * layout().block_nbytes)
+    producer.offer()
+    consumer.subscribe()
+    producer.save([3, 4, 5, 6, 7], last=True)
+    heard = consumer.heard()
+    assert [[block.index for block in publish.blocks] for publish in heard] == [[0, 1], [2, 3], [4]]
+    assert [publish.last for publish in heard] == [False, False, True]
 
 
 def test_a_transfer_ends_when_all_workers_of_the_consumer_released_it(

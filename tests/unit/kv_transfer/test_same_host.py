@@ -23,6 +23,7 @@ from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyErr
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.lane_protocol import LaneAddress, find_inside, permitted
 from baton_kv_transfer.transports.same_host import SameHostLane
+from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 4096
 INT64_MAX = 2**63 - 1
@@ -46,6 +47,19 @@ class LaneHere:
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
         self.lane.register(self.region)
+
+    def post(
+        self,
+        op: str,
+        peer: str,
+        local: NDArray[np.int64],
+        remote: NDArray[np.int64],
+        notif: bytes = b"",
+        region: int = 0,
+    ) -> Transfer | None:
+        """None: not over the lane."""
+        transfer = Transfer(op, peer, local, remote, np.full(len(local), region), notif)
+        return transfer if self.lane.begin(transfer) else None
 
     @property
     def address(self) -> LaneAddress:
@@ -253,11 +267,10 @@ def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], La
     writer.words[:] = -1
     writer.lane.add_peer("owner", owner.lane.address(), [owner.region])
     elsewhere = np.zeros(8, dtype=np.int64)
-    none = np.zeros(2, dtype=np.int64)
 
     def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
         remote = np.concatenate(targets)
-        return end(writer.lane.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, none, b"n"))
+        return end(writer.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, b"n"))
 
     state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
     assert state is XferState.ERR
@@ -279,8 +292,8 @@ def test_gpu_memory_of_a_peer_is_left_to_ucx(lanes: Callable[[str], LaneHere]) -
     regions = [other.region, Region(2**40, 4096, b"", "VRAM")]
     one.lane.add_peer("other", other.lane.address(), regions)
     run = rows(one.words, (0, 8))
-    assert one.lane.post("READ", "other", run, np.array([[2**40, 64, 0]]), np.array([1]), b"") is None
-    assert end(one.lane.post("READ", "other", run, rows(other.words, (8, 8)), np.array([0]), b""))[0] is XferState.DONE
+    assert one.post("READ", "other", run, np.array([[2**40, 64, 0]]), region=1) is None
+    assert end(one.post("READ", "other", run, rows(other.words, (8, 8))))[0] is XferState.DONE
 
 
 def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side: Side) -> None:
@@ -320,19 +333,18 @@ def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHer
     writer, owner = lanes("writer"), lanes("owner")
     regions = [owner.region]
     writer.lane.add_peer("owner", owner.lane.address(), regions)
-    order = np.arange(WORDS)
-    local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(int(i), 1) for i in order])
-    writes = [writer.lane.post("WRITE", "owner", local, remote, order * 0, b"") for _ in range(50)]
+    local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(i, 1) for i in range(WORDS)])
+    writes = [writer.post("WRITE", "owner", local, remote) for _ in range(50)]
     owner.lane.fence()
     owner.words[:] = -5
     for write in writes:
         end(write)
     assert end(writes[-1])[0] is XferState.ERR
-    read = writer.lane.post("READ", "owner", local[:1], remote[:1], order[:1] * 0, b"")
+    read = writer.post("READ", "owner", local[:1], remote[:1])
     assert end(read)[0] is XferState.ERR
     assert (owner.words == -5).all()
     writer.lane.add_peer("owner", owner.lane.address(), regions)
-    assert end(writer.lane.post("WRITE", "owner", local, remote, order * 0, b""))[0] is XferState.DONE
+    assert end(writer.post("WRITE", "owner", local, remote))[0] is XferState.DONE
     assert (owner.words == 0).all()
 
 

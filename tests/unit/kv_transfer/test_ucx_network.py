@@ -1,4 +1,4 @@
-"""The ucx transport while the network is away: a fence destroys all connections and has to be able to make new ones."""
+"""UCX while the network is away: a fence destroys all connections and has to be able to make new ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_processes import emulate_network_access
 from kv_processes import wait_for
 
 from baton_kv_transfer.agent import Agent, create_agent
@@ -18,20 +19,23 @@ class Network:
     """Makes the next workers of an agent fail as they do without a device."""
 
     def __init__(self, agent: Any) -> None:
-        self._context = agent._transport._progress._context
+        self._context = agent._transport._ucx._context
         self._create = self._context.create_worker
         self._context.create_worker = self._create_worker
         self.failures_left = 0.0
 
-    def _create_worker(self, handlers: Any) -> Any:
+    def _create_worker(self) -> Any:
         if self.failures_left > 0:
             self.failures_left -= 1
             raise UCXError("ucp_worker_create: No such device")
-        return self._create(handlers)
+        return self._create()
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    """Over UCX: as with a network that accesses memory, without the lane between processes of one host."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    emulate_network_access(monkeypatch.setattr)
     agent = create_agent("alone", "ucx")
     yield agent
     agent.close()

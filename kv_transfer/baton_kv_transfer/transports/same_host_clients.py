@@ -18,6 +18,7 @@ from baton_kv_transfer.transports.framed_socket import MAX_PAYLOAD_BYTES, Framed
 from baton_kv_transfer.transports.lane_protocol import (
     ANSWER,
     HELLO,
+    MAX_HELLO_BYTES,
     NOTIF,
     WRITE,
     Hello,
@@ -30,7 +31,6 @@ from baton_kv_transfer.transports.lane_thread import Job, LaneThread
 
 logger = logging.getLogger(__name__)
 
-_MAX_HELLO_BYTES = 4096
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -44,7 +44,7 @@ class _Client:
         self.process: Process | None = None
 
 
-class LaneClients:
+class SameHostClients:
     """All methods belong to the lane's thread, save `address`."""
 
     address: bytes
@@ -102,7 +102,7 @@ class LaneClients:
         if uid not in (os.geteuid(), 0):
             end.close()
             return
-        client = _Client(FramedSocket(end, _MAX_HELLO_BYTES), pid)
+        client = _Client(FramedSocket(end, MAX_HELLO_BYTES), pid)
         self._clients.append(client)
         self._thread.watch(client.link.fileno(), lambda: self._serve_client(client))
 

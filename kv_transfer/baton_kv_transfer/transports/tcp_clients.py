@@ -1,0 +1,211 @@
+"""Those who connected over TCP to read or write memory here: what they ask is checked and served by the lane's thread."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from baton_kv_transfer.transports.base import Region
+from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
+from baton_kv_transfer.transports.lane_protocol import (
+    ANSWER,
+    HELLO,
+    MAX_HELLO_BYTES,
+    NOTIF,
+    READ,
+    WRITE,
+    TCPAddress,
+    TCPHello,
+    decode_request,
+    find_inside,
+)
+from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.rows import Rows
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+MAX_STRANGERS = 128
+"""Connections that have not said hello; with more, the oldest of them is closed."""
+SILENT_S = 10
+"""A peer that the network does not reach for so long is lost."""
+_PROBE_S = 2
+_RETRY_S = 1.0
+_SECRET_BYTES = 16
+
+
+def set_options(end: socket.socket) -> None:
+    """Of both ends of a connection."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # no connection after 3 s: there is none
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // _PROBE_S - 1)
+
+
+class _Client:
+    """Who connected; its name is empty until its hello was accepted."""
+
+    def __init__(self, link: FramedSocket, where: str) -> None:
+        self.link = link
+        self.where = where
+        self.name = ""
+        self.notifs: dict[int, bytes] = {}
+        """Of writes under way, by number."""
+
+
+class TCPClients:
+    """All methods but the constructor belong to the lane's thread, save `address`."""
+
+    address: bytes
+    """What a peer needs to connect, packed."""
+    num_refused = 0
+    """Descriptors outside registered memory."""
+
+    def __init__(self, thread: LaneThread, host: str, deliver: Callable[[str, bytes], None]) -> None:
+        """Listens, before the thread starts.
+
+        Args:
+            deliver: called with (sender, notification).
+
+        Raises:
+            OSError: `host` is no address of this machine.
+        """
+        self._thread = thread
+        self._deliver = deliver
+        self._regions: list[Region] = []
+        self._clients: list[_Client] = []
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._server.bind((host, 0))
+            self._server.setblocking(False)
+            self._server.listen(MAX_STRANGERS)
+        except OSError as error:
+            self._server.close()
+            raise OSError(error.errno, f"KV transfers cannot be served at {host}: {error.strerror}") from error
+        self._here: tuple[str, int] = self._server.getsockname()[:2]
+        self._listen()
+        self._draw_secret()
+
+    def add_region(self, region: Region) -> None:
+        self._regions.append(region)
+
+    def forget_region(self, region: Region) -> None:
+        self._regions.remove(region)
+        for client in list(self._clients):
+            for number, rows in client.link.transfers.items():
+                if not find_inside(np.ascontiguousarray(rows.rows), self._regions).all():
+                    client.link.stop(number)
+                    client.notifs.pop(number, None)
+                    self._answer(client, number, "the memory was deregistered")
+
+    def cut_off(self) -> None:
+        """Whoever is connected, and whoever knows the address of before."""
+        for client in list(self._clients):
+            self._drop(client, "this agent cut all its peers off")
+        self._draw_secret()
+
+    def close(self) -> None:
+        self._thread.unwatch(self._server.fileno())
+        self._server.close()
+        self.cut_off()
+
+    def _draw_secret(self) -> None:
+        self._secret = os.urandom(_SECRET_BYTES)
+        host, port = self._here
+        self.address = msgspec.msgpack.encode(TCPAddress(host, port, self._secret))
+
+    def _listen(self) -> None:
+        self._thread.watch(self._server.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            end, where = self._server.accept()
+        except OSError as error:  # gone again, or no more files can be opened
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._thread.unwatch(self._server.fileno())
+                self._thread.call_later(_RETRY_S, self._listen)
+            return
+        strangers = [client for client in self._clients if not client.name]
+        if len(strangers) >= MAX_STRANGERS:
+            self._drop(strangers[0], "too many do not say hello")
+        set_options(end)
+        client = _Client(FramedSocket(end, MAX_HELLO_BYTES), f"{where[0]}:{where[1]}")
+        self._clients.append(client)
+        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
+        self._watch(client)
+
+    def _drop_stranger(self, client: _Client) -> None:
+        if not client.name:
+            self._drop(client, f"no hello within {HELLO_TIMEOUT_S:g} s")
+
+    def _watch(self, client: _Client) -> None:
+        self._thread.watch(client.link.fileno(), lambda: self._serve(client), client.link.has_outgoing)
+
+    def _serve(self, client: _Client) -> None:
+        try:
+            client.link.flush()
+            for kind, number, payload in client.link.receive():
+                self._take(client, kind, number, payload)
+            self._watch(client)
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            self._drop(client, str(error))
+
+    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        if not client.name:
+            self._greet(client, kind, payload)
+        elif kind == DATA:  # all of a write's rows are there
+            if notif := client.notifs.pop(number):
+                self._deliver(client.name, notif)
+            self._answer(client, number, "")
+        elif kind == NOTIF:
+            self._deliver(client.name, payload)
+        elif kind in (READ, WRITE) and number not in client.link.transfers:
+            self._begin(client, kind, number, payload)
+        else:
+            raise ConnectionError(f"message {number} of kind {kind} makes no sense")
+
+    def _greet(self, client: _Client, kind: int, payload: bytes) -> None:
+        hello = msgspec.msgpack.decode(payload, type=TCPHello) if kind == HELLO else TCPHello(b"", "")
+        if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
+            raise ConnectionError("it does not know this agent's metadata")
+        client.name = hello.name
+        client.link.max_payload_bytes, client.link.takes_data = MAX_PAYLOAD_BYTES, True
+
+    def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
+        notif, rows = decode_request(request, 2)
+        outside = int(np.count_nonzero(~find_inside(rows, self._regions)))
+        if outside:
+            self.num_refused += outside
+            refusal = f"{outside} of {len(rows)} descriptors are outside the memory registered there"
+            self._answer(client, number, refusal)
+        elif kind == READ:
+            client.link.send_rows(number, Rows(rows))
+        else:
+            client.notifs[number] = notif
+            client.link.expect(number, Rows(rows))
+
+    def _answer(self, client: _Client, number: int, error: str) -> None:
+        try:
+            client.link.send(ANSWER, number, error.encode())
+            self._watch(client)
+        except OSError as failure:
+            self._drop(client, str(failure))
+
+    def _drop(self, client: _Client, reason: str) -> None:
+        if client not in self._clients:
+            return
+        logger.info("connection of %s (%s) ended: %s", client.where, client.name or "?", reason)
+        self._clients.remove(client)
+        self._thread.unwatch(client.link.fileno())
+        client.link.close()
