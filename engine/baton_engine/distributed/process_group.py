@@ -6,8 +6,10 @@ and a straggler of an old generation can never join a new group.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
+from baton_engine.distributed.gloo_connections import connections_among, end_connections, open_device
+from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup, ParallelContext
+from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.protocol.config import ParallelConfig, pod_ip
 
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Backend = Any
 """ProcessGroupGloo or ProcessGroupNCCL: torch's stubs do not know their methods."""
+End = Callable[[Backend], None]
+"""Makes a backend's operations under way fail, from any thread."""
 
 
 class StoreAddress(NamedTuple):
@@ -63,6 +69,11 @@ def connect_store(address: StoreAddress, timeout_s: float) -> Store:
         raise TimeoutError(f"no store answers at {address.host}:{address.port} within {timeout_s:.0f} s") from error
 
 
+def generation_store(store: Store, number: int, nonce: str = "") -> Store:
+    """A generation's part of the store. Two attempts at one number have different nonces, and never meet."""
+    return PrefixStore(f"generation-{number}-{nonce}" if nonce else f"generation-{number}", store)
+
+
 def create_group(
     name: str,
     rank: int,
@@ -72,40 +83,45 @@ def create_group(
     device: torch.device,
     timeout_s: float,
     *,
+    nonce: str = "",
+    join_timeout_s: float | None = None,
     host: str | None = None,
 ) -> Group:
     """Joins a group; returns once all members have.
 
     Args:
         name: the same for all members, unique within the generation.
-        store: reachable by all members.
+        store: reachable by all members. Its timeout is set, and waiting blocks it: no other thread may use it meanwhile.
         device: what tensors will be on. cpu: gloo, and shared memory if all members are on one host; cuda: NCCL.
-        timeout_s: of every operation, and of joining.
+        timeout_s: of every operation.
+        nonce: of the attempt at this generation; see `generation_store`.
+        join_timeout_s: of joining; None: as for operations.
         host: this rank's own address, for gloo; None: the pod's.
 
     Raises:
         TimeoutError: not all members came.
+        GroupBrokenError: one came and is gone.
     """
     if size == 1:
         return LoneGroup()
-    timeout = timedelta(seconds=timeout_s)
-    part = PrefixStore(f"generation-{generation}/{name}", store)
-    part.set_timeout(timeout)
+    join_timeout_s = timeout_s if join_timeout_s is None else join_timeout_s
+    part = PrefixStore(name, generation_store(store, generation, nonce))
+    part.set_timeout(timedelta(seconds=join_timeout_s))
+    connect = _gloo if device.type == "cpu" else _nccl
     try:
-        backend = (
-            _gloo(part, rank, size, timeout, host or pod_ip())
-            if device.type == "cpu"
-            else _nccl(part, rank, size, timeout)
-        )
-        group = TorchGroup(name, rank, size, backend, timeout_s)
-        # Connections are made lazily: a missing member shows here, not later.
-        group.all_reduce(torch.zeros(1, device=device))
-        joined = over_shared_memory(group, name, part, timeout_s) if device.type == "cpu" else group
-    except TimeoutError:
+        with contextlib.ExitStack() as undo:
+            backend, end = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
+            group = TorchGroup(name, rank, size, backend, join_timeout_s, end)
+            undo.callback(group.close)
+            group.all_reduce(torch.zeros(1, device=device))  # NCCL connects here: a missing member shows now, not later
+            group.set_timeout(timeout_s)
+            joined = over_shared_memory(group, name, part, timeout_s) if device.type == "cpu" else group
+            undo.pop_all()
+    except GroupBrokenError:
         raise
     except RuntimeError as error:
         raise TimeoutError(
-            f"group {name} of generation {generation}: rank {rank} waited {timeout_s:.0f} s for the other "
+            f"group {name} of generation {generation}: rank {rank} waited {join_timeout_s:.0f} s for the other "
             f"{size - 1} members ({error})"
         ) from error
     logger.info("group %s of generation %d: rank %d of %d joined", name, generation, rank, size)
@@ -145,12 +161,21 @@ def create_parallel_context(
 class TorchGroup:
     """A `Group` over one of torch's backends. See `create_group`."""
 
-    def __init__(self, name: str, rank: int, size: int, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, name: str, rank: int, size: int, backend: Backend, timeout_s: float, end: End) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self._backend: Backend | None = backend
         self._timeout_s = timeout_s
+        self._end = end
+        self._broken = ""
+        self._closing = threading.Lock()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Of the operations to come."""
+        assert self._backend is not None
+        self._timeout_s = timeout_s
+        self._backend.set_timeout(self._timeout)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dense = tensor.contiguous()
@@ -165,19 +190,35 @@ class TorchGroup:
         self._run("all_gather", self._others, lambda backend: backend._allgather_base(parts, dense.view(-1)))
         return torch.cat(parts.view(self.size, *dense.shape).unbind(0), dim)
 
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        received, source, target, send_nbytes, recv_nbytes = row_bytes(rows, send_counts, recv_counts, self.size)
+        self._run(
+            "all_to_all",
+            self._others,
+            lambda backend: backend.alltoall_base(target, source, recv_nbytes, send_nbytes),
+        )
+        return received
+
     def send(self, tensor: Tensor, target: int) -> None:
         dense = tensor.contiguous()
-        self._run("send", [target], lambda backend: backend.send([dense], target, 0))
+        self._run("send", [target], lambda backend: backend.send([dense], target, 0), self._timeout)
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        self._run("recv", [source], lambda backend: backend.recv([dense], source, 0))
+        self._run("recv", [source], lambda backend: backend.recv([dense], source, 0), self._timeout)
         if dense is not tensor:
             tensor.copy_(dense)
         return tensor
 
+    def abort(self) -> None:
+        with self._closing:  # what is closed has no connections any more
+            if self._backend is not None and not self._broken:
+                self._broken = "the group was aborted"
+                self._end(self._backend)
+
     def close(self) -> None:
-        backend, self._backend = self._backend, None
+        with self._closing:
+            backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()
 
@@ -185,34 +226,69 @@ class TorchGroup:
     def _others(self) -> Sequence[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _run(self, operation: str, peers: Sequence[int], start: Callable[[Backend], Any]) -> None:
-        """Starts an operation and waits for it. Its errors get to say who and where."""
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def _run(
+        self,
+        operation: str,
+        peers: Sequence[int],
+        start: Callable[[Backend], Any],
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Starts an operation and waits for it. Its errors get to say who and where.
+
+        Args:
+            timeout: None: the backend's own. (Between two ranks gloo would go by the one with which it connected.)
+        """
         where = f"{operation} in group {self.name}, rank {self.rank} of {self.size}, with {_ranks(peers)}"
-        if self._backend is None:
+        if self._broken:
+            raise GroupBrokenError(f"{where}: {self._broken}")
+        backend = self._backend
+        if backend is None:
             raise RuntimeError(f"{where}: the group is closed")
         try:
-            start(self._backend).wait()
+            start(backend).wait(*[timeout] if timeout else [])
         except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            reason = str(error).lower()
+            if self._broken:
+                raise GroupBrokenError(f"{where}: {self._broken}") from error
+            if "timed out" in reason or "timeout" in reason:
+                self._broken = f"an earlier operation, {operation}, had no answer in time"
                 raise TimeoutError(f"{where}: no answer within {self._timeout_s:.0f} s ({error})") from error
-            problem = "a member is gone" if "connection" in str(error).lower() else "failed"
-            raise RuntimeError(f"{where}: {problem} ({error})") from error
+            if "connection" in reason or "broken pipe" in reason:
+                raise GroupBrokenError(f"{where}: a member is gone ({error})") from error
+            raise RuntimeError(f"{where}: failed ({error})") from error
+        finally:
+            del backend  # an error that somebody keeps must not keep it, its sockets and its threads
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Backend:
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str | None) -> tuple[Backend, End]:
+    """The backend, connected to all members, and what ends its connections."""
     gloo: Any = dist.ProcessGroupGloo
+    device, (own_host, port) = open_device(host or pod_ip())
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
+    options._devices = [device]
     options._timeout = timeout
-    return gloo(store, rank, size, options)
+    store.set(f"listens-{rank}", f"{port} {own_host}")
+    backend = gloo(store, rank, size, options)
+    listening = [store.get(f"listens-{other}").decode().split(maxsplit=1) for other in range(size)]
+    connections = connections_among([(host, int(port)) for port, host in listening])
+    assert len(connections) >= size - 1, "gloo connects every member with every other over TCP"
+    return backend, lambda _: end_connections(connections)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Its operations are ordered by the CUDA stream; a lost member ends this process through NCCL's watchdog."""
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta, host: str | None) -> tuple[Backend, End]:
+    """The backend, which finds its own address, and what ends its operations.
+
+    They are ordered by the CUDA stream, and return before they are done: one that `abort` ends leaves unfinished data behind, so
+    who aborts must not use the results of the step. A lost member ends this process through NCCL's watchdog.
+    """
     if not dist.is_nccl_available():
         raise RuntimeError(
             "this build of torch has no NCCL, which parallel workers on CUDA devices need; install one that has"
@@ -220,4 +296,5 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    return nccl(store, rank, size, options)
+    backend = nccl(store, rank, size, options)
+    return backend, lambda backend: backend.abort()

@@ -1,9 +1,12 @@
-"""All-reduce and all-gather through shared memory, for CPU ranks of one host: some 50 us, where sockets take a millisecond.
+"""Collective operations through shared memory, for CPU ranks of one host: some 50 us, where sockets take a millisecond.
 
 The memory is anonymous (memfd): rank 0 creates it, the others open it through /proc, and nothing is left behind. Every rank has a
-word and two buffers in it. In its k-th operation a rank copies its data into its buffer k % 2, sets its word to k + 1, waits until
-all words are there, and reads all buffers. Two buffers are enough: who has begun operation k + 2 has seen all words at k + 2, and a
-rank sets that only after it has read everything of operation k.
+word and two buffers in it. In its k-th exchange a rank copies its data into its buffer k % 2, sets its word to k + 1, waits until
+all words are there, and reads all buffers. Two buffers are enough: who has begun exchange k + 2 has seen all words at k + 2, and a
+rank sets that only after it has read everything of exchange k.
+
+An all_to_all begins with an exchange of how much each rank has for each, together with the rows themselves if they fit into the
+buffer at every rank. If not, they follow in as many exchanges as the rank with the most needs: a share of every run in each.
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from baton_engine.distributed.group import Group
+from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.rows import row_bytes
 
 BUFFER_NBYTES = 2**20
 """Larger tensors go in pieces."""
+NUMBER_NBYTES = 8
 WORD_NBYTES = 64
 """A cache line each: a rank that waits does not slow down the one it waits for."""
 TOKEN_NBYTES = 64
@@ -31,15 +37,18 @@ SPIN_S = 1e-3
 LONGEST_ROUND_S = 1.0
 """A round of waiting that takes longer was spent stopped, perhaps together with the one waited for: it counts as this much."""
 LEFT = 2**63
-"""Set in the word of a rank that has closed the group. What it did before still counts."""
+"""Set in the word of a rank that has closed the group or given it up. What it did before still counts."""
 
 
 def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) -> Group:
-    """`group`, with all_reduce and all_gather through shared memory if all its members are on one host. Collective.
+    """`group`, with all but send and recv through shared memory if all its members are on one host. Collective.
 
     Args:
         group: what is used for everything else, and between hosts.
         store: the group's own part of the store.
+
+    Raises:
+        GroupBrokenError: a member has died meanwhile.
     """
     memory, pids = _share(group.rank, group.size, store)
     if memory is None:
@@ -55,25 +64,36 @@ class SharedMemoryGroup:
         self.rank = group.rank
         self.size = group.size
         self._group = group
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._counts_nbytes = -(-self.size * NUMBER_NBYTES // WORD_NBYTES) * WORD_NBYTES
+        self._at_once_nbytes = BUFFER_NBYTES - self._counts_nbytes
+        """What fits into a buffer together with the counts."""
         self._timeout_s = timeout_s
         shared = torch.frombuffer(memory, dtype=torch.uint8)
         start = TOKEN_NBYTES + self.size * WORD_NBYTES
         self._buffers = shared[start:].view(self.size, 2, BUFFER_NBYTES)
         self._words = memoryview(memory)[TOKEN_NBYTES:start].cast("Q")
-        self._operation = 0
-        self._fence_lock = threading.Lock()
-        self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
+        self._numbers = memoryview(memory)[start:].cast("Q")
+        """The buffers again: what an all_to_all begins with."""
+        self._exchanges = 0
+        self._broken = ""
+        self._closed = False
+        self._operating = threading.Lock()
+        """Held by the operation under way."""
+        self._word_lock = threading.Lock()
+        self._pidfds: dict[int, int] = {}
         self._deaths = select.poll()
-        for fd in self._pidfds:
-            self._deaths.register(fd, select.POLLIN)
+        for rank in self._others:
+            self._watch(rank, pids[rank])
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dense = tensor.contiguous()
-        for piece in _pieces(dense):
-            first, *others = self._exchange(piece, "all_reduce")
-            piece.copy_(first)
-            for other in others:  # in rank order, so that every rank gets the same bits
-                piece += other
+        with self._operating:
+            for piece in _pieces(dense):
+                first, *others = self._exchange(piece, "all_reduce")
+                piece.copy_(first)
+                for other in others:  # in rank order, so that every rank gets the same bits
+                    piece += other
         if dense is not tensor:
             tensor.copy_(dense)
         return tensor
@@ -82,10 +102,32 @@ class SharedMemoryGroup:
         dense = tensor.contiguous()
         parts = dense.new_empty((self.size, *dense.shape))
         targets = [_pieces(part) for part in parts]
-        for piece in _pieces(dense):
-            for target, source in zip(targets, self._exchange(piece, "all_gather"), strict=True):
-                next(target).copy_(source)
+        with self._operating:
+            for piece in _pieces(dense):
+                for target, source in zip(targets, self._exchange(piece, "all_gather"), strict=True):
+                    next(target).copy_(source)
         return torch.cat(parts.unbind(0), dim)
+
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        received, source, target, send_nbytes, recv_nbytes = row_bytes(rows, send_counts, recv_counts, self.size)
+        sources, targets = source.split(send_nbytes), target.split(recv_nbytes)
+        targets[self.rank].copy_(sources[self.rank])
+        send_nbytes[self.rank] = recv_nbytes[self.rank] = 0
+        before_own, total = sum(send_nbytes[: self.rank]), sum(send_nbytes)
+        with self._operating:
+            half = self._begin_exchange("all_to_all")
+            if total <= self._at_once_nbytes:
+                rest = self._buffers[self.rank, half, self._counts_nbytes :]
+                rest[:before_own].copy_(source[:before_own])
+                rest[before_own:total].copy_(source[len(source) - total + before_own :])
+            runs = self._exchange_counts(half, send_nbytes, recv_nbytes)
+            if all(sum(nbytes) <= self._at_once_nbytes for nbytes in runs):
+                for rank in self._others:
+                    start = self._counts_nbytes + sum(runs[rank][: self.rank])
+                    targets[rank].copy_(self._buffers[rank, half, start : start + len(targets[rank])])
+            else:
+                self._exchange_in_rounds(sources, targets, runs)
+        return received
 
     def send(self, tensor: Tensor, target: int) -> None:
         self._group.send(tensor, target)
@@ -93,63 +135,150 @@ class SharedMemoryGroup:
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         return self._group.recv(tensor, source)
 
+    def abort(self) -> None:
+        self._give_up("the group was aborted")
+
     def close(self) -> None:
-        if self._pidfds:
-            self._words[self.rank * WORD_NBYTES // 8] = self._operation | LEFT
+        with self._word_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._words[self._word_of(self.rank)] |= LEFT
+        with self._operating:  # one in another thread sees that the group is closed
             for fd in self._pidfds:
                 os.close(fd)
-            self._pidfds.clear()
+            self._words.release()
+            self._numbers.release()
+            self._buffers = torch.empty(0)
         self._group.close()
+
+    def _exchange_counts(self, half: int, send_nbytes: list[int], recv_nbytes: list[int]) -> list[list[int]]:
+        """Ends the exchange with which an all_to_all begins. Returns [source][target]: bytes."""
+        number = self._number_of(self.rank, half)
+        self._numbers[number : number + self.size] = array("Q", send_nbytes)
+        self._end_exchange("all_to_all")
+        numbers = [self._number_of(rank, half) for rank in range(self.size)]
+        runs = [self._numbers[number : number + self.size].tolist() for number in numbers]
+        for rank, nbytes in enumerate(recv_nbytes):
+            if runs[rank][self.rank] != nbytes:
+                self._give_up("an earlier all_to_all got other counts than expected")  # the others may be in the middle
+                raise ValueError(
+                    f"{self._where('all_to_all')}: rank {rank} sends {runs[rank][self.rank]} bytes where recv_counts "
+                    f"say {nbytes}"
+                )
+        return runs
+
+    def _exchange_in_rounds(self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]) -> None:
+        """Every rank's runs for the others; each round takes an equal share of every run.
+
+        Args:
+            sources, targets: by rank, [bytes] uint8.
+            runs: [source][target]: bytes; a rank has none for itself.
+        """
+        # Every share may be rounded up by a byte.
+        rounds = -(-max(map(sum, runs)) // (BUFFER_NBYTES - self.size))
+        for turn in range(rounds):
+            half = self._begin_exchange("all_to_all")
+            end = 0
+            for rank in self._others:
+                share = sources[rank][_share_of(len(sources[rank]), turn, rounds)]
+                begin, end = end, end + len(share)
+                self._buffers[self.rank, half, begin:end].copy_(share)
+            self._end_exchange("all_to_all")
+            for rank in self._others:
+                share = targets[rank][_share_of(len(targets[rank]), turn, rounds)]
+                before = (_share_of(nbytes, turn, rounds) for nbytes in runs[rank][: self.rank])
+                begin = sum(part.stop - part.start for part in before)
+                share.copy_(self._buffers[rank, half, begin : begin + len(share)])
 
     def _exchange(self, piece: Tensor, operation: str) -> list[Tensor]:
         """All ranks' pieces, in rank order, valid until the next exchange but one."""
-        if not self._pidfds:
-            raise RuntimeError(f"{self._where(operation)}: the group is closed")
-        half = self._operation % 2
-        self._operation += 1
+        half = self._begin_exchange(operation)
+        self._buffers[self.rank, half, : piece.nbytes].view(piece.dtype).copy_(piece)
+        self._end_exchange(operation)
+        return [self._buffers[rank, half, : piece.nbytes].view(piece.dtype) for rank in range(self.size)]
 
-        def view(rank: int) -> Tensor:
-            return self._buffers[rank, half, : piece.nbytes].view(piece.dtype)
+    def _begin_exchange(self, operation: str) -> int:
+        """Which of its buffers this rank may fill now."""
+        self._check(operation)
+        return self._exchanges % 2
 
-        view(self.rank).copy_(piece)
+    def _end_exchange(self, operation: str) -> None:
+        """Announces that this rank's buffer is filled, and returns when everybody's is."""
+        self._exchanges += 1
         self._fence()  # the data before the word that announces it
-        self._words[self.rank * WORD_NBYTES // 8] = self._operation
+        with self._word_lock:
+            self._check(operation)
+            self._words[self._word_of(self.rank)] = self._exchanges
         self._fence()
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._wait_for(rank, operation)
+        for rank in self._others:
+            self._wait_for(rank, operation)
         self._fence()
-        return [view(rank) for rank in range(self.size)]
 
     def _wait_for(self, rank: int, operation: str) -> None:
         """Spins, giving way to others; after a while looks whether everybody still lives."""
-        wanted, waited_s, before = self._operation, 0.0, time.monotonic()
+        wanted, waited_s, before = self._exchanges, 0.0, time.monotonic()
         while self._done(rank) < wanted:
+            self._check(operation)
             now = time.monotonic()
             waited_s += min(now - before, LONGEST_ROUND_S)
             before = now
-            if self._words[rank * WORD_NBYTES // 8] & LEFT and self._done(rank) < wanted:
-                raise RuntimeError(f"{self._where(operation)}: a member is gone (rank {rank} has left)")
             if waited_s < SPIN_S:
                 os.sched_yield()
                 continue
             dead = [self._pidfds[fd] for fd, _ in self._deaths.poll(1)]
-            for other in dead:
-                if self._done(other) < wanted:  # else it ended later, and does not matter yet
-                    raise RuntimeError(f"{self._where(operation)}: a member is gone (rank {other} has died)")
+            left = [other for other in range(self.size) if self._words[self._word_of(other)] & LEFT]
+            for other, how in [(other, "died") for other in dead] + [(other, "left") for other in left]:
+                if self._done(other) < wanted:  # else it went later, and does not matter yet
+                    raise GroupBrokenError(f"{self._where(operation)}: a member is gone (rank {other} has {how})")
             if waited_s > self._timeout_s:
+                self._give_up(f"an earlier operation, {operation}, had no answer of rank {rank} in time")
                 raise TimeoutError(f"{self._where(operation)}: no answer of rank {rank} within {self._timeout_s:.0f} s")
 
+    def _give_up(self, reason: str) -> None:
+        """The others see that this rank has left."""
+        with self._word_lock:
+            if self._closed or self._broken:
+                return
+            self._broken = reason
+            self._words[self._word_of(self.rank)] |= LEFT
+        self._group.abort()
+
+    def _check(self, operation: str) -> None:
+        """Raises if the group can no longer be used."""
+        if self._broken:
+            raise GroupBrokenError(f"{self._where(operation)}: {self._broken}")
+        if self._closed:
+            raise RuntimeError(f"{self._where(operation)}: the group is closed")
+
+    def _watch(self, rank: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            self.close()
+            raise GroupBrokenError(
+                f"joining group {self.name}, rank {self.rank} of {self.size}: a member is gone (rank {rank} has died)"
+            ) from error
+        self._pidfds[fd] = rank
+        self._deaths.register(fd, select.POLLIN)
+
     def _done(self, rank: int) -> int:
-        """Operations for which its data is there."""
-        return self._words[rank * WORD_NBYTES // 8] & ~LEFT
+        """Exchanges for which its data is there."""
+        return self._words[self._word_of(rank)] & ~LEFT
+
+    def _word_of(self, rank: int) -> int:
+        return rank * WORD_NBYTES // NUMBER_NBYTES
+
+    def _number_of(self, rank: int, half: int) -> int:
+        """Of the first number in a buffer."""
+        return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:
         return f"{operation} in group {self.name}, rank {self.rank} of {self.size}"
 
     def _fence(self) -> None:
         """Memory writes before it are seen before those after it: taking a lock is a barrier on every architecture."""
-        with self._fence_lock:
+        with self._word_lock:
             pass
 
 
@@ -158,22 +287,29 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
     return iter(dense.view(-1).split(BUFFER_NBYTES // dense.element_size()))
 
 
+def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
+    """The part of a run that goes in one of several rounds."""
+    return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
+
+
 def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[int]]:
     """The memory, mapped by every rank, and the ranks' process ids; None if one cannot map it."""
     nbytes = TOKEN_NBYTES + size * (WORD_NBYTES + 2 * BUFFER_NBYTES)
     fd = -1
-    if rank == 0:
-        fd = os.memfd_create("baton-group", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
-        token = secrets.token_bytes(TOKEN_NBYTES)
-        os.pwrite(fd, token, 0)
-        store.set("memory", f"/proc/{os.getpid()}/fd/{fd} {token.hex()}")
-    path, token_hex = store.get("memory").decode().split()
-    memory = None if rank > 0 and not _on_this_host(path, token_hex) else _map(path, nbytes)
-    store.set(f"mapped-{rank}", f"{os.getpid() if memory is not None else 0}")
-    pids = [int(store.get(f"mapped-{other}")) for other in range(size)]
-    if fd >= 0:
-        os.close(fd)  # everybody who can has mapped it
+    try:
+        if rank == 0:
+            fd = os.memfd_create("baton-group", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+            token = secrets.token_bytes(TOKEN_NBYTES)
+            os.pwrite(fd, token, 0)
+            store.set("memory", f"/proc/{os.getpid()}/fd/{fd} {token.hex()}")
+        path, token_hex = store.get("memory").decode().split()
+        memory = None if rank > 0 and not _on_this_host(path, token_hex) else _map(path, nbytes)
+        store.set(f"mapped-{rank}", f"{os.getpid() if memory is not None else 0}")
+        pids = [int(store.get(f"mapped-{other}")) for other in range(size)]
+    finally:
+        if fd >= 0:
+            os.close(fd)  # everybody who can has mapped it
     return (memory if all(pids) else None), pids
 
 

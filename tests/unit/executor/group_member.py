@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from baton_engine.distributed import shared_memory_group
+from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group
 
 CPU = torch.device("cpu")
@@ -78,6 +81,81 @@ def death(rank: int, size: int, address: StoreAddress) -> None:
     say(survivors.all_reduce(torch.ones(1)).tolist())
 
 
+def operations_that_wait(group: Group, peer: int) -> dict[str, Callable[[], object]]:
+    ones = [1] * group.size
+    return {
+        "all_reduce": lambda: group.all_reduce(torch.zeros(4)),
+        "all_gather": lambda: group.all_gather(torch.zeros(4)),
+        "all_to_all": lambda: group.all_to_all(torch.zeros(group.size, 4), ones, ones),
+        "recv": lambda: group.recv(torch.zeros(4), peer),
+    }
+
+
+def freeze(rank: int, size: int, address: StoreAddress) -> None:
+    """The last rank is stopped; of each of the others, a thread gives up the group in which it waits for that one."""
+    store = connect_store(address, 30)
+    groups = {
+        name: create_group(name, rank, size, store, 1, CPU, 60)
+        for name in ("all_reduce", "all_gather", "all_to_all", "recv")
+    }
+    frozen = int(groups["recv"].all_gather(torch.tensor([os.getpid()]))[-1])
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    await_state(frozen, "T")
+    for name, group in groups.items():
+        aborted: list[float] = []
+
+        def abort(group: Group = group, aborted: list[float] = aborted) -> None:
+            aborted.append(time.monotonic())
+            group.abort()
+            group.abort()
+
+        thread = threading.Timer(0.3, abort)
+        thread.start()
+        operation = operations_that_wait(group, size - 1)[name]
+        attempt(operation)
+        say(time.monotonic() - aborted[0])
+        thread.join()
+        attempt(operation)
+        group.close()
+        group.abort()
+    if rank == 0:
+        store.get("rank 1 is done")
+        os.kill(frozen, signal.SIGKILL)
+    else:
+        store.set("rank 1 is done", "")
+
+
+def await_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != state:
+        assert time.monotonic() < deadline, f"process {pid} is not {state}"
+        time.sleep(0.01)
+
+
+def kill(rank: int, size: int, address: StoreAddress) -> None:
+    """The last rank is killed while all exchange rows without a pause."""
+    group = create_group("test", rank, size, connect_store(address, 30), 1, CPU, 60)
+    victim = int(group.all_gather(torch.tensor([os.getpid()]))[-1])
+    counts = [100_000] * size
+    rows = torch.zeros(sum(counts), 4)
+    killed: list[float] = []
+
+    def kill_victim() -> None:
+        os.kill(victim, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    if rank == 0:
+        threading.Timer(0.3, kill_victim).start()
+
+    def exchange() -> None:
+        while True:
+            group.all_to_all(rows, counts, counts)
+
+    attempt(exchange)
+    say(time.monotonic() - killed[0] if killed else None)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scenario, transport, folder, size, port = *sys.argv[1:4], *map(int, sys.argv[4:])
@@ -89,6 +167,8 @@ if __name__ == "__main__":
         os.dup2(os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
         if transport == "gloo" and rank == 1:  # one that cannot is enough: the members agree
             shared_memory_group._on_this_host = lambda path, token_hex: False
-        {f.__name__: f for f in (operations, death)}[scenario](rank, size, StoreAddress("127.0.0.1", port))
+        {f.__name__: f for f in (operations, death, freeze, kill)}[scenario](
+            rank, size, StoreAddress("127.0.0.1", port)
+        )
         sys.exit()
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(member, 0)[1]) for member in members))

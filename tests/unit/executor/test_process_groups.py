@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from baton_engine.distributed.group import LoneGroup
+from baton_engine.distributed.group import GroupBrokenError, LoneGroup
 from baton_engine.distributed.process_group import (
     StoreAddress,
     connect_store,
@@ -79,12 +79,41 @@ def test_a_dead_member_surfaces_at_once_and_the_others_meet_again(transport: str
     for rank in (0, 1):
         reduce, recv, again = outputs[rank]
         for (kind, text, seconds), operation in ((reduce, "all_reduce"), (recv, "recv")):
-            assert kind == "RuntimeError"
+            assert kind == "GroupBrokenError"
             assert f"{operation} in group test, rank {rank} of 3" in text
             assert "a member is gone" in text
             assert "rank 2" in text or "ranks " in text
             assert seconds < 5
         assert again == [2.0]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared memory"])
+def test_a_frozen_member_is_given_up_from_another_thread(transport: str, tmp_path: Path) -> None:
+    outputs = what_members_saw("freeze", transport, 3, tmp_path)
+    for rank in (0, 1):
+        assert len(outputs[rank]) == 4 * 3
+        for i, operation in enumerate(("all_reduce", "all_gather", "all_to_all", "recv")):
+            (kind, text, waited_s), seconds_since_abort, (kind_after, text_after, took_s) = outputs[rank][
+                3 * i : 3 * i + 3
+            ]
+            assert kind == kind_after == "GroupBrokenError"
+            assert f"{operation} in group {operation}, rank {rank} of 3" in text
+            assert "the group was aborted" in text or "a member is gone" in text, "the other one may be faster"
+            assert "the group was aborted" in text_after
+            assert waited_s > 0.2 or "a member is gone" in text, "it was in the middle of the operation"
+            assert seconds_since_abort < 0.5
+            assert took_s < 0.5
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared memory"])
+def test_a_member_killed_in_the_middle_of_an_exchange_surfaces_at_once(transport: str, tmp_path: Path) -> None:
+    outputs = what_members_saw("kill", transport, 3, tmp_path)
+    for rank in (0, 1):
+        (kind, text, _), seconds = outputs[rank]
+        assert kind == "GroupBrokenError"
+        assert f"all_to_all in group test, rank {rank} of 3" in text
+        assert "a member is gone" in text
+        assert rank == 1 or seconds < 5
 
 
 def test_a_member_that_leaves_fails_those_who_wait_for_it() -> None:
@@ -94,7 +123,7 @@ def test_a_member_that_leaves_fails_those_who_wait_for_it() -> None:
         if rank == 1:
             group.close()  # perhaps while the other has not yet read what this one sent before
             return
-        with pytest.raises(RuntimeError, match=r"a member is gone \(rank 1 has left\)"):
+        with pytest.raises(GroupBrokenError, match=r"a member is gone \(rank 1 has left\)"):
             group.all_reduce(torch.zeros(4))
 
     in_threads(2, run)
@@ -119,6 +148,8 @@ def test_a_silent_member_surfaces_after_the_groups_timeout() -> None:
             return
         with pytest.raises(TimeoutError, match="all_reduce in group test, rank 0 of 2: no answer of rank 1 within 1 s"):
             group.all_reduce(torch.zeros(4))
+        with pytest.raises(GroupBrokenError, match="an earlier operation, all_reduce, had no answer of rank 1 in time"):
+            group.all_reduce(torch.zeros(4))  # it would take the late answer to the one before for its own
         given_up.set()
 
     in_threads(2, run)
