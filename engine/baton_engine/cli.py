@@ -91,13 +91,14 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(config: EngineConfig) -> int:
     host = pod_ip()
     try:
-        proc = EngineCoreProc(config, host)
+        proc = _make_proc(config, host)
     except zmq.ZMQError as error:
         logger.error("cannot bind %s:%d: %s", host, config.engine_port, error)
         return 1
     model_name = config.model.served_name or Path(config.model.path).name
+    registry = engine_registry(proc.stats, proc.request_metrics, model_name, proc.commit_pauses)
     try:
-        admin = AdminServer(host, config.http_port, proc, engine_registry(proc.stats, proc.request_metrics, model_name))
+        admin = AdminServer(host, config.http_port, proc, registry)
     except OSError as error:
         logger.error("cannot bind %s:%d: %s", host, config.http_port, error)
         proc.io.close()
@@ -109,6 +110,15 @@ def _serve(config: EngineConfig) -> int:
         return proc.run()
     finally:
         admin.close()
+
+
+def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
+    """Raises zmq.ZMQError: a port cannot be bound."""
+    if not config.parallel.enable_expert_parallel:
+        return EngineCoreProc(config, host)
+    from baton_engine.core.dp_engine_core_proc import DPEngineCoreProc  # torch: needed by no single worker's parent
+
+    return DPEngineCoreProc(config, host)
 
 
 if __name__ == "__main__":

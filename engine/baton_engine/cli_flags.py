@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, KVRole
+from baton_engine.protocol.config import EngineConfig, KVRole, ParallelConfig
 
 
 class Flag(NamedTuple):
@@ -70,6 +70,14 @@ FLAGS = [
     Flag("--pipeline-parallel-size", "parallel.pipeline_parallel_size", int, "stages the layers are split into"),
     Flag("--executor", "parallel.executor_class", str, "auto, uniproc, multiproc, external_launcher, ray, or a class"),
     Flag("--worker-class", "parallel.worker_class", str, "qualified name"),
+    Flag(
+        "--enable-expert-parallel", "parallel.enable_expert_parallel", bool, "be a rank of a group that shares experts"
+    ),
+    Flag("--coordinator", "parallel.coordinator", str, "host:port of the group's coordinator"),
+    Flag("--rank-name", "parallel.rank_name", str, "what topologies call this rank; $POD_NAME if not given"),
+    Flag(
+        "--num-redundant-experts", "parallel.num_redundant_experts", int, "copies of experts in each layer of the group"
+    ),
     Flag("--collective-timeout-s", "parallel.collective_timeout_s", float, "a worker's wait for a silent other"),
     Flag("--step-timeout-s", "parallel.step_timeout_s", float, "workers silent for longer count as dead"),
     Flag("--enforce-eager", "compilation.enforce_eager", bool, "neither torch.compile nor CUDA graphs"),
@@ -119,6 +127,7 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         "scheduler.long_prefill_token_threshold": (scheduler.long_prefill_token_threshold, 0),
         "parallel.tensor_parallel_size": (parallel.tensor_parallel_size, 1),
         "parallel.pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
+        "parallel.num_redundant_experts": (parallel.num_redundant_experts, 0),
         "num_threads": (config.num_threads, 1),
     }
     for name, (value, low) in at_least.items():
@@ -145,6 +154,9 @@ def _problems(config: EngineConfig) -> Iterator[str]:
     for name, port in ports.items():
         if not 0 <= port < 65536:
             yield f"{name} must be in [0, 65535], got {port}"
+
+    if parallel.enable_expert_parallel:
+        yield from _expert_parallel_problems(parallel)
 
     choices = {
         "model.dtype": (config.model.dtype, ("auto", "float32", "bfloat16", "float16")),
@@ -180,3 +192,12 @@ def _problems(config: EngineConfig) -> Iterator[str]:
                 f"scheduler.max_num_batched_tokens is {budget}, but without chunked prefill a prompt runs in one step and "
                 f"model.max_model_len is {longest}: raise the first or lower the second"
             )
+
+
+def _expert_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    host, _, port = parallel.coordinator.rpartition(":")
+    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        yield (
+            "parallel.coordinator must be host:port of the group's coordinator with parallel.enable_expert_parallel, "
+            f"got {parallel.coordinator!r}"
+        )

@@ -21,6 +21,8 @@ from baton_gateway.discovery import Discovery, make_discovery
 from baton_gateway.server import Gateway
 
 EX_CONFIG = 78
+MIN_HEARTBEATS = 3
+"""In a row an engine must miss before it counts as dead."""
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model.path", str, "checkpoint folder with tokenizer.json"),
@@ -32,6 +34,10 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--port": ("port", int, "HTTP port on $POD_IP; 0: any free one"),
     "--max-concurrent-requests": ("max_concurrent_requests", int, "sequences served at once; more get 429"),
     "--prefill-threshold-tokens": ("prefill_threshold_tokens", int, "shorter prompts skip the prefill engines"),
+    "--heartbeat-interval-s": ("heartbeat_interval_s", float, "engines are asked for a sign of life so often"),
+    "--heartbeat-timeout-s": ("heartbeat_timeout_s", float, "an engine that is silent for so long counts as dead"),
+    "--queue-wait-s": ("queue_wait_s", float, "new requests wait so long for a decode engine; then 503"),
+    "--resume-wait-s": ("resume_wait_s", float, "requests whose engine was lost wait so long for another"),
     "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
     "--drain-timeout-s": ("drain_timeout_s", float, "after SIGTERM, running requests may take this long to end"),
 }
@@ -82,9 +88,18 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     except msgspec.ValidationError as error:
         hint = "; set it in --config FILE or with --model" if "model" not in content else ""
         raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
-    for name in ("max_concurrent_requests", "request_timeout_s"):
+    for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
         if getattr(config, name) <= 0:
             raise ConfigurationError("InvalidConfig", f"{name} must be positive, got {getattr(config, name)}")
+    for name in ("queue_wait_s", "resume_wait_s"):
+        if getattr(config, name) < 0:
+            raise ConfigurationError("InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}")
+    if config.heartbeat_timeout_s < MIN_HEARTBEATS * config.heartbeat_interval_s:
+        raise ConfigurationError(
+            "InvalidConfig",
+            f"heartbeat_timeout_s must be {MIN_HEARTBEATS} times heartbeat_interval_s at least, got "
+            f"{config.heartbeat_timeout_s} and {config.heartbeat_interval_s}: one late answer would end an engine",
+        )
     return config
 
 

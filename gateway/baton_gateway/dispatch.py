@@ -7,11 +7,11 @@ the prompt and the tokens so far, and the stream goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,70 +25,22 @@ from baton_engine.protocol.messages import (
     KVTransferParams,
     PrefillResult,
 )
-from baton_engine.protocol.sampling import SamplingParams
-from baton_gateway.errors import APIError, engine_failure, internal, unavailable
+from baton_gateway.errors import engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.placer import Placer
 from baton_gateway.pool import EnginePool, Member
+from baton_gateway.sequences import AttemptError, Journey, Placement, Sequence
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 5
-"""Decode engines one sequence is sent to before its failure is the answer."""
-RESUME_WAIT_S = 30.0
-"""A sequence that has begun waits this long for an engine that can continue it: a pod may be restarting."""
 PREFILL_TIMEOUT_S = 60.0
 """A prefill leg without a first token by then is given up. An engine may be alive and still make no progress, and the decode engine
 waits for as long as it is told nothing."""
+PROMPT_WAIT_S = 10.0
+"""Samples that move together wait so long for the first of them to compute their prompt."""
 
 _ELSEWHERE = frozenset({ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD})
-"""Failures another engine may not have."""
-
-
-@dataclass
-class SampleGroup:
-    """Samples of one prompt. The first that is sent off picks the engine for all, which computes the prompt once."""
-
-    group_id: str
-    member: Member | None = None
-
-
-@dataclass
-class Sequence:
-    """One sample of one prompt, and what has been generated of it. A beam search is one sequence whose output has beams."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    """With max_tokens and seed set."""
-    sample_index: int = 0
-    arrival_time: float = 0.0
-    priority: int = 0
-    cache_salt: str = ""
-    group: SampleGroup | None = None
-    """None: it is alone."""
-    generated_token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    failure: str = ""
-    """Why the last engine gave it up; it waits for another one, or runs there."""
-
-    @property
-    def may_take_leg(self) -> bool:
-        """Whether another engine may compute its prompt and sample its first token. Beams share blocks and are chosen in one
-        place, and a prompt's logprobs are needed where the answer is made; one that goes on elsewhere has no leg either."""
-        params = self.sampling_params
-        return not self.generated_token_ids and not params.beam_width and params.prompt_logprobs is None
-
-
-class _AttemptError(Exception):
-    """This decode engine cannot go on; another may."""
-
-    def __init__(self, message: str, code: ErrorCode | None) -> None:
-        super().__init__(message)
-        self.code = code
-
-    @property
-    def reason(self) -> str:
-        return "engine_lost" if self.code is None else self.code.name.lower()
+"""Failures another engine may not have. Once a sequence has begun none is the client's fault: one engine took it."""
 
 
 class Dispatcher:
@@ -96,28 +48,27 @@ class Dispatcher:
 
     Samples of one prompt that take no prefill leg go to one decode engine as a group: it computes the prompt once and they share
     its blocks. With prefill engines each sample is a leg of its own: the blocks of a leg belong to one transfer between one pair of
-    engines, and samples that are spread over decode engines use more than one engine's memory bandwidth. A sample whose engine
-    fails goes on alone.
+    engines, and samples that are spread over decode engines use more than one engine's memory bandwidth. Samples whose engine goes
+    away move to one other engine together; one that fails alone goes on alone.
 
     Args:
         prefill_threshold_tokens: shorter prompts take no prefill leg.
-        resume_wait_s: how long a sequence whose engine was lost waits for another one.
         prefill_timeout_s: how long a prefill leg may take; then the decode engine computes the prompt.
     """
 
     def __init__(
         self,
         pool: EnginePool,
+        placer: Placer,
         metrics: GatewayMetrics,
         *,
         prefill_threshold_tokens: int = 0,
-        resume_wait_s: float = RESUME_WAIT_S,
         prefill_timeout_s: float = PREFILL_TIMEOUT_S,
     ) -> None:
         self._pool = pool
+        self._placer = placer
         self._metrics = metrics
         self._threshold = prefill_threshold_tokens
-        self._resume_wait_s = resume_wait_s
         self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
@@ -128,102 +79,84 @@ class Dispatcher:
         Raises:
             APIError: no engine, or none that could bring it to its end.
         """
-        excluded: set[str] = set()
-        config_hash: str | None = None
-        failure: _AttemptError | None = None
-        for attempt in range(MAX_ATTEMPTS):
-            decode = self._group_member(sequence) if failure is None else None
-            grouped = decode is not None
-            if decode is None:
-                decode = await self._next_decode(sequence, excluded, config_hash, failure)
-            config_hash = decode.ready_client.init.config_hash
-            excluded.add(decode.ready_client.instance_id)
-            if failure is not None:
-                self._metrics.retries.labels(failure.reason).inc()
-                if sequence.generated_token_ids:
-                    self._metrics.resumed.inc()
+        journey = Journey(sequence, sequence.data_parallel_rank)
+        while not sequence.is_used_up:
+            placement = await self._placer.place(journey, with_group=not self._wants_leg(sequence))
+            attempt_id = f"{sequence.request_id}-{journey.attempts}"
+            journey.sent_to(placement)
+            if journey.failure is not None:
+                self._count_retry(sequence, journey.failure)
+            num_tokens = len(sequence.generated_token_ids)
             try:
-                async with aclosing(self._attempt(sequence, decode, attempt, grouped=grouped)) as outputs:
+                async with aclosing(self._attempt(sequence, placement, attempt_id, journey)) as outputs:
                     async for output in outputs:
                         yield output
                 return
-            except _AttemptError as error:
-                failure = error
-                sequence.failure = str(error)
+            except AttemptError as error:
+                journey.gave_up(error, progressed=len(sequence.generated_token_ids) > num_tokens)
                 logger.warning(
                     "request %s: engine %s gave up after %d tokens, trying another: %s",
                     sequence.request_id,
-                    decode.endpoint.name,
+                    placement.member.endpoint.name,
                     len(sequence.generated_token_ids),
                     error,
                 )
-        assert failure is not None
-        raise self._final(sequence, failure)
+        # Its engine went away between the last token and the word that it was the last.
+        yield EngineCoreOutput(sequence.request_id, [], finish_reason=FinishReason.LENGTH)
 
-    def _group_member(self, sequence: Sequence) -> Member | None:
-        """The engine of the sequence's group, if it is to go with it."""
-        group = sequence.group
-        if group is None or self._wants_leg(sequence):
-            return None
-        if group.member is None:
-            group.member = self._pool.pick_decode()
-        if group.member is None or not group.member.available:
-            return None
-        return group.member
+    def _count_retry(self, sequence: Sequence, failure: AttemptError) -> None:
+        self._metrics.retries.labels(failure.reason).inc()
+        if sequence.begun:
+            self._metrics.resumed.labels(failure.reason).inc()
+            self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
 
     def _wants_leg(self, sequence: Sequence) -> bool:
         long_enough = len(sequence.prompt_token_ids) >= self._threshold
         return sequence.may_take_leg and long_enough and bool(self._pool.available("prefill"))
 
-    async def _next_decode(
-        self, sequence: Sequence, excluded: set[str], config_hash: str | None, failure: _AttemptError | None
-    ) -> Member:
-        # Until a token was seen nothing is owed to this version of the model: any decode engine will do.
-        same = config_hash if sequence.generated_token_ids else None
-        lost = failure is not None and failure.code is None
-        stopping = failure is not None and failure.code is ErrorCode.DRAINING and bool(sequence.generated_token_ids)
-        if lost or stopping:  # a successor may be starting
-            member = await self._pool.wait_decode(self._resume_wait_s, excluded=excluded, config_hash=same)
-        else:
-            member = self._pool.pick_decode(excluded=excluded, config_hash=same)
-        if member is not None:
-            return member
-        if failure is None:
-            raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
-        raise self._final(sequence, failure)
-
-    def _final(self, sequence: Sequence, failure: _AttemptError) -> APIError:
-        logger.error("request %s failed: %s", sequence.request_id, failure)
-        if failure.code is None:
-            return unavailable(f"The engine serving this request was lost, and no other took it over: {failure}")
-        return engine_failure(str(failure), failure.code)
-
     def _attempt(
-        self, sequence: Sequence, decode: Member, attempt: int, *, grouped: bool
+        self, sequence: Sequence, placement: Placement, attempt_id: str, journey: Journey
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        attempt_id = f"{sequence.request_id}-{attempt}"
-        if not grouped and self._wants_leg(sequence):
+        decode = placement.member
+        if self._wants_leg(sequence):
             prefill = self._pool.pick_prefill(decode)
             if prefill is not None:
-                return self._disaggregated(sequence, prefill, decode, attempt_id)
+                return self._disaggregated(sequence, prefill, decode, attempt_id, journey)
             self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
-        return self._aggregated(sequence, decode, attempt_id, grouped=grouped)
+            return self._aggregated(sequence, placement, attempt_id, journey, group_id="")
+        together = sequence.group is not None and placement in sequence.group.placements.values()
+        group_id = sequence.group.group_id if sequence.group is not None and together and not sequence.begun else ""
+        return self._aggregated(sequence, placement, attempt_id, journey, group_id=group_id)
 
     async def _aggregated(
-        self, sequence: Sequence, decode: Member, attempt_id: str, *, grouped: bool
+        self, sequence: Sequence, placement: Placement, attempt_id: str, journey: Journey, *, group_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """One ADD; the decode engine prefills for itself."""
-        client = decode.ready_client
-        stream = self._add(client, self._request(sequence, attempt_id, None, grouped=grouped))
+        client = placement.member.ready_client
+        if sequence.begun:
+            await self._wait_for_prompt(placement)
         try:
+            stream = self._add(client, sequence.request(attempt_id, None, group_id=group_id), journey.rank)
             async with aclosing(self._rest(sequence, stream)) as outputs:
                 async for output in outputs:
+                    placement.prompt_known.set()
                     yield output
         finally:
+            placement.prompt_known.set()
             client.abort([attempt_id])
 
+    async def _wait_for_prompt(self, placement: Placement) -> None:
+        """Lets one of the samples that move together go first: the others find the prompt's blocks in the engine's prefix cache.
+        They cannot name a group, whose members all begin at their prompt's end."""
+        if not placement.prompt_sent:
+            placement.prompt_sent = True
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROMPT_WAIT_S):
+                await placement.prompt_known.wait()
+
     async def _disaggregated(
-        self, sequence: Sequence, prefill: Member, decode: Member, attempt_id: str
+        self, sequence: Sequence, prefill: Member, decode: Member, attempt_id: str, journey: Journey
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """ADD to both; the first token from P at once, the rest from D."""
         producer, consumer = prefill.ready_client, decode.ready_client
@@ -236,17 +169,17 @@ class Dispatcher:
             remote_port=prefill.endpoint.kv_port,
         )
         produce = KVTransferParams(side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id)
-        rest = self._add(consumer, self._request(sequence, attempt_id, consume))
+        rest = self._add(consumer, sequence.request(attempt_id, consume), journey.rank)
         leg: asyncio.Task[EngineCoreOutput] | None = None
         early: asyncio.Task[EngineCoreOutput] | None = None
         try:
-            first = self._add_leg(producer, self._request(sequence, attempt_id, produce))
+            first = self._add_leg(producer, sequence.request(attempt_id, produce))
             leg = asyncio.create_task(_first_output(first))
             early = asyncio.create_task(anext(rest))
             await asyncio.wait([leg, early], timeout=self._prefill_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if early.done() and not leg.done():  # D refused, failed or is gone, for it has no token to sample yet
                 self._check(sequence, _result_or_attempt_error(early))
-                raise _AttemptError("the decode engine sent tokens before it knew the first one", ErrorCode.INTERNAL)
+                raise AttemptError("the decode engine sent tokens before it knew the first one", ErrorCode.INTERNAL)
             result, output = self._leg_result(attempt_id, prefill, leg)
             if output is not None:
                 self._check(sequence, output)
@@ -301,15 +234,17 @@ class Dispatcher:
         self, sequence: Sequence, stream: RequestStream, first: asyncio.Task[EngineCoreOutput] | None = None
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """The decode engine's outputs up to the finished one. `first` already waits for the first of them."""
+        resumed = sequence.begun and first is None
         while True:
             try:
                 output = await (anext(stream) if first is None else first)
             except EngineDeadError as error:
-                raise _AttemptError(str(error), None) from error
+                raise AttemptError(str(error), None) from error
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
-            sequence.num_cached_tokens = max(sequence.num_cached_tokens, output.num_cached_tokens)
+            if not resumed:  # what another engine finds again in its cache was computed for this request before
+                sequence.num_cached_tokens = max(sequence.num_cached_tokens, output.num_cached_tokens)
             yield output
             if output.finished:
                 return
@@ -317,11 +252,11 @@ class Dispatcher:
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raises what a failed output means, and APIError for one that does not follow the tokens seen so far."""
         if output.finish_reason is FinishReason.ERROR or output.error:
-            if output.error_code in _ELSEWHERE:
-                raise _AttemptError(output.error, output.error_code)
+            if output.error_code in _ELSEWHERE or (sequence.begun and output.error_code is not None):
+                raise AttemptError(output.error, output.error_code)
             raise engine_failure(output.error, output.error_code)
         if output.finish_reason is FinishReason.ABORT:
-            raise _AttemptError("the engine aborted the request (it is shutting down)", ErrorCode.DRAINING)
+            raise AttemptError("the engine aborted the request (it is shutting down)", ErrorCode.DRAINING)
         expected = len(sequence.generated_token_ids)
         if output.new_token_ids and output.token_offset != expected:
             self._metrics.offset_errors.inc()
@@ -335,39 +270,18 @@ class Dispatcher:
             )
             raise internal(f"The engine's output has a {kind}: expected token {expected}, got {output.token_offset}.")
 
-    def _add(self, client: EngineClient, request: EngineCoreRequest) -> RequestStream:
+    def _add(self, client: EngineClient, request: EngineCoreRequest, rank: int | None) -> RequestStream:
+        request.data_parallel_rank = rank
         try:
             return client.add(request)
         except EngineDeadError as error:  # it died between the pick and the ADD
-            raise _AttemptError(str(error), None) from error
+            raise AttemptError(str(error), None) from error
 
     def _add_leg(self, client: EngineClient, request: EngineCoreRequest) -> RequestStream | EngineDeadError:
         try:
             return client.add(request)
         except EngineDeadError as error:
             return error
-
-    def _request(
-        self, sequence: Sequence, attempt_id: str, kv: KVTransferParams | None, *, grouped: bool = False
-    ) -> EngineCoreRequest:
-        params = sequence.sampling_params
-        if sequence.generated_token_ids and params.prompt_logprobs is not None:  # they came with the first token
-            params = msgspec.structs.replace(params, prompt_logprobs=None)
-        if kv is not None and kv.side is KVSide.PRODUCE:
-            one_token = len(sequence.generated_token_ids) + 1
-            params = msgspec.structs.replace(params, max_tokens=one_token, min_tokens=min(params.min_tokens, one_token))
-        return EngineCoreRequest(
-            request_id=attempt_id,
-            prompt_token_ids=sequence.prompt_token_ids,
-            sampling_params=params,
-            generated_token_ids=list(sequence.generated_token_ids),
-            sample_index=sequence.sample_index,
-            arrival_time=sequence.arrival_time,
-            priority=sequence.priority,
-            cache_salt=sequence.cache_salt,
-            kv_transfer=kv,
-            group_id=sequence.group.group_id if grouped and sequence.group is not None else "",
-        )
 
 
 async def _first_output(stream: RequestStream | EngineDeadError) -> EngineCoreOutput:
@@ -380,7 +294,7 @@ def _result_or_attempt_error(task: asyncio.Task[EngineCoreOutput]) -> EngineCore
     try:
         return task.result()
     except EngineDeadError as error:
-        raise _AttemptError(str(error), None) from error
+        raise AttemptError(str(error), None) from error
 
 
 def _ends(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:

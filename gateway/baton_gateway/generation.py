@@ -13,118 +13,37 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
-from baton_engine.protocol.messages import EngineCoreOutput, FinishReason, PromptLogprobs
+from baton_engine.protocol.messages import EngineCoreOutput, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.text.chat_template import ChatTemplateError
 from baton_engine.text.errors import RequestError
 from baton_engine.text.messages import template_messages
 from baton_engine.text.output import OutputProcessor, TextOutput
-from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse, Usage
+from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse
 from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from baton_engine.text.structured_outputs import bad_words_token_ids
 from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
-from baton_gateway.dispatch import Dispatcher, SampleGroup, Sequence
+from baton_gateway.dispatch import Dispatcher
 from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, prompt_too_long, unavailable
+from baton_gateway.jobs import Choice, Job, PromptJob, Run
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.pool import EnginePool
+from baton_gateway.sequences import SampleGroup, Sequence
 
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 4096
 """Longer texts are tokenized in a thread: the event loop must not stand still for other streams."""
 
+GAP_S = 1.0
+"""Longer silences of a stream are counted one by one."""
+
 _Result = TypeVar("_Result")
-
-
-@dataclass
-class Choice:
-    """One sequence of text that may be part of the answer."""
-
-    index: int
-    processor: OutputProcessor
-    prompt_token_ids: list[int]
-    echo: str = ""
-
-
-@dataclass
-class Run:
-    """What is dispatched as one, and the choices it fills: one, or a beam search's beams."""
-
-    sequence: Sequence
-    choices: list[Choice]
-
-
-@dataclass
-class PromptJob:
-    """One prompt of a request."""
-
-    token_ids: list[int]
-    runs: list[Run]
-    """The candidates of best_of, in their order; else the samples, or one beam search."""
-    logprobs: PromptLogprobs = field(default_factory=list)
-    """If they were asked for: the first run brings them, for all."""
-    logprobs_known: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def choices(self) -> list[Choice]:
-        return [choice for run in self.runs for choice in run.choices]
-
-
-@dataclass
-class Job:
-    """One HTTP request, ready to run."""
-
-    id: str
-    request: GenerationRequest
-    created: int
-    started: float
-    """Monotonic arrival time."""
-    prompts: list[PromptJob]
-
-    @property
-    def model(self) -> str:
-        return self.request.model
-
-    @property
-    def choices(self) -> list[Choice]:
-        return [choice for prompt in self.prompts for choice in prompt.choices]
-
-    @property
-    def failure(self) -> str:
-        """Why one of its sequences has lost an engine; empty if none has."""
-        failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
-        return next(filter(None, failures), "")
-
-    def best_choices(self) -> list[Choice]:
-        """Those that are the answer, once all have ended: with best_of the most likely ones, best first."""
-        best: list[Choice] = []
-        num_samples = self.request.num_samples
-        for index, prompt in enumerate(self.prompts):
-            choices = prompt.choices
-            if len(choices) > num_samples:
-                choices = sorted(choices, key=lambda choice: choice.processor.mean_logprob, reverse=True)
-            for place, choice in enumerate(choices[:num_samples]):
-                choice.index = index * num_samples + place
-                best.append(choice)
-        return best
-
-    def usage(self) -> Usage:
-        """Every prompt counts once, however many samples are drawn from it; every sample counts, also those left out."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        completion_tokens = sum(choice.processor.num_tokens for choice in self.choices)
-        cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details={"cached_tokens": cached_tokens},
-        )
 
 
 _Event = tuple[Choice, TextOutput] | Exception | None
@@ -275,6 +194,8 @@ class GenerationService:
                             self._metrics.time_to_first_token.observe(now - last)
                         else:
                             self._metrics.inter_token_latency.observe((now - last) / len(output.new_token_ids))
+                            if now - last > GAP_S:
+                                self._metrics.stream_gap.observe(now - last)
                         last, first = now, False
                         self._metrics.generation_tokens.inc(len(output.new_token_ids))
                     if output.beams is not None:
@@ -315,6 +236,7 @@ class GenerationService:
         field: str,
         started: float,
     ) -> Job:
+        self._check_rank(request.data_parallel_rank)
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         self._check_ids(request.allowed_token_ids or [], "allowed_token_ids")
@@ -348,6 +270,7 @@ class GenerationService:
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     group=group,
+                    data_parallel_rank=request.data_parallel_rank,
                 )
                 runs.append(Run(sequence, choices if params.beam_width else [choices[sample_index]]))
             jobs.append(PromptJob(token_ids, runs))
@@ -387,6 +310,14 @@ class GenerationService:
             raise context_length_exceeded(limit, prompt_len, needed, field)
         room = limit - prompt_len
         return room if requested is None else min(requested, room)
+
+    def _check_rank(self, rank: int | None) -> None:
+        size = self._pool.data_parallel_size
+        if rank is not None and self._pool.decode_seen and not 0 <= rank < size:
+            raise RequestError(
+                f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode engines are {size} ranks",
+                param="data_parallel_rank",
+            )
 
     def _check_ids(self, token_ids: list[int], field: str) -> None:
         vocab_size = self.tokenizer.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -32,14 +33,19 @@ from baton_engine.text.responses import (
 )
 from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from baton_engine.text.tokenizer import Tokenizer
-from baton_gateway.errors import APIError, bad_request, overloaded, timed_out, unavailable, unknown_model
-from baton_gateway.generation import Choice, GenerationService, Job
-from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.admission import Admission
+from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
+from baton_gateway.generation import GenerationService
+from baton_gateway.jobs import Choice, Job
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; it is only counted, never sent."""
+
+DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
+"""Header that does what data_parallel_rank in the body does."""
+_RANK = re.compile("[0-9]{1,9}")
 
 FINAL_STATUS = web.RequestKey("final_status", int)
 """Status for the metrics when a stream that began as 200 failed later."""
@@ -52,60 +58,6 @@ _LAST_WORDS_S = 1.0
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
-
-
-class Admission:
-    """Counts what is being served, refuses what is too much, and knows when everything has ended.
-
-    Args:
-        limit: sequences in flight; a request for n samples counts n times.
-    """
-
-    def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
-        self._limit = limit
-        self._metrics = metrics
-        self._sequences = 0
-        self._requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
-
-    def check_draining(self) -> None:
-        """Raises APIError (503) once the gateway is shutting down."""
-        if self.draining:
-            raise unavailable("This gateway is shutting down; retry, another one will answer.", code="draining")
-
-    def begin(self) -> None:
-        """A request arrived; `end` must follow."""
-        self._requests += 1
-        self._idle.clear()
-        self._metrics.in_flight.set(self._requests)
-
-    def end(self) -> None:
-        self._requests -= 1
-        self._metrics.in_flight.set(self._requests)
-        if self._requests == 0:
-            self._idle.set()
-
-    def take(self, sequences: int) -> None:
-        """Raises APIError: 400 if it can never fit, 429 if it does not fit now. `give` must follow."""
-        if sequences > self._limit:
-            raise APIError(400, f"One request may ask for {self._limit} sequences at most, got {sequences}.", param="n")
-        if self._sequences + sequences > self._limit:
-            raise overloaded(f"{self._sequences} sequences are being served already; retry later.")
-        self._sequences += sequences
-
-    def give(self, sequences: int) -> None:
-        self._sequences -= sequences
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """False if requests are still being served after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class Endpoint(abc.ABC, Generic[_Request]):
@@ -140,6 +92,7 @@ class Endpoint(abc.ABC, Generic[_Request]):
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
         request = parse_request(await self._read(http, deadline), self.kind)
+        request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)
         self._admission.take(request.num_sequences)  # before the prompts cost anything
@@ -382,6 +335,21 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             items = [*output.prompt_logprobs, *output.logprobs]
             return completion_logprobs(tokenizer, items, offset, first_token_id=first_token_id)
         return completion_logprobs(tokenizer, output.logprobs, offset)
+
+
+def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
+    """The rank that the request asks for, in its header or in its body. Raises RequestError."""
+    text = http.headers.get(DATA_PARALLEL_RANK)
+    if text is None:
+        return in_body
+    if not _RANK.fullmatch(text):
+        raise RequestError(f"{DATA_PARALLEL_RANK} must be a number, got {text[:40]!r}", param=DATA_PARALLEL_RANK)
+    if in_body not in (None, int(text)):
+        raise RequestError(
+            f"{DATA_PARALLEL_RANK} is {text}, but data_parallel_rank is {in_body}; send one of them",
+            param="data_parallel_rank",
+        )
+    return int(text)
 
 
 def _unread(http: web.Request) -> bool:

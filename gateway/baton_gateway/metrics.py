@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_GAP_BUCKETS = (1.5, 2, 2.5, 3, 3.5, 4, 5, 7.5, 10, 15, 20, 30, 60)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 
 
@@ -54,7 +55,21 @@ class GatewayMetrics:
             "baton:request_retries", "Sequences sent to another decode engine.", ["reason"], registry=self.registry
         )
         self.resumed = Counter(
-            "baton:requests_resumed", "Retries that went on after tokens already seen.", registry=self.registry
+            "baton:requests_resumed",
+            "Retries that went on after tokens already seen.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.replayed_tokens = Counter(
+            "baton:replayed_tokens",
+            "Generated tokens that were sent along to another engine, which computes their KV again.",
+            registry=self.registry,
+        )
+        self.stream_gap = Histogram(
+            "baton_gateway_stream_gap_seconds",
+            "Silences of more than a second between two outputs of one sequence.",
+            registry=self.registry,
+            buckets=_GAP_BUCKETS,
         )
         self.offset_errors = Counter(
             "baton:token_offset_errors", "Outputs that left a gap or repeated a token.", registry=self.registry

@@ -12,9 +12,12 @@ import random
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from baton_engine.protocol.client import EngineClient, EngineDeadError
 from baton_engine.protocol.config import EngineEndpoint
+from baton_engine.protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from baton_engine.protocol.messages import Ready
 from baton_gateway.discovery import Discovery
 from baton_gateway.metrics import GatewayMetrics
 
@@ -46,10 +49,9 @@ class Member:
     @property
     def available(self) -> bool:
         """Takes new requests, as far as is known here."""
-        client = self.client
-        if client is None or self.has_left() or self.endpoint.draining or client.dead_reason is not None:
+        if self.client is None or self.has_left() or self.endpoint.draining:
             return False
-        return not (client.status is not None and client.status.draining)
+        return self.client.accepts_requests
 
     @property
     def ready_client(self) -> EngineClient:
@@ -58,32 +60,66 @@ class Member:
         return self.client
 
     @property
-    def max_model_len(self) -> int:
+    def ready(self) -> Ready:
+        """What an available member said last of its size and its place in the group."""
         ready = self.ready_client.ready
         assert ready is not None  # `client` is set after READY
-        return ready.max_model_len
+        return ready
 
     def load(self) -> tuple[float, float, float]:
-        """Sort key. Our own requests are known exactly; heartbeats add those of other gateways, a second late."""
+        """Sort key. Our own requests are known exactly; heartbeats add those of other gateways, an interval late."""
         client = self.ready_client
-        status = client.status
-        if status is None:
-            return client.num_unfinished, 0.0, random.random()
-        reported = status.num_running + status.num_waiting
-        return max(client.num_unfinished, reported), status.kv_cache_usage, random.random()
+        usage = 0.0 if client.status is None else client.status.kv_cache_usage
+        return client.num_requests, usage, random.random()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an engine must be to be picked."""
+
+    excluded: Collection[int] = ()
+    """Not these, by `EngineClient.readiness`: an engine that has become ready again since is another one."""
+    config_hash: str | None = None
+    """One that can continue a request of an engine with this hash."""
+    data_parallel_rank: int | None = None
+
+    def includes(self, member: Member) -> bool:
+        """Whether an available member will do."""
+        client = member.ready_client
+        return (
+            client.readiness not in self.excluded
+            and self.config_hash in (None, client.init.config_hash)
+            and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
+        )
+
+
+ANY = Wanted()
 
 
 class EnginePool:
     """Keeps members as discovery says. `run` does the work; the other methods are for the same event loop."""
 
-    def __init__(self, discovery: Discovery, metrics: GatewayMetrics, *, max_backoff_s: float = MAX_BACKOFF_S) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        metrics: GatewayMetrics,
+        *,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        max_backoff_s: float = MAX_BACKOFF_S,
+    ) -> None:
         self._discovery = discovery
         self._metrics = metrics
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_backoff_s = max_backoff_s
         self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self._members: dict[tuple[str, str, int], Member] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set, and replaced by another, whenever a member may be available that was not."""
+        self._max_model_len: int | None = None
+        self._data_parallel_size = 1
         self.decode_seen = False
         """A decode engine has been ready since the start."""
         for role in ("prefill", "decode"):
@@ -95,7 +131,7 @@ class EnginePool:
             async with aclosing(self._discovery.watch()) as sets:
                 async for endpoints in sets:
                     self._apply(endpoints)
-                    await self._notify()
+                    self._notify()
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -106,45 +142,52 @@ class EnginePool:
         """Members of a role that take new requests."""
         return [member for member in self._members.values() if member.endpoint.role == role and member.available]
 
-    def pick_decode(self, *, excluded: Collection[str] = (), config_hash: str | None = None) -> Member | None:
-        """The least loaded decode engine.
+    def pick_decode(self, wanted: Wanted = ANY) -> Member | None:
+        """The least loaded decode engine."""
+        return self._least_loaded("decode", wanted)
 
-        Args:
-            excluded: instance ids not to use.
-            config_hash: only engines that can continue a request of one with this hash.
-        """
-        return self._least_loaded("decode", excluded, config_hash)
-
-    def pick_prefill(self, decode: Member, *, excluded: Collection[str] = ()) -> Member | None:
+    def pick_prefill(self, decode: Member) -> Member | None:
         """The least loaded prefill engine whose KV blocks `decode` may read."""
-        return self._least_loaded("prefill", excluded, decode.ready_client.init.config_hash)
+        return self._least_loaded("prefill", Wanted(config_hash=decode.ready_client.init.config_hash))
 
-    async def wait_decode(
-        self, timeout_s: float, *, excluded: Collection[str] = (), config_hash: str | None = None
-    ) -> Member | None:
+    async def wait_decode(self, timeout_s: float, wanted: Wanted = ANY) -> Member | None:
         """As `pick_decode`, but waits for one to come; None after `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
+            async with asyncio.timeout(timeout_s):
                 while True:
-                    member = self.pick_decode(excluded=excluded, config_hash=config_hash)
+                    changed = self._changed
+                    member = self.pick_decode(wanted)
                     if member is not None:
                         return member
-                    await self._changed.wait()
+                    await changed.wait()
         except TimeoutError:
             return None
 
+    def expects_decode(self) -> bool:
+        """Whether some decode engine is known that is not available now: it may be soon."""
+        return any(member.endpoint.role == "decode" and not member.available for member in self._members.values())
+
     @property
     def max_model_len(self) -> int | None:
-        """Tokens that every available decode engine can hold; None while there is none."""
-        return min((member.max_model_len for member in self.available("decode")), default=None)
+        """Tokens that every available decode engine can hold; while there is none, as it was; None before the first."""
+        self._look()
+        return self._max_model_len
 
-    def _least_loaded(self, role: str, excluded: Collection[str], config_hash: str | None) -> Member | None:
-        candidates = [
-            member
-            for member in self.available(role)
-            if member.ready_client.instance_id not in excluded
-            and config_hash in (None, member.ready_client.init.config_hash)
-        ]
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks of the decode group, as its available members say; while there is none, as it was."""
+        self._look()
+        return self._data_parallel_size
+
+    def _look(self) -> None:
+        """What decode engines say of themselves is remembered for the time when all are away."""
+        members = self.available("decode")
+        if members:
+            self._max_model_len = min(member.ready.max_model_len for member in members)
+            self._data_parallel_size = max(member.ready.data_parallel_size for member in members)
+
+    def _least_loaded(self, role: str, wanted: Wanted) -> Member | None:
+        candidates = [member for member in self.available(role) if wanted.includes(member)]
         return min(candidates, key=Member.load, default=None)
 
     def _count(self, role: str) -> Callable[[], float]:
@@ -173,7 +216,14 @@ class EnginePool:
         last_failure = ""
         while not member.has_left():
             endpoint = member.endpoint
-            client = EngineClient(endpoint.host, endpoint.engine_port, client_id=self._client_id)
+            client = EngineClient(
+                endpoint.host,
+                endpoint.engine_port,
+                client_id=self._client_id,
+                heartbeat_interval_s=self._heartbeat_interval_s,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                on_available=self._notify,
+            )
             try:
                 await client.connect(CONNECT_TIMEOUT_S)
                 await self._wait_ready(member, client)
@@ -183,7 +233,7 @@ class EnginePool:
                 member.client = client
                 self.decode_seen |= endpoint.role == "decode"
                 self._check_pairs(member)
-                await self._notify()
+                self._notify()
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
                 await self._until_dead_or_left(member, client)
                 if not member.has_left():
@@ -238,6 +288,7 @@ class EnginePool:
                     other.client.init.config_hash,
                 )
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        self._look()
+        self._changed.set()
+        self._changed = asyncio.Event()

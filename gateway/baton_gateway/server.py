@@ -20,12 +20,14 @@ from baton_engine.text.parsing import parse_request
 from baton_engine.text.responses import Model, ModelList
 from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
+from baton_gateway.admission import Admission
 from baton_gateway.discovery import Discovery
-from baton_gateway.dispatch import PREFILL_TIMEOUT_S, RESUME_WAIT_S, Dispatcher
+from baton_gateway.dispatch import PREFILL_TIMEOUT_S, Dispatcher
 from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
 from baton_gateway.generation import GenerationService
-from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, Admission, ChatEndpoint, CompletionEndpoint
+from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, ChatEndpoint, CompletionEndpoint
 from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.placer import Placer
 from baton_gateway.pool import MAX_BACKOFF_S, EnginePool
 
 logger = logging.getLogger(__name__)
@@ -51,20 +53,25 @@ class Gateway:
         tokenizer: Tokenizer,
         discovery: Discovery,
         *,
-        resume_wait_s: float = RESUME_WAIT_S,
         prefill_timeout_s: float = PREFILL_TIMEOUT_S,
         max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
         self.config = config
         self.served_name = served_name(config)
         self.metrics = GatewayMetrics()
-        self.pool = EnginePool(discovery, self.metrics, max_backoff_s=max_backoff_s)
+        self.pool = EnginePool(
+            discovery,
+            self.metrics,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            max_backoff_s=max_backoff_s,
+        )
         self._admission = Admission(config.max_concurrent_requests, self.metrics)
         dispatcher = Dispatcher(
             self.pool,
+            Placer(self.pool, queue_wait_s=config.queue_wait_s, resume_wait_s=config.resume_wait_s),
             self.metrics,
             prefill_threshold_tokens=config.prefill_threshold_tokens,
-            resume_wait_s=resume_wait_s,
             prefill_timeout_s=prefill_timeout_s,
         )
         self._service = GenerationService(tokenizer, self.pool, dispatcher, self.metrics)

@@ -25,6 +25,7 @@ from baton_engine.protocol.config import (
     KVRole,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from support.waiting import eventually
@@ -110,10 +111,16 @@ class Pods:
         # The pid keeps test runs side by side apart.
         return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
 
+    def coordinator(self, name: str = "coordinator") -> Pod:
+        """Of an expert-parallel group."""
+        return self._start(name, [str(BIN / "baton-coordinator")])
+
     def _run(self, name: str, command: str, config: msgspec.Struct, network: Network | None = None) -> Pod:
         path = self._folder / f"{name}.json"
         path.write_bytes(msgspec.json.encode(config))
-        line = [str(BIN / command), "--config", str(path)]
+        return self._start(name, [str(BIN / command), "--config", str(path)], network)
+
+    def _start(self, name: str, line: list[str], network: Network | None = None) -> Pod:
         if network is None:
             pod = Pod(self._folder, name, self._address(), line)
         else:
@@ -130,6 +137,7 @@ class Pods:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         kv_transfer: KVTransferConfig | None = None,
+        parallel: ParallelConfig | None = None,
         network: Network | None = None,
     ) -> Pod:
         """`network`: where the process runs; without it in the test's own network, with an address of its own."""
@@ -138,6 +146,7 @@ class Pods:
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
             scheduler=scheduler or SchedulerConfig(),
             kv_transfer=kv_transfer or KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
+            parallel=parallel or ParallelConfig(),
             num_threads=1,
             drain_timeout_s=20.0,
         )

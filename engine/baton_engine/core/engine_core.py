@@ -17,21 +17,22 @@ from typing import NamedTuple
 
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
+from baton_engine.core.refusals import refusal_of
 from baton_engine.core.request_metrics import RequestMetrics
 from baton_engine.core.scheduler import PauseState, RequestRefusedError, Scheduler
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.core.structured_output import StructuredOutputManager
 from baton_engine.core.validation import validate_request
-from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, load_class
+from baton_engine.executor.base import Executor, WorkerDiedError, load_class
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, container_path
 from baton_engine.protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
-    FinishReason,
     KVEvent,
     PrefillResult,
     Ready,
@@ -62,6 +63,9 @@ class EngineCore:
 
     Futures of utility methods end inside later calls of that thread.
     """
+
+    survivable: tuple[type[Exception], ...] = ()
+    """What a step may raise without being the engine's end."""
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class EngineCore:
 
     def _make_scheduler(self, config: EngineConfig) -> Scheduler:
         info, cache = self.info, config.cache
-        max_model_len = _fit_max_model_len(config, info)
+        max_model_len = fit_max_model_len(config, info)
         kv = KVCacheManager(
             info.num_blocks,
             cache.block_size,
@@ -161,12 +165,17 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Queues a request. Returns the output that refuses it, or None if it was accepted."""
         try:
-            validate_request(request, vocab_size=self.info.vocab_size, kv_role=self.config.kv_transfer.role)
+            validate_request(
+                request,
+                vocab_size=self.info.vocab_size,
+                kv_role=self.config.kv_transfer.role,
+                data_parallel_rank=self.ready.data_parallel_rank,
+            )
             self.scheduler.add_request(request)
         except ValueError as error:
-            refusal = _refusal(request, ErrorCode.INVALID, str(error))
+            refusal = refusal_of(request, ErrorCode.INVALID, str(error))
         except RequestRefusedError as error:
-            refusal = _refusal(request, error.code, str(error))
+            refusal = refusal_of(request, error.code, str(error))
         else:
             self.request_metrics.on_add(request)
             return None
@@ -248,20 +257,28 @@ class EngineCore:
     def _start_step(self) -> bool:
         """Returns whether there is something to run, after which it may be worth starting another step."""
         before = time.monotonic()
-        with self._dumping(None):
-            step = self.scheduler.schedule()
-        started = time.monotonic()
-        self.made_progress |= self.scheduler.made_progress
-        has_content = bool(step.reaches_model_runner or step.connector or step.finished_request_ids)
+        step = self._schedule()
+        has_content = bool(step.reaches_model_runner or step.connector)
         if not has_content and self._in_flight:
             # All requests are in flight. A step without content asks the workers for ended transfers; so do those.
             return False
+        self._execute(step, time.monotonic() - before)
+        return has_content
+
+    def _schedule(self) -> SchedulerOutput:
+        with self._dumping(None):
+            step = self.scheduler.schedule()
+        self.made_progress |= self.scheduler.made_progress
+        return step
+
+    def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
+        """Starts a step. `_finish_oldest` ends it."""
+        started = time.monotonic()
         with self._dumping(step):
             self.executor.execute_model(step)
             grammar = self.scheduler.grammar_output(step)  # while the model runs
             output = self.executor.sample_tokens(grammar)
-        self._in_flight.append(_InFlight(step, output, started, started - before))
-        return has_content
+        self._in_flight.append(_InFlight(step, output, started, schedule_s))
 
     def _finish_oldest(self) -> None:
         step, future, started, schedule_s = self._in_flight.popleft()
@@ -297,6 +314,8 @@ class EngineCore:
         """Writes down what the failing step was given; None: there is no step, for it is scheduling that fails."""
         try:
             yield
+        except self.survivable:
+            raise
         except Exception as error:
             path = write_crash_dump(self.config, step, self._stats_or_none(), error)
             what = f"step {step.step_id}" if step is not None else "scheduling"
@@ -457,41 +476,3 @@ class _PausedEngine:
 
     def wake_workers(self, tags: list[str]) -> None:
         self._core.executor.collective_rpc("wake_up", (tags,))
-
-
-def _fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Prompt plus generated tokens that this engine takes.
-
-    Raises:
-        ConfigurationError: the KV memory is too small for what the user asked for.
-    """
-    asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
-    if asked is None:
-        if capacity < info.max_position_embeddings:
-            logger.warning(
-                "max_model_len is %d, what the KV memory holds; the model's own maximum is %d",
-                *(capacity, info.max_position_embeddings),
-            )
-        return min(info.max_position_embeddings, capacity)
-    if asked > info.max_position_embeddings:
-        logger.warning("max_model_len is the model's own maximum, %d, not %d", info.max_position_embeddings, asked)
-    wanted = min(asked, info.max_position_embeddings)
-    if wanted > capacity:
-        raise ConfigurationError(
-            "KVMemoryTooSmall",
-            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} ({info.num_blocks} blocks of "
-            f"{config.cache.block_size} tokens): lower model.max_model_len, or raise cache.memory_bytes (CPU), "
-            "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
-        )
-    return wanted
-
-
-def _refusal(request: EngineCoreRequest, code: ErrorCode, message: str) -> EngineCoreOutput:
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        token_offset=len(request.generated_token_ids),
-        finish_reason=FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR,
-        error=message,
-        error_code=code,
-    )

@@ -16,7 +16,7 @@ import queue
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
@@ -28,7 +28,8 @@ from baton_engine.core import utility
 from baton_engine.core.admin_server import Condition, DrainStatus, Pending
 from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
-from baton_engine.core.request_metrics import RequestMetrics
+from baton_engine.core.request_metrics import Histogram, RequestMetrics
+from baton_engine.core.request_owners import RequestOwners
 from baton_engine.core.scheduler import PauseState
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
@@ -97,13 +98,15 @@ class EngineCoreProc:
             zmq.ZMQError: the engine port cannot be bound.
         """
         self.config = config
+        self.idle_interval_s = IDLE_INTERVAL_S
         self.instance_id = uuid.uuid4().hex
         self.state = State.LOADING
         self.io = EngineIO(host, config.engine_port, self.instance_id, self._load, client_timeout_s=client_timeout_s)
         self.request_metrics = RequestMetrics()
+        self.commit_pauses: dict[str, Histogram] = {}
+        """By kind; see `topology_stats`. Empty: the engine is no rank of a group."""
         self._stats = EngineStats()
-        self._owners: dict[str, bytes] = {}
-        """Client of each unfinished request."""
+        self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
         self._in_call = False
         """The loop runs a utility call."""
@@ -125,13 +128,7 @@ class EngineCoreProc:
             executor = load_executor_class(executor_name(self.config))(
                 self.config, self.instance_id, self.io.wake_engine
             )
-            core = EngineCore(
-                self.config,
-                executor,
-                take_aborts=self._take_aborts,
-                request_metrics=self.request_metrics,
-                on_executor_failure=self._on_executor_failure,
-            )
+            core = self._make_core(executor)
             # What lives until the end need not be looked at in every collection.
             gc.collect()
             gc.freeze()
@@ -154,6 +151,16 @@ class EngineCoreProc:
                 executor.shutdown()
             self.io.close()
             gc.unfreeze()
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        """May take minutes."""
+        return EngineCore(
+            self.config,
+            executor,
+            take_aborts=self._owners.take_aborts,
+            request_metrics=self.request_metrics,
+            on_executor_failure=self._on_executor_failure,
+        )
 
     def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
         """Ends `run`. From any thread, and from signal handlers; idempotent."""
@@ -254,6 +261,10 @@ class EngineCoreProc:
         self.state = State.SERVING
         if self._drain_requested:
             core.drain()
+        self._announce(core)
+
+    def _announce(self, core: EngineCore) -> None:
+        """Requests are accepted."""
         self.io.send_ready(core.ready)
         logger.info("instance %s serves on port %d", self.instance_id, self.io.port)
 
@@ -263,15 +274,19 @@ class EngineCoreProc:
             self._take_inputs(core, wait=not busy)
             if self._shutdown and self._may_stop(core):
                 return
-            busy = False
-            if core.has_requests:
-                self._deliver(core.step_fn())
-                busy = core.made_progress
+            busy = self._step(core)
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
             # Asking the workers holds up steps in flight; who is idle has the time.
             self._stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0)
             self._heartbeat = time.monotonic()
+
+    def _step(self, core: EngineCore) -> bool:
+        """Returns whether another one may find more to do."""
+        if not core.has_requests:
+            return False
+        self._deliver(core.step_fn())
+        return core.made_progress
 
     def _may_stop(self, core: EngineCore) -> bool:
         """Drains; at the deadline, or when asked to end at once, ends what is left in a way that sends it to another pod."""
@@ -308,9 +323,11 @@ class EngineCoreProc:
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Takes in all messages there are; waits for one, at most IDLE_INTERVAL_S, if the loop has nothing else to do."""
+        """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop has nothing else to do."""
         try:
-            message = self.io.input_queue.get(timeout=IDLE_INTERVAL_S) if wait else self.io.input_queue.get_nowait()
+            message = (
+                self.io.input_queue.get(timeout=self.idle_interval_s) if wait else self.io.input_queue.get_nowait()
+            )
             while True:
                 self._take_input(core, message)
                 message = self.io.input_queue.get_nowait()
@@ -324,9 +341,9 @@ class EngineCoreProc:
             self._add_request(core, client, payload)
         elif isinstance(payload, Abort):
             payload.done = True
-            core.abort_requests(self._owned_ids(payload))
+            core.abort_requests(self._owners.of_abort(payload))
         elif isinstance(payload, PrefillResult):
-            if self._owners.get(payload.request_id, client) == client:
+            if self._owners.may_touch(payload.request_id, client):
                 core.add_prefill_result(payload)
         elif isinstance(payload, UtilityRequest):
             with self._calling():
@@ -360,39 +377,13 @@ class EngineCoreProc:
         logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
         refusal = core.add_request(request)
         if refusal is None:
-            self._owners[request.request_id] = client
+            self._owners.add(request.request_id, client)
         else:
             logger.info("request %s refused: %s", request.request_id, refusal.error)
             self.io.send_outputs(client, EngineCoreOutputs([refusal]))
 
-    def _take_aborts(self) -> Iterable[str]:
-        """The fast path: aborts that came while the model ran."""
-        request_ids: list[str] = []
-        while True:
-            try:
-                abort = self.io.aborts.get_nowait()
-            except queue.Empty:
-                return request_ids
-            if not abort.done:
-                request_ids += self._owned_ids(abort)
-
-    def _owned_ids(self, abort: Abort) -> list[str]:
-        """Ids of the abort that its client may end. Ids of ended requests pass: their transfer may still be given up."""
-        if abort.request_ids is None:
-            return [request_id for request_id, owner in self._owners.items() if owner == abort.client]
-        return [id_ for id_ in abort.request_ids if self._owners.get(id_, abort.client) == abort.client]
-
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        by_client: dict[bytes, list[EngineCoreOutput]] = {}
-        for output in outputs:
-            client = self._owners.get(output.request_id)
-            if client is None:
-                continue
-            if output.finished:
-                del self._owners[output.request_id]
-                logger.debug("request %s ended: %s %s", output.request_id, output.finish_reason, output.error)
-            by_client.setdefault(client, []).append(output)
-        for client, client_outputs in by_client.items():
+        for client, client_outputs in self._owners.sort(outputs):
             self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
 
     def _load(self) -> Pong:

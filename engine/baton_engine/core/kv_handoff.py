@@ -3,6 +3,7 @@
     a request is accepted          offer (PRODUCE), wait (CONSUME)
     it got its blocks, or a step   load the ones that the prefix cache did not have; save what the step completes
     a step goes out                take_metadata
+    its tokens are discarded       take_back what it was to publish
     it comes back                  update: loads that ended go on, sends that ended free their blocks
     a request ends                 release: frees its blocks now, or when the transfer lets go of them; decline if it had none yet
 
@@ -15,6 +16,7 @@ all their blocks when admitted, so they never wait for memory while they hold so
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_engine.core.kv_cache_manager import KVCacheManager
@@ -108,6 +110,14 @@ class KVHandoff:
         )
         send.num_published_blocks = end
         send.complete = last
+
+    def take_back(self, saves: Iterable[BlockSave]) -> None:
+        """The step that was to complete these blocks has not run, and nothing was published: a later one does."""
+        for save in saves:
+            send = self._sends.get(save.transfer_id)
+            if send is not None:
+                send.num_published_blocks = min(send.num_published_blocks, save.first_block_index)
+                send.complete = False
 
     # Consumer
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from baton_engine.core.request_metrics import RequestMetrics
+from baton_engine.core.request_metrics import Histogram, RequestMetrics
 from baton_engine.core.stats import EngineStats
+from baton_engine.core.topology_stats import TopologyStats
+from baton_engine.protocol.topology import RankPhase
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
 
 _GAUGES = {
@@ -55,13 +57,33 @@ _TRANSFER_GAUGES = {
     "queued_bytes": "Bytes of KV wanted, and not asked for yet because a peer's window is full.",
     "inflight_bytes": "Bytes of KV under way.",
 }
+_TOPOLOGY_GAUGES = {
+    "generation": "Number of the generation of the expert-parallel group that the rank is in; 0: none.",
+    "rank": "The rank's place in it.",
+    "size": "Ranks of the generation.",
+    "wave": "The wave that runs, or the next one.",
+    "wave_running": "1 while a wave runs: all ranks step together.",
+}
+_TOPOLOGY_COUNTERS = {
+    "num_steps": "Steps run together with the other ranks.",
+    "num_steps_without_tokens": "Of these: steps that only lent the rank's experts to the others.",
+    "num_broken": "Generations that lost a member while the rank was in them.",
+    "exchange_seconds": "Time in exchanges before steps, waiting for the slowest rank included, summed.",
+}
 _SLEEP_STATES = {None: "awake", 0: "paused", 1: "weights_offloaded", 2: "discard_all"}
 
 
 class EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], requests: RequestMetrics, model_name: str) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        requests: RequestMetrics,
+        model_name: str,
+        commit_pauses: Mapping[str, Histogram],
+    ) -> None:
         self._stats = stats
         self._requests = requests
+        self._commit_pauses = commit_pauses
         self._labels = {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
@@ -87,12 +109,13 @@ class EngineCollector(Collector):
             sleep.add_metric([*self._labels.values(), state], float(stats.sleep_level == level))
         yield sleep
         for name, histogram in self._requests.histograms.items():
-            buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
             family = HistogramMetricFamily(f"baton:{name}", histogram.text, labels=["model_name"])
-            family.add_metric(list(self._labels.values()), buckets, sum_value=histogram.sum)
+            family.add_metric(list(self._labels.values()), _buckets(histogram), sum_value=histogram.sum)
             yield family
         if stats.kv_transfer is not None:
             yield from self._transfers(stats.kv_transfer)
+        if stats.topology is not None:
+            yield from self._topology(stats.topology)
 
     def _transfers(self, stats: ConnectorStats) -> Iterator[Metric]:
         for field, text in _TRANSFER_COUNTERS.items():
@@ -114,13 +137,48 @@ class EngineCollector(Collector):
         )
         yield self._sample(works, float(not stats.failure))
 
+    def _topology(self, stats: TopologyStats) -> Iterator[Metric]:
+        for field, text in _TOPOLOGY_GAUGES.items():
+            gauge = GaugeMetricFamily(f"baton:topology_{field}", text, labels=["model_name"])
+            yield self._sample(gauge, getattr(stats, field))
+        for field, text in _TOPOLOGY_COUNTERS.items():
+            counter = CounterMetricFamily(f"baton:topology_{field}", text, labels=["model_name"])
+            yield self._sample(counter, getattr(stats, field))
+        phases = GaugeMetricFamily(
+            "baton:topology_phase", "1 for the phase the rank is in.", labels=["model_name", "phase"]
+        )
+        for phase in RankPhase:
+            phases.add_metric([*self._labels.values(), phase.value], float(stats.phase is phase))
+        yield phases
+        pauses = HistogramMetricFamily(
+            "baton_topology_commit_pause_seconds",
+            "No step could run for so long, for the generation changed.",
+            labels=["model_name", "kind"],
+        )
+        for kind, histogram in self._commit_pauses.items():
+            pauses.add_metric([*self._labels.values(), kind], _buckets(histogram), sum_value=histogram.sum)
+        yield pauses
+
     def _sample(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), value)
         return family
 
 
-def engine_registry(stats: Callable[[], EngineStats], requests: RequestMetrics, model_name: str) -> CollectorRegistry:
-    """A registry of its own: nothing else in the process adds to it."""
+def engine_registry(
+    stats: Callable[[], EngineStats],
+    requests: RequestMetrics,
+    model_name: str,
+    commit_pauses: Mapping[str, Histogram] | None = None,
+) -> CollectorRegistry:
+    """A registry of its own: nothing else in the process adds to it.
+
+    Args:
+        commit_pauses: of a rank of a group, by kind.
+    """
     registry = CollectorRegistry()
-    registry.register(EngineCollector(stats, requests, model_name))
+    registry.register(EngineCollector(stats, requests, model_name, commit_pauses or {}))
     return registry
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    return [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]

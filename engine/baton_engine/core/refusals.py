@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, FinishReason
+from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 
 
 class RequestRefusedError(Exception):
@@ -50,3 +50,15 @@ def refuse_what_never_fits(
             f"{num_tokens} prompt tokens and one more for each of {width} beams need {num_blocks} KV blocks: "
             f"this engine has {kv.pool.num_blocks}",
         )
+
+
+def refusal_of(request: EngineCoreRequest, code: ErrorCode, message: str) -> EngineCoreOutput:
+    """The one output of a request that is not accepted."""
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        token_offset=len(request.generated_token_ids),
+        finish_reason=FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR,
+        error=message,
+        error_code=code,
+    )

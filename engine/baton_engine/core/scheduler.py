@@ -290,6 +290,14 @@ class Scheduler:
         self.made_progress |= bool(ranges or output.connector)
         return self.take_outputs()
 
+    def discard(self, step: SchedulerOutput) -> None:
+        """Takes back the newest step in flight: its tokens have not run, and later steps will run them.
+
+        The rest of the step counts as done: workers apply it once, in the step that failed or as `step.without_tokens()`.
+        """
+        self._results.discard(self._in_flight.pop(step.step_id, []), self._forget)
+        self.handoff.take_back(step.connector.saves)
+
     def take_outputs(self) -> list[EngineCoreOutput]:
         """What clients are to be told since the last call."""
         return self._outputs.take()

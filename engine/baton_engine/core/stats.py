@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from baton_engine.core.topology_stats import TopologyStats
 from baton_kv_transfer.connector import ConnectorStats
 
 
@@ -53,6 +54,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """By finish reason."""
     kv_transfer: ConnectorStats | None = None
     """None without a connector."""
+    topology: TopologyStats | None = None
+    """None: the engine is no rank of a group."""
 
     @property
     def num_unfinished(self) -> int:

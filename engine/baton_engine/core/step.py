@@ -7,7 +7,7 @@ sample. Steps are applied in the order in which they were scheduled; several may
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,8 @@ class SchedulerOutput:
     copy what their leader has restored."""
     step_id: int = 0
     """Counts up; names the step in logs and in crash dumps."""
+    wave_tokens: tuple[int, ...] = ()
+    """Expert-parallel groups: tokens that each rank runs in this step, all of which take part in it. Empty: a step for oneself."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -92,6 +94,15 @@ class SchedulerOutput:
             or self.block_copies
             or self.store
             or self.restore
+            or self.finished_request_ids
+            or self.wave_tokens
+        )
+
+    def without_tokens(self) -> SchedulerOutput:
+        """What else there is to do in the step: of one whose tokens will not run, workers still apply the rest, once."""
+        connector = replace(self.connector, saves=[])
+        return replace(
+            self, new_requests=[], cached_requests=[], num_scheduled_tokens={}, connector=connector, wave_tokens=()
         )
 
 

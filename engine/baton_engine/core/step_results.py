@@ -78,6 +78,25 @@ class StepResults:
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
                 self._resume_queueing(request)
 
+    def discard(self, ranges: Sequence[ScheduledRange], forget: Callable[[Request], None]) -> None:
+        """The tokens of a step have not run: they are to be scheduled again.
+
+        Args:
+            ranges: what the step was to run.
+            forget: tells the worker to forget a sequence. It may not have seen the blocks that the step gave to it.
+        """
+        for entry in ranges:
+            request = entry.request
+            request.num_in_flight -= 1
+            request.num_placeholders -= entry.samples
+            if request.status is RequestStatus.FINISHED:
+                continue
+            forget(request)
+            # A request that was preempted for others meanwhile may have nothing left that is computed.
+            request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
+            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
+                self._resume_queueing(request)
+
     def advance_beams(self, root: Request) -> None:
         """Moves a search on if all its beams have reported; ends it when it is over."""
         group = root.beams

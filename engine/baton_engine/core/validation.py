@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from baton_engine.core.refusals import RequestRefusedError
 from baton_engine.protocol.config import KVRole
-from baton_engine.protocol.messages import EngineCoreRequest, KVSide
+from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, KVSide
 
 MAX_ID_LENGTH = 256
 
@@ -15,8 +16,10 @@ _ROLES = {
 }
 
 
-def validate_request(request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole) -> None:
-    """Raises ValueError naming the field and the bound."""
+def validate_request(
+    request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole, data_parallel_rank: int = 0
+) -> None:
+    """Raises ValueError naming the field and the bound, or RequestRefusedError: it is for another rank."""
     params = request.sampling_params
     num_generated = len(request.generated_token_ids)
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
@@ -43,6 +46,12 @@ def validate_request(request: EngineCoreRequest, *, vocab_size: int, kv_role: KV
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
+    if request.data_parallel_rank not in (None, data_parallel_rank):
+        raise RequestRefusedError(  # it may have been that rank a moment ago
+            ErrorCode.DRAINING,
+            f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank {data_parallel_rank}; "
+            "send the request to that rank, or leave the field out",
+        )
     if request.lora_name:
         raise ValueError(f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded")
     if request.group_id:

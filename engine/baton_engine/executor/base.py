@@ -37,10 +37,14 @@ class ModelInfo:
     """Host blocks that swapped requests may take."""
     num_offload_blocks: int = 0
     """Host blocks for what the prefix cache evicts."""
+    num_sparse_layers: int = 0
+    """Layers with experts."""
+    num_experts: int = 0
+    """Of each."""
 
 
 class Executor(abc.ABC):
-    """Runs steps on one or more workers. All methods are called by the engine's thread.
+    """Runs steps on one or more workers. All methods but `interrupt` are called by the engine's thread.
 
     One step is two calls, `execute_model` then `sample_tokens`; between them the caller computes what the model does not need but
     the sampler does. Up to `max_concurrent_batches` steps may be between their first call and the end of their future.
@@ -83,7 +87,8 @@ class Executor(abc.ABC):
         """Ends the step that was started last: samples from its logits, and ends its transfers.
 
         Returns:
-            The result. Any exception in it means that the engine cannot go on.
+            The result. Any exception in it means that the engine cannot go on, except GroupBrokenError: the exchange of experts
+            with other engines failed, the step is dropped, and steps of another generation may follow.
         """
 
     @abc.abstractmethod
@@ -95,6 +100,16 @@ class Executor(abc.ABC):
             WorkerError: the method failed on a worker; the message has its traceback.
             WorkerDiedError: a worker process is gone.
         """
+
+    def interrupt(self, nonce: str = "") -> None:
+        """Ends an exchange with other engines that a step waits in: its future raises GroupBrokenError. By any thread, at once.
+
+        Executors that serve expert-parallel groups have it; the others refuse such configurations.
+
+        Args:
+            nonce: only if the workers are in that generation; empty: whichever it is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
     @abc.abstractmethod
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:

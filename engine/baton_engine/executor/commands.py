@@ -26,6 +26,8 @@ class StartWorker:
     ring_geometry: tuple[int, int, int]
     """Readers, slots, bytes per slot."""
     log_level: int
+    interrupt_fd: int
+    """Of a pipe: each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not wait for the step."""
     cpus: frozenset[int] = frozenset()
     """Those it keeps to; empty: the parent's."""
 
@@ -70,19 +72,28 @@ class Failure:
     traceback: str
     configuration: tuple[type[ConfigurationError], str, str] | None = None
     """Type, reason and message, if it was one."""
+    group_broken: bool = False
+    """It was a GroupBrokenError."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
+        from baton_engine.distributed.group import GroupBrokenError  # torch: workers have it, their parent need not
+
         configuration = (type(error), error.reason, error.message) if isinstance(error, ConfigurationError) else None
         text = "".join(traceback.format_exception(error))
-        return cls(rank, f"{type(error).__name__}: {error}", text, configuration)
+        summary = f"{type(error).__name__}: {error}"
+        return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
 
     def exception(self, doing: str) -> Exception:
-        """What the executor raises: the same ConfigurationError, or a WorkerError with the traceback.
+        """What the executor raises: the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
 
         Args:
             doing: what the worker was asked for.
         """
+        if self.group_broken:
+            from baton_engine.distributed.group import GroupBrokenError
+
+            return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
         if self.configuration is None:
             return WorkerError(f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}")
         kind, reason, message = self.configuration
@@ -120,6 +131,14 @@ class StepFailed:
 
 
 @dataclass(slots=True)
+class StepBroken:
+    """The step is dropped, for the expert group broke; on all workers alike, and others may follow."""
+
+    number: int
+    failure: Failure
+
+
+@dataclass(slots=True)
 class CallDone:
     call_id: int
     result: Any
@@ -137,4 +156,4 @@ class Wakeup:
 
 
 Command = ExecuteModel | SampleTokens | Call | Shutdown
-Answer = Started | StartFailed | StepDone | TransfersEnded | StepFailed | CallDone | CallFailed | Wakeup
+Answer = Started | StartFailed | StepDone | TransfersEnded | StepFailed | StepBroken | CallDone | CallFailed | Wakeup

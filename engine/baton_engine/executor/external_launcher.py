@@ -26,6 +26,7 @@ from baton_engine.executor.startup import (
     initialize_workers,
     load_worker_class,
     output_rank,
+    refuse_expert_parallel,
     share_threads,
 )
 from baton_engine.models.errors import ConfigurationError
@@ -64,6 +65,7 @@ class ExternalLauncherExecutor(Executor):
         self._forward: Future[None] | None = None
 
     def initialize(self) -> ModelInfo:
+        refuse_expert_parallel(self.config, "external_launcher")
         if (launched := _environment("WORLD_SIZE")) != self._world_size:
             raise ConfigurationError(
                 "InvalidConfig",

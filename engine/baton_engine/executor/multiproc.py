@@ -25,6 +25,7 @@ from baton_engine.executor.commands import (
     Started,
     StartFailed,
     StartWorker,
+    StepBroken,
     StepDone,
     StepFailed,
     TransfersEnded,
@@ -32,6 +33,7 @@ from baton_engine.executor.commands import (
 )
 from baton_engine.executor.connector_outputs import OutputAggregator
 from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.interrupts import InterruptPipes
 from baton_engine.executor.placement import bindings
 from baton_engine.executor.shm_ring import RingMemory, RingWriter
 from baton_engine.executor.startup import (
@@ -67,6 +69,7 @@ class MultiprocExecutor(Executor):
         self._step_timeout_s = config.parallel.step_timeout_s
         self._memory = RingMemory.create(self._world_size, RING_SLOTS, SLOT_NBYTES)
         self._processes: WorkerProcesses | None = None
+        self._interrupts: InterruptPipes | None = None
         self._commands: RingWriter
         self._store: object = None  # where the ranks meet; lives as long as this
         self._send_lock = threading.Lock()
@@ -97,6 +100,7 @@ class MultiprocExecutor(Executor):
     def initialize(self) -> ModelInfo:
         config = share_threads(self.config, self._world_size)
         memory, cpus = self._memory, bindings(config, self._world_size)
+        self._interrupts = InterruptPipes(self._world_size)
         starts = [
             StartWorker(
                 config=config,
@@ -106,6 +110,7 @@ class MultiprocExecutor(Executor):
                 ring_fd=memory.fd,
                 ring_geometry=(memory.num_readers, memory.num_slots, memory.slot_nbytes),
                 log_level=logging.getLogger().getEffectiveLevel(),
+                interrupt_fd=self._interrupts.read_fds[rank],
                 cpus=cpus[rank],
             )
             for rank in range(self._world_size)
@@ -165,6 +170,10 @@ class MultiprocExecutor(Executor):
             with self._lock:
                 del self._calls[command.call_id]
 
+    def interrupt(self, nonce: str = "") -> None:
+        if self._interrupts is not None:
+            self._interrupts.send(nonce)
+
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         with self._lock:
             self._on_failure = callback
@@ -193,6 +202,8 @@ class MultiprocExecutor(Executor):
                 self._processes.join(self.shutdown_timeout_s)
         self._fail(WorkerDiedError("the executor was shut down"), died=True)
         self._memory.close()
+        if self._interrupts is not None:
+            self._interrupts.close()
         self._store = None
 
     def _send(self, command: Command, timeout_s: float | None = None) -> None:
@@ -226,6 +237,12 @@ class MultiprocExecutor(Executor):
             case TransfersEnded():
                 if self._transfers.add(rank, answer.output):
                     self.wakeup()  # the step that it came with may have been answered already
+            case StepBroken():
+                with self._lock:
+                    step = self._steps.popleft() if self._steps else None
+                if step is not None:
+                    assert step.number == answer.number, f"step {answer.number} broke, {step.number} is due"
+                    reject(step.future, answer.failure.exception("a step"))
             case StepFailed():
                 self._fail(answer.failure.exception("a step"), died=False)
             case CallDone():

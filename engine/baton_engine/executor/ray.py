@@ -28,6 +28,7 @@ from baton_engine.executor.startup import (
     load_worker_class,
     num_concurrent_batches,
     output_rank,
+    refuse_expert_parallel,
     share_threads,
 )
 from baton_engine.models.errors import ConfigurationError
@@ -67,6 +68,7 @@ class RayExecutor(Executor):
         self._stopping = False
 
     def initialize(self) -> ModelInfo:
+        refuse_expert_parallel(self.config, "ray")
         if self.config.kv_transfer.role is not KVRole.NONE:
             raise ConfigurationError(
                 "KVTransferInvalid",

@@ -77,6 +77,16 @@ def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:
     return msgspec.structs.replace(config, num_threads=place_here(num_workers)[0].num_threads)
 
 
+def refuse_expert_parallel(config: EngineConfig, executor: str) -> None:
+    """Raises ConfigurationError if experts are to be spread: the executor cannot interrupt a step that waits for other engines."""
+    if config.parallel.enable_expert_parallel:
+        raise ConfigurationError(
+            "InvalidConfig",
+            f"parallel.enable_expert_parallel is set, but executor {executor} cannot serve in an expert-parallel group; set "
+            f"parallel.executor_class to auto, uniproc or multiproc",
+        )
+
+
 def check_single_worker(config: EngineConfig, executor: str) -> None:
     """Raises ConfigurationError if more than one worker is asked for."""
     if config.parallel.world_size > 1:

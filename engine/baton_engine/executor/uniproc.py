@@ -54,6 +54,11 @@ class UniProcExecutor(Executor):
     def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
         return [call_in_thread(self._thread, self._worker, method, args, timeout_s, rank=0)]
 
+    def interrupt(self, nonce: str = "") -> None:
+        worker = self._worker  # another thread may shut down
+        if worker is not None:
+            worker.interrupt(nonce)
+
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Never called: the worker lives and dies with this process."""
 

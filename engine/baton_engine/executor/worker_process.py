@@ -30,11 +30,13 @@ from baton_engine.executor.commands import (
     Started,
     StartFailed,
     StartWorker,
+    StepBroken,
     StepDone,
     StepFailed,
     TransfersEnded,
     Wakeup,
 )
+from baton_engine.executor.interrupts import watch_interrupts
 from baton_engine.executor.shm_ring import RingMemory, RingReader
 from baton_engine.executor.startup import load_worker_class
 
@@ -51,6 +53,8 @@ class WorkerProcess:
         self._commands = RingReader(RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection)
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
+        self._broken: Failure | None = None
+        """Of the step that was executed last: it has nothing to sample."""
 
     def run(self) -> None:
         """Until told to shut down."""
@@ -60,6 +64,8 @@ class WorkerProcess:
         except Exception as error:
             self._send(StartFailed(self._failure(error)))
             return
+        if self._start.config.parallel.enable_expert_parallel:
+            watch_interrupts(self._start.interrupt_fd, self._worker.interrupt)
         self._send(Started())
         while True:
             command: Command = pickle.loads(self._commands.get())
@@ -84,7 +90,18 @@ class WorkerProcess:
 
     def _run_step(self, command: ExecuteModel | SampleTokens) -> None:
         if isinstance(command, ExecuteModel):
-            self._worker.execute_model(command.step)
+            try:
+                self._worker.execute_model(command.step)
+            except Exception as error:
+                self._broken = self._failure(error)
+                if not self._broken.group_broken:
+                    raise
+                logger.warning("step %d is dropped: %s", command.step.step_id, error)
+            return
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            if self._start.is_output_rank:
+                self._send(StepBroken(command.number, broken))
             return
         output = self._worker.sample_tokens(command.grammar)
         if self._start.is_output_rank:
@@ -117,6 +134,7 @@ def main(connection_fd: int, parent_pid: int) -> None:
     try:
         start, sys.path[:] = pickle.loads(connection.recv_bytes())
         os.set_inheritable(start.ring_fd, False)
+        os.set_inheritable(start.interrupt_fd, False)
         os.environ["LOCAL_RANK"] = str(start.rank)  # which GPU it takes
         logging.basicConfig(
             level=start.log_level,

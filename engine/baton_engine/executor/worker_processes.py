@@ -105,7 +105,10 @@ class WorkerProcesses:
             if self._killed:
                 return
             self._processes[start.rank] = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[fd, start.ring_fd]
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd, start.ring_fd, start.interrupt_fd],
             )
         try:
             self.connections[start.rank].send_bytes(pickle.dumps((start, sys.path)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from baton_engine.distributed.group import Group
+from baton_engine.distributed.group import Group, GroupBrokenError
 from baton_kernels.attention import plan_attention
 from baton_kernels.attention.cpu import AttentionPlan
 from baton_kernels.kv_write import plan_write
@@ -50,6 +50,10 @@ class ForwardContext:
     """Tokens of the sequence that has most in this step; None: unknown."""
     routed_experts: list[Tensor] | None = None
     """Not None: every sparse layer appends the experts of each token, int [num_tokens, experts per token]."""
+    wave_tokens: tuple[int, ...] = ()
+    """Where experts are spread over ranks: tokens that each of them runs in this step. Empty: a step for oneself."""
+    broken: GroupBrokenError | None = None
+    """Set when the group of those ranks breaks: what this step computes is good for nothing from then on."""
     tensor_group: Group | None = None
     """Whom a compiled graph sums with; set by who runs it."""
     run_piece: RunPiece | None = None

@@ -7,17 +7,16 @@ Every layer names, in `weight_targets(prefix)`, the checkpoint tensors it is fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from baton_engine.compilation.decorators import support_torch_compile
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.config import CheckpointConfig
-from baton_engine.models.operators import all_reduce, attend, mix_experts
+from baton_engine.models.operators import all_reduce, attend
+from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
 from baton_engine.models.sharding import (
     ALONE,
@@ -29,87 +28,17 @@ from baton_engine.models.sharding import (
     split_kv_heads,
     split_vocabulary,
 )
+from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.linear import Int8Weight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """y = x W^T, the same on every rank."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = _parameter(out_features, in_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-    def weight_targets(self, prefix: str) -> WeightTargets:
-        return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
-
-
-class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b for several linear layers of the checkpoint at once, of each this rank's part of the outputs.
-
-    Args:
-        parts: which rows of W, by the name of the checkpoint's layer; they follow one another in y.
-    """
-
-    def __init__(self, in_features: int, parts: dict[str, Part], bias: bool) -> None:
-        super().__init__()
-        self.parts = parts
-        out_features = sum(part.length for part in parts.values())
-        self.weight = _parameter(out_features, in_features)
-        self.bias = _parameter(out_features) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def weight_targets(self, prefix: str) -> WeightTargets:
-        targets: WeightTargets = {}
-        row = 0
-        for name, part in self.parts.items():
-            rows = slice(row, row + part.length)
-            row += part.length
-            shape = (part.total, self.weight.shape[1])
-            targets[f"{prefix}.{name}.weight"] = WeightTarget(self.weight[rows], shape, start=part.start)
-            if self.bias is not None:
-                targets[f"{prefix}.{name}.bias"] = WeightTarget(self.bias[rows], (part.total,), start=part.start)
-        return targets
-
-
-class RowParallelLinear(nn.Module):
-    """y = x W^T + b, where x holds this rank's part of the inputs; the ranks' products are summed."""
-
-    def __init__(self, part: Part, out_features: int, bias: bool, group: Group) -> None:
-        super().__init__()
-        self.part, self.group = part, group
-        self.weight = _parameter(out_features, part.length)
-        self.bias = _parameter(out_features) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return linear(x, self.weight, self.bias)
-        y = all_reduce(linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias  # after the sum: once, not once per rank
-
-    def weight_targets(self, prefix: str) -> WeightTargets:
-        shape = (self.weight.shape[0], self.part.total)
-        targets = {f"{prefix}.weight": WeightTarget(self.weight, shape, dim=1, start=self.part.start)}
-        if self.bias is not None:
-            targets[f"{prefix}.bias"] = WeightTarget(self.bias, tuple(self.bias.shape))
-        return targets
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = _parameter(dim)
+        self.weight = parameter(dim)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.part, num_rows = split_vocabulary(vocab_size, group)
         self.group = group
-        self.weight = _parameter(num_rows, hidden_size)
+        self.weight = parameter(num_rows, hidden_size)
         self.packed_weight: nn.Parameter | Int8Weight | None = None
         """The same once more, for the way back: a packed or quantised weight cannot embed."""
 
@@ -221,71 +150,6 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(f"{prefix}.down_proj")
 
 
-class ExpertNames(NamedTuple):
-    """What the checkpoint calls an expert's three projections."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-PROJECTIONS = ExpertNames()
-
-
-class SparseMoE(nn.Module):
-    """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
-
-    Every rank has the whole router and a part of each expert's inside.
-
-    Args:
-        renormalize: the chosen experts' weights sum to 1.
-    """
-
-    def __init__(
-        self, config: CheckpointConfig, group: Group, *, renormalize: bool, names: ExpertNames = PROJECTIONS
-    ) -> None:
-        super().__init__()
-        self.top_k, self.renormalize, self.names = config.num_experts_per_tok, renormalize, names
-        self.part, self.group = split(config.moe_intermediate_size, group), group
-        self.gate = Linear(config.hidden_size, config.num_experts)
-        hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
-        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = _parameter(num_experts, 2 * length, hidden_size)
-        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = _parameter(num_experts, hidden_size, length)
-        """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = mix_experts(x, self.gate(x), self.gate_up, self.down, self.top_k, self.renormalize)
-        return all_reduce(y, self.group)
-
-    def separate_experts(self, prepare: Callable[[Tensor], nn.Parameter | Int8Weight]) -> None:
-        """Replaces the stacked weights by each expert's own, prepared for products on a CPU. The model cannot be filled again.
-
-        While it runs, one projection's weights are held twice.
-        """
-        for name in ("gate_up", "down"):
-            prepared = [prepare(weight) for weight in getattr(self, name)]
-            delattr(self, name)  # torch takes nothing but a parameter in a parameter's place
-            setattr(self, name, _listed(prepared))
-
-    def weight_targets(self, prefix: str) -> WeightTargets:
-        targets = self.gate.weight_targets(f"{prefix}.gate")
-        total, start, length = self.part
-        hidden_size = self.gate.weight.shape[1]
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            name = f"{prefix}.experts.{expert}"
-            gate, up = gate_up.split(length)
-            targets[f"{name}.{self.names.gate}.weight"] = WeightTarget(gate, (total, hidden_size), start=start)
-            targets[f"{name}.{self.names.up}.weight"] = WeightTarget(up, (total, hidden_size), start=start)
-            targets[f"{name}.{self.names.down}.weight"] = WeightTarget(down, (hidden_size, total), dim=1, start=start)
-        return targets
-
-
-def _listed(weights: list[nn.Parameter | Int8Weight]) -> nn.ParameterList | nn.ModuleList:
-    if all(isinstance(weight, nn.Parameter) for weight in weights):
-        return nn.ParameterList(weights)
-    return nn.ModuleList(weight for weight in weights if isinstance(weight, nn.Module))
-
-
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then an MLP of the architecture's choice, each added to the residual.
 
@@ -369,6 +233,21 @@ class CausalLM(nn.Module):
         if self.norm is None:
             return hidden if residual is None else residual + hidden
         return self.norm.add(hidden, residual)[0]
+
+    @cached_property
+    def sparse_layers(self) -> list[tuple[str, SparseMoE]]:
+        """(name in the checkpoint, layer), in order."""
+        layers = []
+        for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            if isinstance(layer.mlp, SparseMoE):
+                layers.append((f"model.layers.{layer_id}.{layer.mlp_name}", layer.mlp))
+        return layers
+
+    def take_part(self) -> None:
+        """A step without tokens of this rank's own, within a `forward_context`: others' tokens go through its experts."""
+        for _, layer in self.sparse_layers:
+            layer.take_part()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every tensor rank. On the last stage only."""

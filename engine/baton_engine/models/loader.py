@@ -7,6 +7,8 @@ gate and up, stacked experts) and models split over ranks need no code here.
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LENGTH_BYTES = 8
+READ_AHEAD_BYTES = 1 << 20
 IDENTITY_PAGES = 256
 """Per file; of IDENTITY_PAGE_BYTES each."""
 IDENTITY_PAGE_BYTES = 4096
@@ -38,6 +41,8 @@ class TensorEntry:
     dtype: str
     """safetensors' name, such as BF16."""
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
 
     @property
     def item_bytes(self) -> int:
@@ -106,6 +111,23 @@ def load_weights(
     """
     entries = read_tensor_index(path)
     _check_tensors(path, entries, expected, set(ignored))
+    return read_slices(entries, targets, show_progress=show_progress)
+
+
+def read_slices(
+    entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget], *, show_progress: bool = False
+) -> int:
+    """Copies the slices that `targets` name, converting the dtype. Nothing else is read.
+
+    Args:
+        entries: all tensors of a checkpoint of which names and shapes were checked.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        ModelInvalid: naming the file and tensor that cannot be read.
+    """
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(entries[name].file, []).append(name)
@@ -117,6 +139,28 @@ def load_weights(
         for file, names in by_file.items():
             _load_file(file, names, targets, progress)
     return total
+
+
+def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget]) -> None:
+    """Brings the slices into the page cache, so that `read_slices` takes them from there.
+
+    For who shares the process with a thread that must not wait: safetensors keeps Python's lock while it waits for the disk.
+
+    Raises:
+        ModelInvalid: if a file cannot be read.
+    """
+    buffer = bytearray(READ_AHEAD_BYTES)
+    for name, target in targets.items():
+        entry = entries[name]
+        row_bytes = math.prod(entry.shape[1:]) * entry.item_bytes
+        rows = target.index[0] if target.dim == 0 else slice(0, entry.shape[0])  # slices of rows lie in all of them
+        at, end = (entry.offset + row * row_bytes for row in (rows.start, rows.stop))
+        try:
+            with entry.file.open("rb", buffering=0) as file:
+                while at < end and (num_read := os.preadv(file.fileno(), [buffer], at)):
+                    at += num_read
+        except OSError as error:
+            raise ModelInvalid(f"{entry.file}: tensor {name} cannot be read: {error}") from None
 
 
 def _check_tensors(
@@ -190,7 +234,8 @@ def _read_file(file: Path) -> dict[str, TensorEntry]:
         for name, info in header.items():
             if info["data_offsets"][1] > data_bytes:
                 raise ModelInvalid(f"{file} is truncated: tensor {name} ends past the end of the file")
-            entries[name] = TensorEntry(file, info["dtype"], tuple(info["shape"]))
+            offset = _LENGTH_BYTES + len(header_bytes) + info["data_offsets"][0]
+            entries[name] = TensorEntry(file, info["dtype"], tuple(info["shape"]), offset)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelInvalid(f"{file} has a malformed safetensors header: {error!r}") from None
     return entries

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_engine.distributed.group import Group
+from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.models.forward_context import current_context
 from baton_kernels.attention import paged_attention
 from baton_kernels.kv_write import write_kv
@@ -63,11 +64,39 @@ def mix_experts(
         experts = [[weights] if isinstance(weights, Tensor) else list(weights) for weights in (gate_up, down)]
         y: Tensor = torch.ops.baton.mix_experts(x, router_logits, *experts, top_k, renormalize)
         return y
+    weights, expert_ids = _route(router_logits, top_k, renormalize)
+    return run_experts(x, gate_up, down, weights, expert_ids)
+
+
+def mix_spread_experts(
+    x: Tensor, router_logits: Tensor, shard: ExpertShard | None, top_k: int, renormalize: bool
+) -> Tensor:
+    """As `mix_experts`, with experts that are spread over the ranks of a group. Collective; never in a compiled graph.
+
+    Without a shard there are no experts yet, and zeros are added: so steps that serve nobody run, to warm up. When the group
+    breaks, the forward goes on with zeros, so that those of other groups stay in step; `ForwardContext.broken` says so.
+    """
+    weights, expert_ids = _route(router_logits, top_k, renormalize)
+    return torch.zeros_like(x) if shard is None else exchange_tokens(shard, x, weights, expert_ids)
+
+
+def exchange_tokens(shard: ExpertShard, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """`ExpertShard.mix` of this step, or zeros where its group is broken."""
+    context = current_context()
+    if context.broken is None:
+        try:
+            return shard.mix(x, weights, expert_ids, context.wave_tokens)
+        except GroupBrokenError as error:
+            context.broken = error
+    return torch.zeros_like(x)
+
+
+def _route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, expert_ids = route_top_k(router_logits, top_k, renormalize)
     routed_experts = current_context().routed_experts
     if routed_experts is not None:
         routed_experts.append(expert_ids)
-    return run_experts(x, gate_up, down, weights, expert_ids)
+    return weights, expert_ids
 
 
 def _attend(

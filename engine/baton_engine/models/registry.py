@@ -56,6 +56,7 @@ def load_model(
     device: torch.device,
     parallel: ParallelContext = ALONE,
     *,
+    spread_experts: bool = False,
     show_progress: bool = False,
 ) -> CausalLM:
     """Builds this rank's part of the model of `config` and fills it from the safetensors files in `path`.
@@ -63,13 +64,18 @@ def load_model(
     Every rank checks the whole checkpoint's names and shapes, and reads its own slices only.
 
     Args:
+        spread_experts: sparse layers are left without experts, for a shard of them to come; see `SparseMoE`.
         show_progress: a bar of the bytes read, on stderr.
 
     Raises:
         ModelInvalid: if the architecture is unknown or a tensor is missing, unexpected, truncated or misshapen.
         ConfigurationError: if the model cannot be split so.
     """
-    model = make_model(config, parallel).to(dtype).to_empty(device=device)
+    model = make_model(config, parallel)
+    if spread_experts:
+        for _, layer in model.sparse_layers:
+            layer.leave_out_experts()
+    model = model.to(dtype).to_empty(device=device)
     model.rotary_embedding.move_to(device)
     whole = {name: target.shape for name, target in make_model(config).weight_targets().items()}
     load_weights(path, model.weight_targets(), whole, ignored=model.ignored_weights(), show_progress=show_progress)

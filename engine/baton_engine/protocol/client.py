@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from baton_engine.protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Heartbeat
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -31,7 +32,6 @@ from baton_engine.protocol.messages import (
     Hello,
     Init,
     KVEventBatch,
-    Ping,
     Pong,
     PrefillResult,
     Ready,
@@ -39,46 +39,17 @@ from baton_engine.protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
+from baton_engine.protocol.request_stream import EngineDeadError, RequestStream
+
+__all__ = ["EngineClient", "EngineDeadError", "RequestStream", "UtilityError"]
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 1.0
-HEARTBEAT_TIMEOUT_S = 15.0
-"""Silence after which an engine counts as dead. A killed process is noticed at once, by its connection; this is for frozen ones."""
-
-
-class EngineDeadError(Exception):
-    """The engine instance is gone or never answered; the text says how that was noticed."""
+_readiness_numbers = itertools.count(1)
 
 
 class UtilityError(Exception):
     """A utility method failed in the engine; the text is the engine's."""
-
-
-class RequestStream:
-    """Outputs of one request, in order: an async iterator that ends after the finished output."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self._queue: asyncio.Queue[EngineCoreOutput | EngineDeadError] = asyncio.Queue()
-        self._finished = False
-
-    def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
-        return self
-
-    async def __anext__(self) -> EngineCoreOutput:
-        """Raises EngineDeadError when the engine goes away first."""
-        if self._finished:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, EngineDeadError):
-            self._finished = True
-            raise item
-        self._finished = item.finished
-        return item
-
-    def _put(self, item: EngineCoreOutput | EngineDeadError) -> None:
-        self._queue.put_nowait(item)
 
 
 class EngineClient:
@@ -89,6 +60,7 @@ class EngineClient:
         client_id: for the engine's log.
         on_kv_events: called with what the engine's prefix cache gained and lost, batch by batch; None: not subscribed. The first
             batch may have any sequence number; after that, one that is not the last plus one means that batches were missed.
+        on_available: called whenever the engine may be one that `accepts_requests` again.
     """
 
     def __init__(
@@ -100,15 +72,18 @@ class EngineClient:
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
+        on_available: Callable[[], None] | None = None,
     ) -> None:
         self.address = f"tcp://{host}:{port}"
         self.ready: Ready | None = None
-        self.status: Pong | None = None
+        """The latest: an engine of an elastic group says it again when its rank or the group's size has changed."""
+        self.readiness = 0
+        """Another number, unique in this process, each time the engine becomes ready: who it sent away may come again then."""
         self.dead_reason: str | None = None
         self._client_id = client_id
         self._wants_kv_events = on_kv_events is not None
-        self._interval_s = heartbeat_interval_s
-        self._timeout_s = heartbeat_timeout_s
+        self._tell_available = on_available or (lambda: None)
+        self._heartbeat = Heartbeat(heartbeat_interval_s, heartbeat_timeout_s)
         self._init: asyncio.Future[Init] | None = None
         self._latest_init: Init | None = None
         self._ready_event = asyncio.Event()
@@ -116,7 +91,6 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._last_heard = 0.0
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -150,6 +124,23 @@ class EngineClient:
         """Requests of this client in flight."""
         return len(self._streams)
 
+    @property
+    def status(self) -> Pong | None:
+        """What the engine said of itself last."""
+        return self._heartbeat.status
+
+    @property
+    def num_requests(self) -> int:
+        """Requests at the engine, those of other clients included, as far as known."""
+        return self._heartbeat.num_requests(self.num_unfinished)
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Ready, not draining, and not silent for longer than it should be."""
+        if self.ready is None or self.dead_reason is not None:
+            return False
+        return not (self._heartbeat.draining or self._heartbeat.suspect)
+
     async def connect(self, timeout_s: float) -> Init:
         """HELLO -> INIT. Raises EngineDeadError (nobody listens, wrong version) or TimeoutError."""
         loop = asyncio.get_running_loop()
@@ -164,7 +155,6 @@ class EngineClient:
         monitor = socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
-        self._last_heard = loop.time()
         socket.connect(self.address)
         self._tasks = [
             loop.create_task(self._receive(), name=f"engine-client-receive {self.address}"),
@@ -182,7 +172,7 @@ class EngineClient:
         except BaseException:
             await self.close()
             raise
-        self._tasks.append(loop.create_task(self._heartbeat(), name=f"engine-client-heartbeat {self.address}"))
+        self._tasks.append(loop.create_task(self._beat(), name=f"engine-client-heartbeat {self.address}"))
         return init
 
     async def wait_ready(self, timeout_s: float) -> Ready:
@@ -273,7 +263,7 @@ class EngineClient:
             self._handle(await self._socket.recv_multipart())
 
     def _handle(self, frames: list[bytes]) -> None:
-        self._last_heard = asyncio.get_running_loop().time()
+        was_suspect = self._heartbeat.heard()
         try:
             kind, instance_id, payload = frames
             decoder, handle = self._decoders[kind]
@@ -286,6 +276,8 @@ class EngineClient:
             self._die(f"{self.address} is another instance now: {instance_id.decode(errors='replace')}")
             return
         handle(message)
+        if was_suspect:
+            self._tell_available()
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         frames = await monitor.recv_multipart()
@@ -302,14 +294,16 @@ class EngineClient:
             while self.dead_reason is None:
                 self._handle(queue.recv_multipart(zmq.NOBLOCK))
 
-    async def _heartbeat(self) -> None:
+    async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        for sequence in itertools.count():
-            self._send(EngineCoreRequestType.PING, Ping(sequence))
-            await asyncio.sleep(self._interval_s)
-            silence = loop.time() - self._last_heard
-            if silence > self._timeout_s:
-                self._die(f"{self.address}: no sign of life for {silence:.1f} s")
+        heartbeat = self._heartbeat
+        while True:
+            began = loop.time()
+            self._send(EngineCoreRequestType.PING, heartbeat.ping(self.num_unfinished))
+            await asyncio.sleep(heartbeat.interval_s)
+            heartbeat.waited(loop.time() - began)
+            if heartbeat.is_dead(loading=self.ready is None):
+                self._die(f"{self.address}: no sign of life for {heartbeat.silence_s:.1f} s")
                 return
 
     def _on_init(self, init: Init) -> None:
@@ -323,15 +317,25 @@ class EngineClient:
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready
+        if self.status is not None:  # was said before this
+            self.status.draining = False
         self._ready_event.set()
+        self._ready_again()
 
     def _on_pong(self, pong: Pong) -> None:
-        self.status = pong
+        was_draining = self._heartbeat.draining
+        self._heartbeat.pong(pong)
+        if was_draining and not pong.draining:
+            self._ready_again()
+
+    def _ready_again(self) -> None:
+        self.readiness = next(_readiness_numbers)
+        self._tell_available()
 
     def _on_refused(self, refused: Refused) -> None:
         stream = self._streams.pop(refused.request_id, None)
         if stream is not None:
-            stream._put(
+            stream.put(
                 EngineCoreOutput(
                     refused.request_id,
                     [],
@@ -354,7 +358,7 @@ class EngineClient:
                 self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
             )
             if stream is not None:
-                stream._put(output)
+                stream.put(output)
         if message.utility_output is not None:
             self._on_utility(message.utility_output)
 
@@ -379,7 +383,7 @@ class EngineClient:
             self._init.exception()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream._put(error)
+            stream.put(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)

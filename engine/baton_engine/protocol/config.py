@@ -90,6 +90,14 @@ class ParallelConfig(_Config, frozen=True):
     """auto (uniproc, or multiproc for more than one worker), uniproc, multiproc, external_launcher, ray, or a qualified name."""
     worker_class: str = "baton_engine.worker.worker.Worker"
     """Qualified name."""
+    enable_expert_parallel: bool = False
+    """The engine is a rank of a group over which a model's experts are spread; ranks step together. Needs a coordinator."""
+    coordinator: str = ""
+    """host:port of the group's coordinator."""
+    rank_name: str = ""
+    """What topologies call this rank; empty: $POD_NAME, else the host's name."""
+    num_redundant_experts: int = 0
+    """Copies of experts in each sparse layer of the group beyond one of each: for balance, and for when a rank dies."""
     collective_timeout_s: float = 120.0
     """A worker gives up an exchange with another that is silent for so long: more than ranks drift apart in a step."""
     step_timeout_s: float = 300.0
@@ -190,6 +198,14 @@ class GatewayConfig(_Config, frozen=True):
     """Beyond it: 429 with Retry-After."""
     prefill_threshold_tokens: int = 0
     """Prompts shorter than this are prefilled by the decode pod itself."""
+    heartbeat_interval_s: float = 0.5
+    """Engines are asked for a sign of life so often. One that is silent for two intervals gets no new requests."""
+    heartbeat_timeout_s: float = 3.0
+    """An engine that is silent for so long counts as dead: its requests go on elsewhere."""
+    queue_wait_s: float = 10.0
+    """New requests wait so long for a decode engine if all are away for a moment; then 503 with Retry-After."""
+    resume_wait_s: float = 30.0
+    """Requests whose engine was lost wait so long for one that can go on with them: a pod may be restarting."""
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
 

@@ -88,6 +88,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     """Also answer with the generated ids, the one that ended it included (vLLM's extension)."""
     priority: int | None = None
+    data_parallel_rank: int | None = None
+    """The rank that is to serve it (vLLM's extension); None: any."""
     cache_salt: str | None = None
     best_of: int | None = None
     """Draw so many samples, answer with the n of the highest log-probability per token."""

@@ -58,6 +58,9 @@ def plan_compilation(
                 "InvalidConfig",
                 f"compilation.{name} are numbers of tokens of a step, 1 to max_num_batched_tokens={budget}, got {each}",
             )
+    has_graphs = (
+        has_graphs and not config.parallel.enable_expert_parallel
+    )  # exchanges with other ranks are not captured
     mode = given.mode if given.mode != "auto" else "inductor" if has_graphs else "none"
     if given.enforce_eager:
         if {given.mode, given.cudagraph_mode} - {"auto", "none"}:

@@ -70,6 +70,12 @@ def make_batch(
     return ForwardBatch(input_ids, positions, context)
 
 
+def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
+    """That of a step without tokens."""
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    return ForwardContext(none.long(), none.view(0, 1), none.new_zeros(1), none, kv_cache, max_seqlen_q=0)
+
+
 @torch.inference_mode()
 def run(forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor) -> None:
     """Runs and samples such a step; it writes no KV and waits for no other stage. Arguments as of `make_batch`."""

@@ -27,6 +27,8 @@ from baton_engine.protocol.config import EngineConfig, compatibility_hash, conta
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.devices import check_quantization, dtype_name, resolve_device, resolve_dtype
+from baton_engine.worker.expert_parallel_checks import check_expert_parallel
+from baton_engine.worker.expert_weights import ExpertStore, expert_form
 from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
 from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
 from baton_engine.worker.kv_memory import KVMemory
@@ -36,6 +38,7 @@ from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.sampler import sample
+from baton_engine.worker.spread_steps import check_unbroken, take_part
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
@@ -138,10 +141,19 @@ class ModelRunner:
             ModelInvalid: naming the file and tensor at fault.
             ConfigurationError: if the model cannot be split over the configured ranks.
         """
+        if self._spreads_experts:
+            check_expert_parallel(self.config, self.model_config, self.device)
         self._input_batch = InputBatch(
             self.config.scheduler.max_num_seqs, self.max_model_len, self.config.cache.block_size
         )
         self._load_weights()
+
+    def expert_store(self) -> ExpertStore:
+        """Of the loaded model, whose experts are spread over ranks."""
+        model = self._loaded()
+        device = next(model.parameters()).device
+        form = expert_form(self.config.model.quantization, self.dtype, device)
+        return ExpertStore(self.path, model, self.dtype, device, form)
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
         """Of this rank's blocks."""
@@ -215,7 +227,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Applies the step's other changes, runs its tokens and writes their KV. What it samples from stays for `sample_tokens`."""
+        """Applies the step's other changes, runs its tokens and writes their KV. What it samples from stays for `sample_tokens`.
+
+        Raises:
+            GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The step's tokens are not computed, and
+                nothing is left to sample; steps of another generation may follow.
+        """
         model, kv = self._ready()
         batch, pipeline = self._input_batch, self.parallel.pipeline
         self._in_flight = None
@@ -225,14 +242,21 @@ class ModelRunner:
             batch.add(new)
         batch.update(step.cached_requests)
         if not step.num_scheduled_tokens:
+            if step.wave_tokens:
+                take_part(model, kv.cache, step.wave_tokens, self.parallel.tensor, self.device)
             return
+        if self._spreads_experts and model.sparse_layers[0][1].shard is None:
+            raise RuntimeError("a step came before a generation was adopted, so without experts")
         scheduled = batch.schedule(step.num_scheduled_tokens)
         forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
         wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
         received = None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
         experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
         forward.context.routed_experts = experts
+        forward.context.wave_tokens = step.wave_tokens
         hidden = self._runner().run(forward, received)
+        if self._spreads_experts:
+            check_unbroken(forward.context, self.parallel.tensor, self.device)
         if not self.parallel.is_last_stage:
             pipeline.send(hidden, pipeline.rank + 1)
             if experts:
@@ -345,7 +369,13 @@ class ModelRunner:
     def _load_weights(self) -> None:
         show_progress = self._rank == 0 and sys.stderr.isatty()
         self._model = load_model(
-            self.path, self.model_config, self.dtype, self.device, self.parallel, show_progress=show_progress
+            self.path,
+            self.model_config,
+            self.dtype,
+            self.device,
+            self.parallel,
+            spread_experts=self._spreads_experts,
+            show_progress=show_progress,
         )
         backend = graph_backend(self.device)
         plan = plan_compilation(self.config, self.model_config, self.max_model_len, has_graphs=backend is not None)
@@ -371,6 +401,10 @@ class ModelRunner:
                 "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after sleep()"
             )
         return self._loaded(), self._kv
+
+    @property
+    def _spreads_experts(self) -> bool:
+        return self.config.parallel.enable_expert_parallel
 
     @property
     def _block_size(self) -> BlockSize:

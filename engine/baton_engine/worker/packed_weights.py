@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from baton_engine.models.layers import CausalLM, ColumnParallelLinear, Linear, RowParallelLinear, SparseMoE
+from baton_engine.models.layers import CausalLM
+from baton_engine.models.projections import ColumnParallelLinear, Linear, RowParallelLinear
+from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.linear import Int8Weight, can_pack, pack_weight
 
 Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
@@ -16,6 +18,7 @@ Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
 @torch.no_grad()
 def pack_weights(model: CausalLM) -> None:
     """Packs every weight that is multiplied by, in place, one by one; the plain ones are freed, except that of a tied embedding.
+    Experts that are spread over ranks are packed as they come: see `expert_weights`.
 
     Does nothing where oneDNN does not multiply in the model's dtype. A packed model cannot be filled again: load another.
     """
@@ -39,7 +42,7 @@ def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> Non
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):
             if module not in kept:
                 _replace(module, "weight", prepare)
-        elif isinstance(module, SparseMoE):
+        elif isinstance(module, SparseMoE) and not module.is_spread:
             module.separate_experts(prepare)
     head = model.lm_head or (model.embed_tokens if model.parallel.is_last_stage else None)
     if head is None:

@@ -2,7 +2,7 @@
 
 Executors call its methods by name, in this order: join_groups (if there are other ranks), load_model, num_available_blocks,
 initialize_cache, warm_up, open_connector, connect, model_info; then execute_model and sample_tokens per step, and the rest when
-asked to.
+asked to. Where experts are spread over engines, a generation is adopted before the first step that runs tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.distributed.group import ParallelContext
+from baton_engine.distributed.group import GroupBrokenError, ParallelContext
 from baton_engine.distributed.process_group import StoreAddress, create_parallel_context
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
+from baton_engine.protocol.topology import ExpertLoads, Generation
 from baton_engine.worker.devices import resolve_device
+from baton_engine.worker.generations import ExpertWorker, Generations, join_group
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.peer_memory import PeerMemory
+from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
 from baton_kv_transfer.factory import create_connector
 
@@ -43,6 +46,7 @@ class Worker:
         self.parallel = ParallelContext()
         self.connector: KVConnectorWorker | None = None
         self._runner: ModelRunner | None = None
+        self._generations: Generations | None = None
         self._kv_cache: torch.Tensor | None = None
         self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
@@ -84,6 +88,8 @@ class Worker:
         if self._transfers:
             self._check_transfers(runner)
         runner.load_model()
+        if self.config.parallel.enable_expert_parallel:
+            self._generations = self._make_generations(runner)
 
     def num_available_blocks(self) -> tuple[int, int]:
         """(device blocks, host blocks for swapped requests) that this rank has room for."""
@@ -101,6 +107,8 @@ class Worker:
             compatibility_hash=runner.compatibility_hash,
             num_swap_blocks=num_swap_blocks,
             num_offload_blocks=runner.num_offload_blocks,
+            num_sparse_layers=len(runner.model_config.sparse_layers),
+            num_experts=runner.model_config.num_experts,
         )
 
     def warm_up(self) -> None:
@@ -174,7 +182,11 @@ class Worker:
             self._mark_queued_work()
             self.connector.start(step.connector)
         if step.reaches_model_runner:
-            runner.execute_model(step)
+            try:
+                runner.execute_model(step)
+            except GroupBrokenError:
+                self._step = None  # it is dropped, and others follow
+                raise
         if self.connector is not None and step.connector.saves:
             self._mark_queued_work()
             self.connector.save(step.connector)
@@ -188,13 +200,60 @@ class Worker:
             output.connector = self.connector.get_finished()
         return output
 
+    # Generations of an expert-parallel group: see worker.generations
+
+    def prepare_generation(self, generation: Generation, current: Generation | None = None) -> None:
+        """Begins to prepare it beside what serves, in the background.
+
+        Args:
+            current: what the engine serves in. Who holds which experts, the members of the new one tell each other.
+        """
+        logger.info(
+            "prepares generation %d (%s) beside %s",
+            generation.number,
+            generation.operation_id or "no operation",
+            f"generation {current.number}" if current is not None else "none",
+        )
+        self._spread.prepare(generation)
+
+    def preparation(self) -> Preparation:
+        return self._spread.preparation()
+
+    def adopt_generation(self, nonce: str) -> None:
+        """Between two steps. Raises ValueError if it is not prepared."""
+        self._spread.adopt(nonce)
+
+    def drop_generation(self, nonce: str) -> None:
+        """Of what is prepared."""
+        self._spread.drop(nonce)
+
+    def leave_generation(self) -> None:
+        self._spread.leave()
+
+    def expert_loads(self) -> ExpertLoads:
+        return self._spread.loads()
+
+    def interrupt(self, nonce: str = "") -> None:
+        """Ends an exchange of experts that a step waits in: it raises GroupBrokenError. By any thread.
+
+        Args:
+            nonce: only if the worker is in that generation.
+        """
+        if self._generations is not None:
+            self._generations.interrupt(nonce)
+
     # On request
 
     def connector_stats(self) -> ConnectorStats | None:
         return self.connector.stats() if self.connector is not None else None
 
     def sleep(self, level: int) -> None:
-        """Gives memory back until `wake_up`; see `ModelRunner.sleep`. Raises ValueError if peers may read that memory."""
+        """Gives memory back until `wake_up`; see `ModelRunner.sleep`. Raises ValueError if others count on this engine."""
+        if self._generations is not None:
+            raise ValueError(
+                "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of its group use its experts; ask "
+                "the coordinator for a topology without it instead"
+            )
         if self.connector is not None:
             raise ValueError(
                 f"an engine with kv_transfer.role={self.config.kv_transfer.role.value} cannot sleep: other engines read and "
@@ -217,6 +276,8 @@ class Worker:
         if self.connector is not None:
             self.connector.shutdown()
             self.connector = None
+        if self._generations is not None:
+            self._generations.leave()
         self._leave_groups()
 
     def _mark_queued_work(self) -> None:
@@ -244,6 +305,27 @@ class Worker:
     def _loaded(self) -> ModelRunner:
         assert self._runner is not None, "load_model() first"
         return self._runner
+
+    @property
+    def _spread(self) -> Generations:
+        assert self._generations is not None, "only an engine with parallel.enable_expert_parallel has generations"
+        return self._generations
+
+    def _make_generations(self, runner: ModelRunner) -> Generations:
+        timeout_s = self.config.parallel.collective_timeout_s
+        tensor = self.parallel.tensor
+        # A tensor rank whose expert group is silent must give up before those that wait for it in the tensor group do.
+        step_timeout_s = timeout_s / 2 if tensor.size > 1 else timeout_s
+        return Generations(
+            ExpertWorker(
+                self.instance_id,
+                tensor.rank,
+                runner.expert_store(),
+                runner.compatibility_hash,
+                join_group(timeout_s),
+                step_timeout_s,
+            )
+        )
 
     @property
     def _transfers(self) -> bool:

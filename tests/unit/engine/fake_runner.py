@@ -95,6 +95,21 @@ class FakeRunner:
 
     def execute_model(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Applies a step as `core/step.py` says."""
+        starts = self._begin(step)
+        output = ModelRunnerOutput()
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            self._sample(request_id, starts[request_id], num_tokens, grammar, output)
+        return output
+
+    def fail_to_run(self, step: SchedulerOutput) -> None:
+        """Applies all of a step but its tokens: their KV is written in some layers and not in others."""
+        for request_id, start in self._begin(step).items():
+            sequence = self.sequences[request_id]
+            for position in range(start, start + step.num_scheduled_tokens[request_id]):
+                self.memory[sequence.block_ids[position // self.block_size], position % self.block_size] = [-3]
+
+    def _begin(self, step: SchedulerOutput) -> dict[str, int]:
+        """Everything up to the sampling. Returns the position at which each sequence's tokens begin."""
         assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens
         assert step.reaches_model_runner
         _copy(step.store, self.memory, self.offload_memory, self.block_size)
@@ -119,10 +134,7 @@ class FakeRunner:
             assert not blocks & written, "two sequences write to one block"
             written |= blocks
             self.write(sequence.block_ids, sequence.token_ids, start, end)
-        output = ModelRunnerOutput()
-        for request_id, num_tokens in step.num_scheduled_tokens.items():
-            self._sample(request_id, starts[request_id], num_tokens, grammar, output)
-        return output
+        return starts
 
     def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
         starts = {}
@@ -205,6 +217,11 @@ class FakeConnector:
         self._ended: set[str] = set()
 
     def step(self, step: SchedulerOutput) -> ConnectorOutput:
+        self.start(step)
+        finished, self._finished = self._finished, ConnectorOutput()
+        return finished
+
+    def start(self, step: SchedulerOutput) -> None:
         metadata = step.connector
         for transfer_id, peer in metadata.offers.items():
             assert transfer_id not in self.offers
@@ -227,8 +244,6 @@ class FakeConnector:
             self.hashes.setdefault(save.transfer_id, []).extend(save.block_hashes)
             if save.last:
                 self.send_complete.add(save.transfer_id)
-        finished, self._finished = self._finished, ConnectorOutput()
-        return finished
 
     def _has_ended(self, transfer_id: str) -> bool:
         """It ended, but the scheduler had not heard of it when it made the step."""

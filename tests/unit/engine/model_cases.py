@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton_engine.distributed.group import ParallelContext
+from baton_engine.distributed.group import GroupBrokenError, ParallelContext
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import CausalLM
@@ -108,7 +110,7 @@ def with_biases(path: Path) -> Path:
 
 
 @dataclass
-class _Meeting:
+class Meeting:
     """What the threads of one group share."""
 
     size: int
@@ -125,7 +127,7 @@ class _Meeting:
 class ThreadGroup:
     """A Group whose members are threads; counts its operations by name."""
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
         self.calls: dict[str, int] = {}
 
@@ -135,11 +137,29 @@ class ThreadGroup:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._exchange("all_gather", tensor), dim=dim)
 
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        assert sum(send_counts) == len(rows)
+        width = torch.tensor([*send_counts, rows.shape[1:].numel()])
+        numbers = self._exchange("all_to_all", width)
+        assert all(row[-1] == width[-1] for row in numbers), "ranks send rows of different sizes"
+        assert [int(row[self.rank]) for row in numbers] == list(recv_counts)
+        sent = self._exchange("all_to_all", rows)
+        return torch.cat([r.split(n[:-1].tolist())[self.rank] for r, n in zip(sent, numbers, strict=True)])
+
     def send(self, tensor: Tensor, target: int) -> None:
         self._meeting.mail[self.rank, target].put(tensor.clone())
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        return tensor.copy_(self._meeting.mail[source, self.rank].get(timeout=DEADLINE_S))
+        waited_until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < waited_until:
+            if self._meeting.barrier.broken:
+                break
+            with contextlib.suppress(queue.Empty):
+                return tensor.copy_(self._meeting.mail[source, self.rank].get(timeout=0.01))
+        raise GroupBrokenError(f"nothing comes from rank {source}")
+
+    def abort(self) -> None:
+        self._meeting.barrier.abort()
 
     def close(self) -> None:
         pass
@@ -147,16 +167,19 @@ class ThreadGroup:
     def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
         self.calls[name] = self.calls.get(name, 0) + 1
         self._meeting.tensors[self.rank] = tensor.clone()
-        self._meeting.barrier.wait()
-        tensors = list(self._meeting.tensors)
-        self._meeting.barrier.wait()
+        try:
+            self._meeting.barrier.wait()
+            tensors = list(self._meeting.tensors)
+            self._meeting.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise GroupBrokenError(f"rank {self.rank} is alone") from error
         return tensors
 
 
 def run_ranks(work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1) -> list[T]:
     """`work` on every rank, each in a thread; results in global rank order. The first failure ends all of them."""
-    tensor_groups = [_Meeting(tensor_size) for _ in range(pipeline_size)]
-    pipelines = [_Meeting(pipeline_size) for _ in range(tensor_size)]
+    tensor_groups = [Meeting(tensor_size) for _ in range(pipeline_size)]
+    pipelines = [Meeting(pipeline_size) for _ in range(tensor_size)]
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

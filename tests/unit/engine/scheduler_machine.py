@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,6 +25,15 @@ MAX_MODEL_LEN = 40
 BUDGET = 9
 MAX_NUM_SEQS = 4
 MAX_QUEUE = 8
+
+
+class Loss(enum.Enum):
+    """Where a step was when its tokens were lost."""
+
+    BEFORE_THE_WORKER = enum.auto()
+    """No worker has seen it."""
+    IN_THE_WORKER = enum.auto()
+    """All but its tokens was done."""
 
 
 class FakeGrammar:
@@ -129,6 +139,12 @@ class World:
         self.runner = FakeRunner(BLOCK, BUDGET, appends=not self.send_token_ids, max_num_seqs=MAX_NUM_SEQS)
         self.connector = FakeConnector()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.lost: Loss | None = None
+        """What becomes of the newest step in flight: nobody schedules another before it is discarded."""
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.in_flight) < self.depth and self.lost is None
 
     def add(self, request: EngineCoreRequest) -> bool:
         """False: it was refused, for a reason that holds."""
@@ -154,7 +170,7 @@ class World:
         self.aborted.add(request_id)
         self.scheduler.abort_requests([request_id])
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, lost: Loss | None = None) -> SchedulerOutput:
         """One more step in flight. The worker runs it at once: what counts is when the scheduler hears of it."""
         scheduler = self.scheduler
         before = {entry.request.request_id for step in scheduler._in_flight.values() for entry in step}
@@ -171,15 +187,34 @@ class World:
                 assert block.ref_count == 1, "somebody else reads what is being written"
                 assert block.block_hash is None, "what is being written can be found in the prefix cache"
         output = ModelRunnerOutput()
-        if step.reaches_model_runner:
-            output = self.runner.execute_model(step, scheduler.grammar_output(step))
-        output.connector = self.connector.step(step)
+        self.lost = lost
+        if lost is Loss.IN_THE_WORKER:
+            if step.reaches_model_runner:
+                self.runner.fail_to_run(step)
+            self.connector.start(step.without_tokens())
+        elif lost is None:
+            output = self._run(step)
         self.in_flight.append((step, output))
         return step
 
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = ModelRunnerOutput()
+        if step.reaches_model_runner:
+            output = self.runner.execute_model(step, self.scheduler.grammar_output(step))
+        output.connector = self.connector.step(step)
+        return output
+
     def update(self) -> None:
-        """The oldest step in flight comes back."""
-        self.take(self.scheduler.update_from_output(*self.in_flight.popleft()))
+        """The oldest step in flight comes back, or never will."""
+        step, output = self.in_flight.popleft()
+        if self.lost is None or self.in_flight:
+            self.take(self.scheduler.update_from_output(step, output))
+            return
+        lost, self.lost = self.lost, None
+        self.scheduler.discard(step)
+        if lost is Loss.BEFORE_THE_WORKER:
+            rest = step.without_tokens()
+            self.take(self.scheduler.update_from_output(rest, self._run(rest)))
 
     def take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:

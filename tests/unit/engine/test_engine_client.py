@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -160,6 +161,74 @@ async def test_what_an_engine_said_before_it_went_away_still_counts(router):
 async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router):
     client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1)
     assert "no sign of life" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
+    await client.close()
+
+
+async def test_an_engine_that_loads_may_be_silent_for_longer(router):
+    client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.2)
+    began = asyncio.get_running_loop().time()
+    assert "no sign of life" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
+    assert asyncio.get_running_loop().time() - began >= 5 * 0.2
+    await client.close()
+
+
+async def test_a_silent_engine_accepts_no_requests_until_it_says_something(router):
+    told: list[bool] = []
+    client = await connected(
+        router,
+        heartbeat_interval_s=0.05,
+        heartbeat_timeout_s=60.0,
+        on_available=lambda: told.append(client.accepts_requests),
+    )
+    assert not client.accepts_requests
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await client.wait_ready(DEADLINE_S)
+    assert told == [True]
+    async with asyncio.timeout(DEADLINE_S):
+        while client.accepts_requests:
+            await asyncio.sleep(0.01)
+    await router.send(EngineCoreResponseType.PONG, Pong(1))
+    async with asyncio.timeout(DEADLINE_S):
+        while told != [True, True]:
+            await asyncio.sleep(0.01)
+    assert client.dead_reason is None
+    await client.close()
+
+
+async def test_an_engine_that_is_ready_again_is_another_one_for_who_it_sent_away(router):
+    told: list[int] = []
+    client = await connected(router, on_available=lambda: told.append(client.readiness))
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16, 1, 4))
+    await client.wait_ready(DEADLINE_S)
+
+    async def told_of(count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(told) < count:
+                await asyncio.sleep(0.01)
+
+    await router.send(EngineCoreResponseType.PONG, Pong(1, draining=True))
+    await router.send(EngineCoreResponseType.READY, Ready(2048, 100, 16, 0, 3))
+    await told_of(2)
+    assert client.accepts_requests, "what it said before does not count"
+    ready = client.ready
+    assert (ready.max_model_len, ready.data_parallel_rank, ready.data_parallel_size) == (2048, 0, 3)
+    await router.send(EngineCoreResponseType.PONG, Pong(2, draining=True))
+    await router.send(EngineCoreResponseType.PONG, Pong(3, draining=False))
+    await router.send(EngineCoreResponseType.PONG, Pong(4, draining=False))
+    await told_of(3)
+    assert len(set(told)) == 3
+    await client.close()
+
+
+async def test_an_event_loop_that_stood_still_blames_nobody(router):
+    client = await connected(router, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await client.wait_ready(DEADLINE_S)
+    for sequence in range(4):
+        await router.send(EngineCoreResponseType.PONG, Pong(sequence))
+        time.sleep(1.0)  # noqa: ASYNC251 (this is what is tested)
+        await asyncio.sleep(0)
+        assert client.dead_reason is None
     await client.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from baton_engine.models import loader
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.registry import load_model, make_model
-from baton_engine.models.sharding import ModelShard, shard
+from baton_engine.models.sharding import ModelShard, WeightTarget, shard
 
 TOLERANCE = 3e-5  # 1e-5 of the standard deviation of made logits, which is 3
 VOCAB_SIZE = 301  # no multiple of the tensor sizes: the last rank has padding
@@ -254,3 +256,40 @@ def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().err
     assert "Loading weights" in shown
     assert "100%" in shown
+
+
+def test_an_index_says_where_in_its_file_a_tensor_begins(tmp_path: Path) -> None:
+    path = create_checkpoint(tmp_path / "model", "mixtral", max_shard_size=200_000, **SMALL)
+    for name, entry in loader.read_tensor_index(path).items():
+        tensor = load_file(entry.file)[name]
+        content = entry.file.read_bytes()[entry.offset : entry.offset + tensor.nbytes]
+        assert content == tensor.flatten().view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(0, slice(8, 24)), (1, slice(0, 64))])
+def test_what_is_read_ahead_is_the_slice_and_no_more(
+    dim: int, expected: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of columns, all rows: they lie among the others."""
+    tensor = torch.arange(64 * 32, dtype=torch.float32).view(64, 32)
+    save_file({"other": torch.zeros(100), "w": tensor}, tmp_path / "model.safetensors")
+    preadv, parts = os.preadv, []
+
+    def record(fd: int, buffers: list[bytearray], offset: int) -> int:
+        num_read = preadv(fd, buffers, offset)
+        parts.append((offset, num_read))
+        return num_read
+
+    monkeypatch.setattr(os, "preadv", record)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 500)
+    entries = loader.read_tensor_index(tmp_path)
+    parameter = tensor[8:24] if dim == 0 else tensor[:, 8:24]
+    loader.read_ahead(entries, {"w": WeightTarget(parameter, (64, 32), dim, 8)})
+    first = entries["w"].offset + expected.start * 128
+    last = entries["w"].offset + expected.stop * 128
+    assert parts[0][0] == first
+    assert all(one[0] + one[1] == other[0] for one, other in itertools.pairwise(parts))
+    assert last <= sum(parts[-1]) < last + 500
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelInvalid, match="tensor w cannot be read"):
+        loader.read_ahead(entries, {"w": WeightTarget(parameter, (64, 32), dim, 8)})

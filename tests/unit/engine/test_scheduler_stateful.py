@@ -6,7 +6,7 @@ from fake_runner import candidates, continuation, next_token
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, World
+from scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, Loss, World
 
 from baton_engine.core.scheduler import PauseState
 from baton_engine.protocol.config import SchedulerConfig
@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.abort(data.draw(st.sampled_from(sorted(self.world.added))))
 
     def _schedule(self) -> None:
-        if len(self.world.in_flight) < self.world.depth:
+        if self.world.may_schedule:
             self.world.schedule()
 
     def _update(self) -> None:
@@ -169,10 +169,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self) -> None:
         self._update()
 
+    @precondition(lambda self: self.world.may_schedule)
+    @rule(lost=st.sampled_from(Loss))
+    def lose(self, lost: Loss) -> None:
+        """A step whose tokens do not run, for a rank of the group is gone: it is discarded once those before it are back."""
+        self.world.schedule(lost)
+
     @rule(num_steps=st.integers(1, 8))
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            while len(self.world.in_flight) < self.world.depth:
+            while self.world.may_schedule:
                 self.world.schedule()
             self.world.update()
             self.world.check_blocks()

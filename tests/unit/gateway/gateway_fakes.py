@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,11 +83,24 @@ class FakeEngine:
         self.repeats = False
         """Ends with REPETITION instead of LENGTH."""
         self.tokens_per_output = 1
+        self.seams: deque[tuple[int, ErrorCode]] = deque()
+        """Engines may share them: a request takes the next one and ends with the error once so many tokens exist."""
+        self.rank, self.size = 0, 1
+        self.draining = False
+        self.num_running = 0
+        """As told in heartbeats."""
+        self.num_hellos = 0
+        self.cached_tokens: Callable[[EngineCoreRequest], int] = lambda _: 0
         self.adds: list[EngineCoreRequest] = []
         self.aborts: list[str] = []
         self.prefill_results: dict[str, PrefillResult] = {}
         self._results: dict[str, asyncio.Future[PrefillResult]] = {}
         self._work: dict[str, asyncio.Task[None]] = {}
+        self._peers: dict[str, bytes] = {}
+        """Of requests."""
+        self._last_peer = b""
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._bind(f"tcp://127.0.0.1:{port or '*'}")
@@ -115,22 +129,56 @@ class FakeEngine:
         if not self._socket.closed:
             self._socket.close(linger=0)
 
+    def freeze(self) -> None:
+        """As SIGSTOP: connected, but nothing is heard, computed or said until `thaw`."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    def retire(self) -> None:
+        """Leaves its generation: ends what it runs, and says in heartbeats that it drains."""
+        self.draining = True
+        for request_id, task in self._work.items():
+            if not task.done():
+                task.cancel()
+                output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                output.error, output.error_code = "the rank left its generation", ErrorCode.DRAINING
+                self._output(self._peers[request_id], output)
+
+    def admit(self, rank: int, size: int) -> None:
+        """Is part of a generation (again)."""
+        self.rank, self.size, self.draining = rank, size, False
+        self._send(self._last_peer, EngineCoreResponseType.READY, self._ready)
+
+    @property
+    def _ready(self) -> Ready:
+        return Ready(self.max_model_len, 64, 16, self.rank, self.size)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not task.done() for task in self._work.values())
+
     async def _serve(self) -> None:
         while True:
             peer, kind, identity, payload = await self._socket.recv_multipart()
+            await self._thawed.wait()
             if kind == EngineCoreRequestType.HELLO.value:
+                self.num_hellos += 1
+                self._last_peer = peer
                 self._send(
                     peer, EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, self.instance_id, self.config_hash)
                 )
-                self._send(peer, EngineCoreResponseType.READY, Ready(self.max_model_len, 64, 16))
+                self._send(peer, EngineCoreResponseType.READY, self._ready)
                 continue
             assert identity.decode() == self.instance_id
             if kind == EngineCoreRequestType.PING.value:
                 sequence = msgspec.msgpack.decode(payload, type=Ping).sequence
-                self._send(peer, EngineCoreResponseType.PONG, Pong(sequence))
+                self._send(peer, EngineCoreResponseType.PONG, Pong(sequence, self.draining, self.num_running))
             elif kind == EngineCoreRequestType.ADD.value:
                 request = msgspec.msgpack.decode(payload, type=EngineCoreRequest)
                 self.adds.append(request)
+                self._peers[request.request_id] = peer
                 self._work[request.request_id] = asyncio.create_task(self._run(peer, request))
             elif kind == EngineCoreRequestType.ABORT.value:
                 for request_id in msgspec.msgpack.decode(payload, type=list[str]):
@@ -155,8 +203,8 @@ class FakeEngine:
         if self.die_on_add:
             self.die()
             return
-        if self.refuse is not None:
-            code, text = self.refuse
+        if self.refuse is not None or self.draining:
+            code, text = self.refuse or (ErrorCode.DRAINING, "this rank is in no generation")
             reason = FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR
             output = EngineCoreOutput(request.request_id, [], finish_reason=reason, error=text, error_code=code)
             self._output(peer, output)
@@ -167,6 +215,7 @@ class FakeEngine:
             self._output(peer, self._beams(request))
             return
         done = len(request.generated_token_ids)
+        seam = self.seams.popleft() if self.seams else None
         if request.kv_transfer is not None and request.kv_transfer.side is KVSide.CONSUME:
             result = await self._result(request.request_id)
             done += len(result.token_ids)
@@ -174,10 +223,20 @@ class FakeEngine:
         while True:
             if self.hold_after is not None and done >= self.hold_after:
                 await self.released.wait()
-            tokens = self.answer[done : min(done + self.tokens_per_output, limit)]
+            await self._thawed.wait()
+            end = min(done + self.tokens_per_output, limit)
+            if seam is not None:
+                if done >= seam[0]:
+                    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+                    output.error, output.error_code = "a seam", seam[1]
+                    self._output(peer, output)
+                    return
+                end = min(end, seam[0])
+            tokens = self.answer[done:end]
             stop = self._stop_token(request, tokens)
             finish = FinishReason.STOP if stop is not None else None
-            if finish is None and done + len(tokens) >= limit:
+            lost_at_end = seam is not None and seam[0] == end  # the word that it was the last token is lost, too
+            if finish is None and done + len(tokens) >= limit and not lost_at_end:
                 finish = FinishReason.REPETITION if self.repeats else FinishReason.LENGTH
             logprobs = None
             if request.sampling_params.logprobs is not None:
@@ -187,6 +246,8 @@ class FakeEngine:
                 logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
             offset = done + self.offset_error
             output = EngineCoreOutput(request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs)
+            if done == len(request.generated_token_ids):
+                output.num_cached_tokens = self.cached_tokens(request)
             if done == 0:
                 output.prompt_logprobs = self._prompt_logprobs(request)
             self._output(peer, output)
@@ -237,7 +298,6 @@ class Stand:
         tokenizer: Tokenizer,
         *,
         prefill_timeout_s: float = DEADLINE_S,
-        resume_wait_s: float = 3.0,
         **config: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -246,13 +306,12 @@ class Stand:
         self.config = GatewayConfig(
             model=ModelConfig(path="/models/m", served_name="m"),
             discovery=DiscoveryConfig(file=str(self.file)),
-            **{"port": 0, "drain_timeout_s": 5.0, **config},
+            **{"port": 0, "drain_timeout_s": 5.0, "resume_wait_s": 3.0, "queue_wait_s": 0.5, **config},
         )
         self.gateway = Gateway(
             self.config,
             tokenizer,
             FileDiscovery(self.file, poll_s=0.02),
-            resume_wait_s=resume_wait_s,
             prefill_timeout_s=prefill_timeout_s,
             max_backoff_s=0.2,
         )
@@ -301,6 +360,13 @@ class Stand:
         options |= {"data": body} if isinstance(body, bytes) else {"json": body}
         async with aiohttp.ClientSession() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
+
+    async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer to `body`, without the final [DONE]."""
+        async with aiohttp.ClientSession() as session, session.post(self.url + path, json=body) as response:
+            events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+            assert events[-1] == "[DONE]", events[-1]
+            return [msgspec.json.decode(event) for event in events[:-1]]
 
     async def get(self, path: str) -> tuple[int, str]:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:

@@ -31,6 +31,9 @@ def test_flags_override_the_file(tmp_path: Path):
         (["--config", "/nowhere/g.json"], "InvalidConfig", "/nowhere/g.json"),
         (["--port", "many"], "InvalidConfig", "--port"),
         (["--model", "/m", "--request-timeout-s", "0"], "InvalidConfig", "request_timeout_s"),
+        (["--model", "/m", "--heartbeat-interval-s", "0"], "InvalidConfig", "heartbeat_interval_s"),
+        (["--model", "/m", "--heartbeat-timeout-s", "1"], "InvalidConfig", "heartbeat_timeout_s must be 3 times"),
+        (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )
 def test_configuration_errors_end_with_78_and_a_fatal_line(argv, reason, text, capsys):

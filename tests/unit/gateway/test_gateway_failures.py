@@ -171,7 +171,7 @@ async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(stand: Sta
     successor = stand.engine("d", "decode", TEXT, port=engine.port)
     assert await reading == TEXT
     assert successor.adds[0].generated_token_ids == engine.answer[:4]
-    assert stand.metric("baton:requests_resumed_total") == 1
+    assert stand.metric("baton:requests_resumed_total", reason="engine_lost") == 1
 
 
 async def test_only_an_engine_with_the_same_config_hash_continues_a_request(make_stand: MakeStand):

@@ -44,7 +44,7 @@ def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
                 "--token-auth-file",
                 str(tokens),
                 "--service-cluster-ip-range",
-                "10.96.0.0/16",
+                "127.96.0.0/16",  # tests play pods behind a Service by listening on its address
             ),
             *("--disable-admission-plugins", "ServiceAccount"),  # its controller is not here
             *("--enable-admission-plugins", "OwnerReferencesPermissionEnforcement"),

@@ -12,7 +12,7 @@ from services import owner
 from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole
 from baton_operator.api import quantity_bytes
 from baton_operator.apply import contains
-from baton_operator.builders import config, gateway, members_service, model
+from baton_operator.builders import config, coordinator, gateway, members_service, model
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.overlay import merge
@@ -199,6 +199,88 @@ def test_services_select_their_pods() -> None:
     assert not headless.items() <= front.items()
     assert plain.items() <= front.items()
     assert not plain.items() <= member.items()
+
+
+RANKS: dict[str, Any] = {"decode": {"replicas": 2, "parallelism": {"expert": True, "tensor": 2, "redundantExperts": 3}}}
+
+
+@pytest.mark.parametrize(("address", "told"), [("10.96.0.9", "10.96.0.9:5560"), ("fd00::9", "[fd00::9]:5560")])
+def test_ranks_are_told_their_coordinator_and_their_name(address: str, told: str) -> None:
+    parallel = read("decode", EngineConfig, coordinator=address, **RANKS).parallel
+    assert (parallel.enable_expert_parallel, parallel.coordinator, parallel.num_redundant_experts) == (True, told, 3)
+    assert (parallel.tensor_parallel_size, parallel.rank_name) == (2, "")
+    (container,) = MemberTemplate(owner(coordinator=address, **RANKS), "decode").pod(0)["spec"]["containers"]
+    (name,) = [item for item in container["env"] if item["name"] == "POD_NAME"]
+    assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    assert not read("prefill", EngineConfig, coordinator=address, prefill={}, **RANKS).parallel.enable_expert_parallel
+    assert not read("decode", EngineConfig).parallel.enable_expert_parallel
+
+
+def test_ranks_are_made_when_the_coordinator_has_an_address() -> None:
+    before, after = (
+        desired(owner(prefill={}, **RANKS), None),
+        desired(owner(prefill={}, coordinator="10.0.0.1", **RANKS), None),
+    )
+    assert set(before.members) == {"prefill"}
+    assert set(after.members) == {"prefill", "decode"}
+    for each in (before, after):
+        made = {(obj["kind"], obj["metadata"]["name"]) for obj in each.objects}
+        assert {("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")} <= made
+    configured = [obj["metadata"]["name"] for obj in before.objects if obj["kind"] == "ConfigMap"]
+    assert not any("decode" in name for name in configured)
+
+
+def test_the_coordinator_stays_as_long_as_ranks_need_it() -> None:
+    objects = [("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")]
+    assert set(objects) <= set(desired(owner(), None).absent)
+    assert not set(objects) & set(desired(owner(), None, keep_coordinator=True).absent)
+
+
+def test_what_makes_another_expert_group_and_what_only_another_revision() -> None:
+    def template(address: str = "10.0.0.1", **spec: Any) -> MemberTemplate:
+        return MemberTemplate(owner(coordinator=address, **{**RANKS, **spec}), "decode")
+
+    ranks = template()
+    annotation = ranks.pod(0)["metadata"]["annotations"][f"{GROUP}/expert-group"]
+    assert annotation == ranks.expert_group
+    for same in (template(image="other:1"), template(engine={"maxNumSeqs": 4})):
+        assert same.revision != ranks.revision
+        assert same.expert_group == ranks.expert_group
+    for other in (
+        template(address="10.0.0.2"),
+        template(model={"uri": "file:///models/y"}),
+        template(model={"uri": "file:///models/x", "dtype": "float32"}),
+        template(engine={"device": "cpu"}),
+        template(decode={"parallelism": {"expert": True, "tensor": 1}}),
+    ):
+        assert other.revision != ranks.revision
+        assert other.expert_group != ranks.expert_group
+    alone = MemberTemplate(owner(), "decode")
+    assert alone.expert_group == ""
+    assert "annotations" not in alone.pod(0)["metadata"]
+
+
+def test_the_coordinator_is_one_restricted_pod_without_access_to_the_api() -> None:
+    wanted = coordinator.deployment(owner(coordinator="10.0.0.1", **RANKS))
+    spec = wanted["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    pod = spec["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["baton-coordinator"]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"ranks": 5560, "http": 8001}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTP"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    security = container["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert not security["allowPrivilegeEscalation"]
+    service = coordinator.service(owner(**RANKS))["spec"]
+    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [(5560, "ranks"), (8001, "http")]
+    members = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
+    assert not service["selector"].items() <= members.items()
 
 
 def test_ingress_only_when_asked() -> None:

@@ -29,7 +29,7 @@ def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
 
 def test_every_node_is_structural() -> None:
     for path, node in nodes(SCHEMA):
-        assert node["type"] in ("object", "array", "string", "integer", "boolean"), path
+        assert node["type"] in ("object", "array", "string", "integer", "number", "boolean"), path
         assert not {"$ref", "anyOf", "oneOf", "x-kubernetes-validations", "additionalProperties"} & set(node), path
 
 
@@ -64,8 +64,8 @@ def test_scale_points_at_decode() -> None:
 def test_what_a_stored_object_has_wrong_is_named() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
         api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
-    with pytest.raises(msgspec.ValidationError, match="expert"):
-        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"expert": True}}})
+    with pytest.raises(msgspec.ValidationError, match=r"decode\.parallelism\.redundantExperts"):
+        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}})
 
 
 def test_the_repository_is_up_to_date() -> None:
@@ -80,7 +80,9 @@ def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "operator.yaml" in capsys.readouterr().err
 
 
-def test_the_sample_is_valid() -> None:
-    sample = yaml.safe_load((MANIFESTS / "samples" / "demo.yaml").read_text())
+@pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])
+def test_the_samples_are_valid(name: str, expert: bool) -> None:
+    sample = yaml.safe_load((MANIFESTS / "samples" / f"{name}.yaml").read_text())
     spec = api.decode_spec(sample["spec"])
-    assert (sample["metadata"]["name"], spec.decode.replicas) == ("demo", 2)
+    assert (sample["metadata"]["name"], spec.decode.replicas) == (name, 2)
+    assert spec.decode.parallelism.expert is expert

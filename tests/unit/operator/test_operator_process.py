@@ -11,14 +11,26 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from api_server import api_server
 
+from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.topology import (
+    COORDINATOR_HTTP_PORT,
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyRequest,
+    TopologyStatus,
+)
 from baton_local.control_plane.real import find_assets, free_ports
 from baton_operator.kube import Kube, KubeError, connect
 from baton_operator.manifests import files
@@ -236,6 +248,169 @@ async def serve_drain(ip: str, engine: DrainingEngine) -> web.AppRunner:
     return runner
 
 
+class PlayedCoordinator:
+    """A coordinator's HTTP on its Service's address. Operations go on when the test says so."""
+
+    def __init__(self) -> None:
+        self.topology = TopologyStatus(generation=0, desired=[], members=[])
+        self.requests: list[TopologyRequest] = []
+
+    async def get(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.topology))
+
+    async def put(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=TopologyRequest)
+        self.requests.append(asked)
+        self.topology.desired = sorted(asked.members)
+        self._operate(OperationPhase.PREPARING)
+        return await self.get(request)
+
+    def commit(self) -> None:
+        """All that was asked for are ranks; those of before stand by."""
+        left = [each for each in self.topology.members if each.name not in self.topology.desired]
+        for each in left:
+            each.rank, each.phase = None, RankPhase.STANDBY
+        ranks = [
+            MemberStatus(name=name, instance_id=f"i-{name}", phase=RankPhase.SERVING, rank=rank)
+            for rank, name in enumerate(self.topology.desired)
+        ]
+        self.topology.members = ranks + left
+        self.topology.generation += 1
+        self._operate(OperationPhase.DONE)
+
+    def fail(self, reason: str) -> None:
+        self._operate(OperationPhase.FAILED, reason)
+
+    def _operate(self, phase: OperationPhase, reason: str = "") -> None:
+        self.topology.operation = OperationStatus(
+            operation_id=self.requests[-1].operation_id,
+            kind="scale" if self.topology.generation else "form",
+            phase=phase,
+            generation=self.topology.generation + (phase is not OperationPhase.DONE),
+            reason=reason,
+            seconds={"waiting": 0.25},
+        )
+
+    async def asked_for(self, *names: str) -> None:
+        async def asked() -> bool:
+            return bool(self.requests) and self.requests[-1].members == sorted(names)
+
+        await eventually(asked, f"the topology {names}; asked for: {self.requests}")
+
+    @asynccontextmanager
+    async def serve(self, ip: str) -> AsyncIterator[None]:
+        app = web.Application()
+        app.add_routes([web.get("/topology", self.get), web.put("/topology", self.put)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, ip, COORDINATOR_HTTP_PORT).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+
+async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
+    experts = Cluster(kube, "experts")
+    await experts.create(decode={"replicas": 2, "parallelism": {"expert": True}})
+    await experts.names("decode-0", "decode-1")
+    service = await kube.get("Service", NAMESPACE, "experts-coordinator")
+    assert service
+    address = service["spec"]["clusterIP"]
+    pods = await experts.pods()
+    volumes = pods["experts-decode-0"]["spec"]["volumes"]
+    (name,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    config_map = await kube.get("ConfigMap", NAMESPACE, name)
+    assert config_map
+    parallel = msgspec.json.decode(config_map["data"]["decode.json"], type=EngineConfig).parallel
+    assert (parallel.enable_expert_parallel, parallel.coordinator) == (True, f"{address}:5560")
+    deployment = await kube.get("Deployment", NAMESPACE, "experts-coordinator")
+    assert deployment
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["command"] == ["baton-coordinator"]
+    await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
+
+    coordinator = PlayedCoordinator()
+    async with coordinator.serve(address):
+        # Forms when both have started.
+        for pod in ("decode-0", "decode-1"):
+            await experts.run(pod, ready=False)
+        await coordinator.asked_for("experts-decode-0", "experts-decode-1")
+        await experts.condition("Scaling", "True", "Forming")
+        coordinator.commit()
+        for pod in ("decode-0", "decode-1"):
+            await experts.run(pod)
+        await experts.condition("Scaling", "False", "AtRest")
+        await experts.condition("DecodeReady", "True")
+        topology = (await experts.service())["status"]["decode"]["topology"]
+        assert topology["generation"] == 1
+        assert topology["ranks"][1] == {"name": "experts-decode-1", "rank": 1, "phase": "serving"}
+        assert topology["operation"]["phase"] == "done"
+        assert topology["operation"]["seconds"] == {"waiting": 0.25}
+
+        # Grows by a pod; the first try fails.
+        await experts.patch({"decode": {"replicas": 3}})
+        await experts.names("decode-0", "decode-1", "decode-2")
+        await experts.run("decode-2", ready=False)
+        await coordinator.asked_for("experts-decode-0", "experts-decode-1", "experts-decode-2")
+        await experts.condition("Scaling", "True", "ScalingUp")
+        coordinator.fail("decode-2: no memory")
+        failed = await experts.condition("Scaling", "False", "ScaleFailed")
+        assert "decode-2: no memory" in failed["message"]
+        await experts.condition("DecodeReady", "False", "ScaleFailed")
+        coordinator.commit()
+        await experts.run("decode-2")
+        await experts.condition("DecodeReady", "True")
+
+        # Shrinks: the pod stays while it is a rank.
+        await experts.patch({"decode": {"replicas": 2}})
+        await coordinator.asked_for("experts-decode-0", "experts-decode-1")
+        await experts.condition("Scaling", "True", "ScalingDown")
+        assert len(await experts.pods()) == 3
+        engine = DrainingEngine(unfinished=0)
+        runner = await serve_drain("127.201.0.1", engine)
+        try:
+            coordinator.commit()
+            await experts.names("decode-0", "decode-1")
+        finally:
+            await runner.cleanup()
+        await experts.condition("DecodeReady", "True")
+
+        async def told() -> Any:
+            events = await kube.list_all("Event", NAMESPACE)
+            mine = {event["reason"] for event in events if event["involvedObject"]["name"] == "experts"}
+            return {"TopologyOperationStarted", "TopologyOperationFailed", "TopologyOperationEnded"} <= mine
+
+        await eventually(told, "the events of the operations")
+
+    # Nobody is deleted while nothing is known of the topology.
+    await experts.patch({"decode": {"replicas": 1}})
+    await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
+    assert len(await experts.pods()) == 2
+
+
+async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
+    plain = Cluster(kube, "plain")
+    await plain.create(decode={"replicas": 1, "parallelism": {"expert": True}}, drainTimeoutSeconds=0)
+    before = await plain.names("decode-0")
+    await plain.patch({"decode": {"parallelism": {"expert": False}}})
+
+    async def replaced() -> bool:
+        pods = await plain.pods()
+        return bool(pods) and all(
+            p["metadata"]["uid"] != before["plain-decode-0"]["metadata"]["uid"] for p in pods.values()
+        )
+
+    async def gone() -> bool:
+        found = [await kube.get(kind, NAMESPACE, "plain-coordinator") for kind in ("Deployment", "Service")]
+        return not any(found)
+
+    await eventually(replaced, "the rank to be replaced by an engine of its own")
+    await eventually(gone, "the coordinator's Deployment and Service to be deleted")
+    status = (await plain.service())["status"]
+    assert "topology" not in status["decode"]
+    assert "Scaling" not in {condition["type"] for condition in status["conditions"]}
+
+
 async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     demo = Cluster(kube, "demo")
     await demo.create(prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}})
@@ -432,7 +607,7 @@ async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
         ({"model": {"uri": "s3://bucket/x"}}, "spec.model.uri"),
         ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
         ({"decode": {"parallelism": {"tensor": 0}}}, "spec.decode.parallelism.tensor"),
-        ({"decode": {"parallelism": {"expert": True}}}, "spec.decode.parallelism.expert"),
+        ({"decode": {"parallelism": {"redundantExperts": -1}}}, "spec.decode.parallelism.redundantExperts"),
         ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory"),
         ({"kvTransfer": {"transport": "pigeon"}}, "spec.kvTransfer.transport"),
     ],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from baton_engine.distributed.group import Group
 from baton_engine.models.config import CheckpointConfig
-from baton_engine.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP, SparseMoE
+from baton_engine.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.registry import register
+from baton_engine.models.sparse_moe import SparseMoE
 
 
 @register

@@ -1,0 +1,38 @@
+"""The longest request that an engine takes."""
+
+from __future__ import annotations
+
+import logging
+
+from baton_engine.executor.base import ModelInfo
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.protocol.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """Prompt plus generated tokens that this engine takes.
+
+    Raises:
+        ConfigurationError: the KV memory is too small for what the user asked for.
+    """
+    asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
+    if asked is None:
+        if capacity < info.max_position_embeddings:
+            logger.warning(
+                "max_model_len is %d, what the KV memory holds; the model's own maximum is %d",
+                *(capacity, info.max_position_embeddings),
+            )
+        return min(info.max_position_embeddings, capacity)
+    if asked > info.max_position_embeddings:
+        logger.warning("max_model_len is the model's own maximum, %d, not %d", info.max_position_embeddings, asked)
+    wanted = min(asked, info.max_position_embeddings)
+    if wanted > capacity:
+        raise ConfigurationError(
+            "KVMemoryTooSmall",
+            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} ({info.num_blocks} blocks of "
+            f"{config.cache.block_size} tokens): lower model.max_model_len, or raise cache.memory_bytes (CPU), "
+            "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
+        )
+    return wanted

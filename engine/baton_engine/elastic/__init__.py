@@ -1,0 +1,1 @@
+"""Expert-parallel groups that change while they serve: generations, waves, placement of experts, their coordinator."""

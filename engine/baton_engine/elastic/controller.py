@@ -1,0 +1,399 @@
+"""Desired names x statuses of ranks x time -> at most one operation, and from it what each rank is told.
+
+Level-triggered: every decision follows from what the ranks say they are, never from what was done before, so a controller that
+knows nothing goes on where another one ended. The one thing remembered is a commit that was shown: it is never taken back, for
+a rank may act on it at any moment. If it cannot be completed, an urgent generation above it is made.
+
+No sockets and no clock: time comes in seconds with every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from baton_engine.elastic.balance import Balance, experts_of
+from baton_engine.elastic.checks import Refusal, check_request
+from baton_engine.elastic.controller_config import ControllerConfig
+from baton_engine.elastic.needs import Observation
+from baton_engine.elastic.operation import Ended, Need, Operation
+from baton_engine.elastic.placement import count_moves
+from baton_engine.elastic.progress import (
+    commit_obstacle,
+    half_adopted,
+    lost_members,
+    not_adopted,
+    not_retired,
+    overtaken,
+    preparation_failures,
+    unprepared,
+)
+from baton_engine.elastic.report import member_statuses
+from baton_engine.elastic.roster import Roster, key_of, nonce_of, serves_in
+from baton_engine.protocol.topology import (
+    Directive,
+    Generation,
+    OperationPhase,
+    Status,
+    TopologyRequest,
+    TopologyStatus,
+)
+
+logger = logging.getLogger(__name__)
+
+FEW_FAILURES = 2
+"""Recoveries that may fail before members that cannot be prepared are left out."""
+
+
+class Controller:
+    """Of one group. Not for several threads."""
+
+    def __init__(self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
+        self._id = coordinator_id
+        self._draw_nonce = draw_nonce
+        self._config = config
+        self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
+        self._request: TopologyRequest | None = None
+        self._inferred: Generation | None = None
+        """The highest generation that another controller made: what is desired until a request comes."""
+        self._first_status_at: float | None = None
+        self._settled = False
+        self._last_tick: float | None = None
+        self._present: Generation | None = None
+        self._operation: Operation | None = None
+        self._unled: Generation | None = None
+        """Its commit was shown and cannot be completed."""
+        self._nonces: set[str] = set()
+        """Of generations whose commits are not to be looked after any more."""
+        self._highest_target = 0
+        self._first_ready_at: float | None = None
+        self._failures: dict[str, int] = {}
+        """In a row, by kind of operation."""
+        self._retry_at: dict[str, float] = {}
+        self._excluded_until: dict[str, float] = {}
+        self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
+        self._rebalance = False
+        """Experts shall be placed anew."""
+        self._ended: list[Ended] = []
+
+    # What comes in
+
+    def on_status(self, status: Status, now: float) -> None:
+        self._roster.on_status(status, now)
+        if self._first_status_at is None:
+            self._first_status_at = now
+        generation = status.generation
+        highest = 0 if self._inferred is None else self._inferred.number
+        if generation is not None and generation.nonce not in self._nonces and generation.number > highest:
+            self._inferred = generation
+
+    def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
+        """PUT /topology. The same request again changes nothing."""
+        refusal = check_request(request, self._request)
+        if refusal is None and (self._request is None or request.operation_id != self._request.operation_id):
+            logger.info("operation %s: members %s are asked for", request.operation_id, ", ".join(request.members))
+            self._request = request
+            self._failures.clear()
+            self._retry_at.clear()
+        return refusal
+
+    def on_rebalance(self) -> None:
+        """POST /rebalance."""
+        self._rebalance = True
+
+    def tick(self, now: float) -> list[Ended]:
+        """Decides. Returns the operations that have ended since the last call."""
+        if self._last_tick is not None and now - self._last_tick > self._config.suspect_dead_after_s / 2:
+            self._roster.forgive(now - self._last_tick, now)
+        self._last_tick = now
+        self._roster.update(now)
+        self._present = self._roster.present()
+        self._settled = self._settled or self._has_settled(now)
+        if self._settled:
+            if self._operation is not None and self._operation.committed:
+                self._follow_commit(self._operation, now)
+            elif self._operation is not None and self._operation.phase is OperationPhase.PREPARING:
+                self._follow_preparation(self._operation, now)
+            if not self._busy() and not self._resume(now):
+                self._begin(now)
+        ended, self._ended = self._ended, []
+        return ended
+
+    # What goes out
+
+    def directive_for(self, instance_id: str) -> Directive | None:
+        """What the rank shall be told; None: nothing yet."""
+        if not self._settled:
+            return None
+        operation, target, commit = self._operation, None, True
+        if self._unled is not None and self._unled.number == self._highest_target:
+            target = self._unled  # nothing has come after it yet
+        if operation is not None and operation.active and operation.target is not None:
+            target, commit = operation.target, operation.committed
+        if target is not None and instance_id not in self._roster.replaced:
+            previous = None if operation is None else operation.previous
+            legitimate = {key_of(each) for each in (target, self._present) if each is not None}
+            status = self._roster.living.get(instance_id)
+            generation = None if status is None else serves_in(status)
+            has_a_say = generation is not None and key_of(generation) in {previous, *legitimate}
+            if has_a_say or target.rank_of(instance_id) is not None:
+                return Directive(self._id, target, commit)
+        return Directive(self._id, dismissed=self._is_left_behind(instance_id))
+
+    def knows(self, instance_id: str) -> bool:
+        return instance_id in self._roster.ranks
+
+    def status(self, now: float) -> TopologyStatus:
+        """GET /topology."""
+        return TopologyStatus(
+            generation=0 if self._present is None else self._present.number,
+            desired=sorted(self._desired()),
+            members=member_statuses(self._observe(now), now),
+            operation=None if self._operation is None else self._operation.status(now),
+        )
+
+    # What is there
+
+    def _has_settled(self, now: float) -> bool:
+        """All ranks have had time to report: those that are known to exist as long as it takes to be dead."""
+        if self._first_status_at is None:
+            return False
+        members = () if self._present is None else self._present.members
+        unknown = any(member.instance_id not in self._roster.ranks for member in members)
+        return now - self._first_status_at >= (self._config.dead_after_s if unknown else self._config.settle_s)
+
+    def _desired(self) -> frozenset[str]:
+        if self._request is not None:
+            return frozenset(self._request.members)
+        return frozenset() if self._inferred is None else frozenset(each.name for each in self._inferred.members)
+
+    def _operation_id(self) -> str:
+        if self._request is not None:
+            return self._request.operation_id
+        return "" if self._inferred is None else self._inferred.operation_id
+
+    def _observe(self, now: float) -> Observation:
+        excluded = {each for each, until in self._excluded_until.items() if now < until}
+        return Observation(self._roster, self._present, self._desired(), excluded)
+
+    def _is_left_behind(self, instance_id: str) -> bool:
+        """The group has gone on without this one, and it does not know."""
+        rank = self._roster.ranks.get(instance_id)
+        generation = None if rank is None else serves_in(rank.status)
+        if generation is None:
+            return False
+        if instance_id in self._roster.replaced:
+            return True
+        return self._present is not None and (
+            key_of(generation) != key_of(self._present) and generation.number <= self._present.number
+        )
+
+    def _busy(self) -> bool:
+        return self._operation is not None and self._operation.active and self._operation.target is not None
+
+    # Beginning
+
+    def _resume(self, now: float) -> bool:
+        """Shows the commit of a generation again that another controller committed and some ranks have not adopted yet."""
+        present = self._present
+        if present is None or present.nonce in self._nonces or self._unled is not None:
+            return False
+        if not half_adopted(self._roster, present):
+            return False
+        older = [generation for _, generation in self._roster.serving() if key_of(generation) != key_of(present)]
+        previous = max(older, key=lambda each: each.number, default=None)
+        kind = "recover" if present.urgent else "form" if previous is None else "scale"
+        operation = Operation(kind, present.operation_id, frozenset(each.name for each in present.members), now)
+        operation.target, operation.previous = present, None if previous is None else key_of(previous)
+        operation.progress_at = now
+        operation.enter(OperationPhase.COMMITTING, now)
+        self._operation = operation
+        self._nonces.add(present.nonce)
+        self._highest_target = max(self._highest_target, present.number)
+        logger.info("%s: its commit is shown again", _words(operation))
+        return True
+
+    def _begin(self, now: float) -> None:
+        need = self._need(now)
+        waiting = self._operation if self._operation is not None and self._operation.active else None
+        if waiting is not None and (need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)):
+            self._end(waiting, OperationPhase.SUPERSEDED, now, "something else is asked for")
+            waiting = None
+        if need is None:
+            self._acknowledge(now)
+            return
+        if now < self._retry_at.get(need.kind, now):
+            return
+        if waiting is None:
+            waiting = self._operation = Operation(need.kind, self._operation_id(), need.wanted, now)
+            logger.info("%s: begins %s", _words(waiting), f"since {need.reason}" if need.reason else "")
+        waiting.reason = f"waits for {', '.join(need.missing)}" if need.missing else need.reason
+        if self._is_patient(waiting, need, now):
+            return
+        if need.members and not self._is_present(need):
+            self._prepare(waiting, need, now)
+
+    def _need(self, now: float) -> Need | None:
+        observation, present = self._observe(now), self._present
+        need = observation.need(self._forced())
+        if present is not None and (need is None or self._is_present(need)):
+            self._rebalance = self._rebalance or self._balance.is_worthwhile(present, now)
+            if self._rebalance:
+                return Need("rebalance", observation.wanted(), present.members, reason="experts shall be placed anew")
+        return need
+
+    def _forced(self) -> str:
+        """Why the present generation has to be replaced though it may look whole: a commit that cannot be completed."""
+        if self._unled is not None:
+            return f"generation {self._unled.number} was committed and cannot be adopted by all"
+        for status, generation in self._roster.serving():
+            seen = status.commit_seen
+            if seen and seen != generation.nonce and seen not in self._nonces:
+                return f"{status.member.name} was told to adopt {seen}, which no coordinator knows"
+        return ""
+
+    def _is_patient(self, operation: Operation, need: Need, now: float) -> bool:
+        if not need.missing:
+            return False
+        if need.kind != "form":
+            return now < operation.since + self._config.wait_s
+        if not need.members:
+            self._first_ready_at = None
+            return True
+        if self._first_ready_at is None:
+            self._first_ready_at = now
+        return now < self._first_ready_at + self._config.form_after_s
+
+    def _is_present(self, need: Need) -> bool:
+        """Nobody came: the group that could be made is there already."""
+        return need.kind == "scale" and self._present is not None and need.members == self._present.members
+
+    def _acknowledge(self, now: float) -> None:
+        """A request for what is there already is done."""
+        operation_id = self._operation_id()
+        if self._present is None or self._request is None:
+            return
+        if self._operation is None or self._operation.operation_id != operation_id:
+            names = frozenset(member.name for member in self._present.members)
+            self._operation = Operation("scale", operation_id, names, now)
+            self._operation.target = self._present
+            self._operation.enter(OperationPhase.DONE, now)
+
+    def _prepare(self, operation: Operation, need: Need, now: float) -> None:
+        number = max(self._roster.highest_number, self._highest_target) + 1
+        first = need.members[0]
+        try:
+            placement = self._balance.place(need.members, self._present)
+        except ValueError as error:
+            self._fail(operation, now, str(error), ())
+            return
+        if operation.kind == "rebalance" and self._present is not None and placement == self._present.placement:
+            self._end(operation, OperationPhase.DONE, now, "every expert is where it should be")
+            return
+        operation.target = Generation(
+            number=number,
+            nonce=nonce_of(number, self._draw_nonce()),
+            members=need.members,
+            placement=placement,
+            store_host=first.host,
+            store_port=first.store_port,
+            operation_id=operation.operation_id,
+            urgent=need.urgent,
+        )
+        before = experts_of(self._present) or (((),) * len(placement), ())
+        operation.moves = count_moves(before, (placement, [member.instance_id for member in need.members]))
+        operation.previous = None if self._present is None else key_of(self._present)
+        self._highest_target = number
+        self._nonces.add(operation.target.nonce)
+        self._first_ready_at = None
+        operation.enter(OperationPhase.PREPARING, now, need.reason)
+        logger.info(
+            "%s: prepares generation %d (%s)", _words(operation), number, ", ".join(each.name for each in need.members)
+        )
+
+    # Going on
+
+    def _follow_preparation(self, operation: Operation, now: float) -> None:
+        """Until the commit is shown the target can be taken back, and the generation before it goes on."""
+        target = operation.target
+        assert target is not None
+        observation = self._observe(now)
+        broken = ""
+        if self._present is not None and not target.urgent:
+            broken = self._forced() or observation.breakage()
+        lost = lost_members(self._roster, target)
+        if broken or lost or overtaken(self._roster, target):
+            reason = broken or (
+                f"{', '.join(lost)} cannot prepare it" if lost else "a rank has adopted another generation"
+            )
+            self._end(operation, OperationPhase.SUPERSEDED, now, reason)
+        elif not target.urgent and operation.wanted != observation.wanted():
+            self._end(operation, OperationPhase.SUPERSEDED, now, "something else is asked for")
+        elif failures := preparation_failures(self._roster, target):
+            self._fail(operation, now, "; ".join(failures.values()), failures)
+        elif late := unprepared(self._roster, target):
+            if now - operation.since > self._config.prepare_timeout_s:
+                names = ", ".join(member.name for member in late)
+                reason = f"{names} did not prepare it within {self._config.prepare_timeout_s:g} s"
+                self._fail(operation, now, reason, [member.instance_id for member in late])
+        else:
+            operation.progress, operation.progress_at = 0, now
+            operation.enter(OperationPhase.COMMITTING, now, operation.reason)
+            logger.info("%s: commits generation %d", _words(operation), target.number)
+
+    def _follow_commit(self, operation: Operation, now: float) -> None:
+        """From here on there is only forward."""
+        target = operation.target
+        assert target is not None
+        waiting = not_adopted(self._roster, target)
+        retiring = not_retired(self._roster, operation, target)
+        obstacle = commit_obstacle(self._roster, operation, target)
+        progress = -len(waiting) - len(retiring)
+        if progress != operation.progress:
+            operation.progress, operation.progress_at = progress, now
+        stuck = now - operation.progress_at > self._config.commit_timeout_s
+        if obstacle or (waiting and stuck):
+            names = ", ".join(waiting)
+            reason = obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
+            if target.urgent and not obstacle:
+                self._exclude([each.instance_id for each in target.members if each.name in waiting], now)
+            self._unled = target
+            self._end(operation, OperationPhase.FAILED, now, reason)
+        elif not waiting and (not retiring or stuck):
+            self._unled = None
+            self._failures.clear()
+            self._retry_at.clear()
+            self._nonces.update(status.commit_seen for status in self._roster.living.values())
+            self._end(operation, OperationPhase.DONE, now, operation.reason)
+
+    def _fail(self, operation: Operation, now: float, reason: str, culprits: Collection[str]) -> None:
+        """The generation before it goes on. Tried again after a while."""
+        failures = self._failures[operation.kind] = self._failures.get(operation.kind, 0) + 1
+        backoff_s = self._config.retry_s * 2.0 ** min(failures - 1, 32)
+        self._retry_at[operation.kind] = now + min(backoff_s, self._config.retry_max_s)
+        if operation.kind == "recover" and operation.target is not None and self._present is not None:
+            # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
+            newcomers = {each for each in culprits if self._present.rank_of(each) is None}
+            left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
+            if left_out and any(each.instance_id not in left_out for each in operation.target.members):
+                self._exclude(left_out, now)
+                del self._retry_at[operation.kind]
+        self._end(operation, OperationPhase.FAILED, now, reason)
+
+    def _exclude(self, instance_ids: Collection[str], now: float) -> None:
+        kept = {each: until for each, until in self._excluded_until.items() if now < until}
+        self._excluded_until = kept | dict.fromkeys(instance_ids, now + self._config.retry_max_s)
+
+    def _end(self, operation: Operation, outcome: OperationPhase, now: float, reason: str) -> None:
+        operation.enter(outcome, now, reason)
+        done = outcome is OperationPhase.DONE
+        self._rebalance = self._rebalance and not (done and operation.kind == "rebalance")
+        self._ended.append(Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0))
+        logger.log(
+            logging.INFO if done else logging.WARNING, "%s: %s: %s", _words(operation), outcome, reason or "whole"
+        )
+
+
+def _words(operation: Operation) -> str:
+    number = "" if operation.target is None else f" to generation {operation.target.number}"
+    return f"operation {operation.operation_id or '-'} ({operation.kind}{number})"

@@ -1,0 +1,173 @@
+"""The coordinator's process: a ROUTER that ranks talk to, the controller, HTTP. It keeps nothing that the ranks cannot give back.
+
+A rank sends its Status in one frame, as MessagePack, from a DEALER; every answer is a Directive in one frame. Ranks are known by
+the instance id in the Status, never by their connection, which may be another one after every break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import threading
+import time
+
+import msgspec
+import zmq
+
+from baton_engine.elastic.checks import Refusal, check_status
+from baton_engine.elastic.controller import Controller
+from baton_engine.elastic.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator_http import CoordinatorServer
+from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.protocol.topology import Directive, Status, TopologyRequest, TopologyStatus
+
+logger = logging.getLogger(__name__)
+
+TICK_MS = 50
+UNRESPONSIVE_AFTER_S = 5.0
+HIGH_WATER_MARK = 64
+"""Directives for a rank that does not read them; further ones are dropped, and it is told again when it reports."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+BAD_MESSAGE_LOG_S = 10.0
+"""At most one line in so many seconds."""
+
+
+class Coordinator:
+    def __init__(self, host: str, port: int, http_port: int, config: ControllerConfig) -> None:
+        """Binds both ports; 0: any free one.
+
+        Raises:
+            zmq.ZMQError, OSError: an address is taken.
+        """
+        self.id = secrets.token_hex(8)
+        self.metrics = CoordinatorMetrics()
+        self._lock = threading.Lock()
+        """Guards the controller."""
+        self._controller = Controller(self.id, lambda: secrets.token_hex(8), config)
+        self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.IPV6, ":" in host)
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self._router.bind(f"tcp://{address}:{port or '*'}")
+            self._server = CoordinatorServer(host, http_port, self)
+        except (OSError, zmq.ZMQError):
+            self._router.close()
+            raise
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.http_port = self._server.port
+        self._wake_up, self._woken = socket.socketpair()
+        self._wake_up.setblocking(False)
+        self._woken.setblocking(False)
+        self._decoder = msgspec.msgpack.Decoder(Status)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._routes: dict[str, bytes] = {}
+        """Instance id -> its connection."""
+        self._told: dict[str, Directive] = {}
+        self._stopping = False
+        self._last_tick = time.monotonic()
+        self._bad_message_logged = -BAD_MESSAGE_LOG_S
+
+    # From the HTTP server's threads
+
+    def topology(self) -> TopologyStatus:
+        with self._lock:
+            return self._controller.status(time.monotonic())
+
+    def ask_for(self, request: TopologyRequest) -> Refusal | None:
+        with self._lock:
+            now = time.monotonic()
+            refusal = self._controller.on_request(request, now)
+        self._wake()
+        return refusal
+
+    def ask_for_rebalance(self) -> None:
+        with self._lock:
+            self._controller.on_rebalance()
+        self._wake()
+
+    def metrics_text(self) -> bytes:
+        return self.metrics.text(self.topology())
+
+    def is_healthy(self) -> bool:
+        return time.monotonic() - self._last_tick < UNRESPONSIVE_AFTER_S
+
+    # The loop
+
+    def run(self) -> int:
+        """Until `stop`. Returns the process's exit code."""
+        self._server.start()
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        try:
+            while not self._stopping:
+                if self._woken.fileno() in dict(poller.poll(TICK_MS)):
+                    self._woken.recv(1024)
+                self._turn()
+        finally:
+            self._router.close()
+        return 0
+
+    def stop(self) -> None:
+        """From any thread, and from signal handlers."""
+        self._stopping = True
+        self._wake()
+
+    def install_signal_handlers(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stop())
+
+    def _turn(self) -> None:
+        """Takes all messages that are there before time counts against anybody; decides; tells."""
+        reported = set()
+        with self._lock:
+            while (status := self._receive()) is not None:
+                if isinstance(status, Status):
+                    self._controller.on_status(status, time.monotonic())
+                    reported.add(status.member.instance_id)
+            now = self._last_tick = time.monotonic()
+            for ended in self._controller.tick(now):
+                self.metrics.on_ended(ended)
+            self._routes = {each: route for each, route in self._routes.items() if self._controller.knows(each)}
+            directives = {each: self._controller.directive_for(each) for each in self._routes}
+        self._told = {each: directive for each, directive in self._told.items() if each in directives}
+        for instance_id, directive in directives.items():
+            if directive is not None and (instance_id in reported or self._told.get(instance_id) != directive):
+                self._tell(instance_id, directive)
+
+    def _receive(self) -> Status | bool | None:
+        """A status; False: a bad message; None: there is none."""
+        try:
+            route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            (payload,) = frames
+            status = self._decoder.decode(payload)
+            check_status(status)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.metrics.bad_messages.inc()
+            if time.monotonic() - self._bad_message_logged >= BAD_MESSAGE_LOG_S:
+                self._bad_message_logged = time.monotonic()
+                logger.warning("dropped a message that is no status of a rank: %s", error)
+            return False
+        self.metrics.statuses.inc()
+        self._routes[status.member.instance_id] = route
+        return status
+
+    def _tell(self, instance_id: str, directive: Directive) -> None:
+        self._told[instance_id] = directive
+        try:
+            self._router.send_multipart([self._routes[instance_id], self._encoder.encode(directive)], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("%s does not read what it is told", instance_id)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._wake_up.send(b"\0")

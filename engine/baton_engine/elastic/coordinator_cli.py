@@ -1,0 +1,56 @@
+"""`baton-coordinator`: the coordinator of one expert-parallel group, until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+
+import zmq
+
+from baton_engine.elastic.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator import Coordinator
+from baton_engine.protocol.config import pod_ip
+from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="baton-coordinator", description=__doc__, epilog="It binds $POD_IP, or 127.0.0.1 if that is not set."
+    )
+    parser.add_argument("--port", type=int, default=COORDINATOR_PORT, help="where ranks report; 0: any free one")
+    parser.add_argument("--http-port", type=int, default=COORDINATOR_HTTP_PORT, help="0: any free one")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    for field in dataclasses.fields(ControllerConfig):
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, type=_not_negative, default=field.default, help="default: %(default)s")
+    args = vars(parser.parse_args(argv))
+    host, port, http_port, level = pod_ip(), args.pop("port"), args.pop("http_port"), args.pop("log_level")
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s", stream=sys.stderr
+    )
+    try:
+        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args))
+    except (OSError, zmq.ZMQError) as error:
+        logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
+        return 1
+    coordinator.install_signal_handlers()
+    logger.info(
+        "coordinator %s: port %d, http port %d on %s", coordinator.id, coordinator.port, coordinator.http_port, host
+    )
+    return coordinator.run()
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Mixture of experts as a layer: all of its experts here, or spread over the ranks of an expert-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from baton_engine.distributed.group import Group
+from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.expert_parallel import ExpertShard
+from baton_engine.models.operators import all_reduce, exchange_tokens, mix_experts, mix_spread_experts
+from baton_engine.models.projections import Linear, parameter
+from baton_engine.models.sharding import WeightTarget, WeightTargets, split
+from baton_kernels.linear import Int8Weight
+
+
+class ExpertNames(NamedTuple):
+    """What the checkpoint calls an expert's three projections."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+PROJECTIONS = ExpertNames()
+
+
+class SparseMoE(nn.Module):
+    """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
+
+    Every rank has the whole router and a part of each expert's inside. After `leave_out_experts` it has no experts of its own but
+    those of its `shard`, which may be replaced between steps.
+
+    Args:
+        renormalize: the chosen experts' weights sum to 1.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, group: Group, *, renormalize: bool, names: ExpertNames = PROJECTIONS
+    ) -> None:
+        super().__init__()
+        self.top_k, self.renormalize, self.names = config.num_experts_per_tok, renormalize, names
+        self.part, self.group = split(config.moe_intermediate_size, group), group
+        self.gate = Linear(config.hidden_size, config.num_experts)
+        hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
+        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(num_experts, 2 * length, hidden_size)
+        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(num_experts, hidden_size, length)
+        """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
+        self.is_spread = False
+        """Over the ranks of an expert-parallel group."""
+        self.shard: ExpertShard | None = None
+        """Of a layer that is spread: what it has of the experts; None: nothing yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_spread:
+            y = mix_spread_experts(x, self.gate(x), self.shard, self.top_k, self.renormalize)
+        else:
+            y = mix_experts(x, self.gate(x), self.gate_up, self.down, self.top_k, self.renormalize)
+        return all_reduce(y, self.group)
+
+    def take_part(self) -> None:
+        """Runs other ranks' tokens through this rank's experts, in a step in which it has none of its own."""
+        if self.shard is not None:
+            router = self.gate.weight
+            device = self.shard.tokens.device
+            weights = torch.empty((0, self.top_k), dtype=router.dtype, device=device)
+            ids = torch.empty((0, self.top_k), dtype=torch.int64, device=device)
+            exchange_tokens(self.shard, weights.new_empty((0, router.shape[1])), weights, ids)
+
+    def leave_out_experts(self) -> None:
+        """The layer is spread. Before memory is allocated for it."""
+        del self.gate_up, self.down
+        self.is_spread = True
+
+    def new_expert(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room for one expert's gate and up rows, and its down projection: this tensor rank's part."""
+        hidden_size, length = self.gate.weight.shape[1], self.part.length
+        gate_up = torch.empty((2 * length, hidden_size), dtype=dtype, device=device)
+        return gate_up, torch.empty((hidden_size, length), dtype=dtype, device=device)
+
+    def separate_experts(self, prepare: Callable[[Tensor], nn.Parameter | Int8Weight]) -> None:
+        """Replaces the stacked weights by each expert's own, prepared for products on a CPU. The model cannot be filled again.
+
+        While it runs, one projection's weights are held twice.
+        """
+        for name in ("gate_up", "down"):
+            prepared = [prepare(weight) for weight in getattr(self, name)]
+            delattr(self, name)  # torch takes nothing but a parameter in a parameter's place
+            setattr(self, name, _listed(prepared))
+
+    def weight_targets(self, prefix: str) -> WeightTargets:
+        targets = self.gate.weight_targets(f"{prefix}.gate")
+        if not self.is_spread:
+            for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+                targets |= self.expert_targets(prefix, expert, gate_up, down)
+        return targets
+
+    def expert_targets(self, prefix: str, expert: int, gate_up: Tensor, down: Tensor) -> WeightTargets:
+        """Of one expert, which is to lie in these tensors: see `new_expert`."""
+        total, start, length = self.part
+        hidden_size = down.shape[0]
+        name = f"{prefix}.experts.{expert}"
+        gate, up = gate_up.split(length)
+        return {
+            f"{name}.{self.names.gate}.weight": WeightTarget(gate, (total, hidden_size), start=start),
+            f"{name}.{self.names.up}.weight": WeightTarget(up, (total, hidden_size), start=start),
+            f"{name}.{self.names.down}.weight": WeightTarget(down, (hidden_size, total), dim=1, start=start),
+        }
+
+
+def _listed(weights: list[nn.Parameter | Int8Weight]) -> nn.ParameterList | nn.ModuleList:
+    if all(isinstance(weight, nn.Parameter) for weight in weights):
+        return nn.ParameterList(weights)
+    return nn.ModuleList(weight for weight in weights if isinstance(weight, nn.Module))

@@ -1,0 +1,148 @@
+"""Expert-parallel groups under load: scaled up and down, ranks and the coordinator killed and frozen at random moments.
+
+Always: no request fails, every token is the one an undisturbed run would have given (up to near-ties), and the group serves again
+within SERVES_AGAIN_S of a death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_engine.checkpoint import create_checkpoint
+from support.expert_group import ExpertGroup
+from support.parity import reference_model
+from support.pods import Pod, pods
+from support.streams import Load
+from support.token_rule import assert_right_tokens
+
+pytestmark = pytest.mark.chaos
+VOCAB_SIZE = 512
+CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))
+ROUNDS = int(os.environ.get("BATON_CHAOS_KILLS", "8"))
+SERVES_AGAIN_S = 5.0
+LIVENESS_S = 2.0
+"""Until a kubelet kills a coordinator that does not answer."""
+RESTARTED_S = 60.0
+"""A killed rank's successor imports torch and loads, beside 32 streams on two cores."""
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(
+        tmp_path_factory.mktemp("elastic") / "moe",
+        "qwen3_moe",
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        num_experts=8,
+        moe_intermediate_size=32,
+        vocab_size=VOCAB_SIZE,
+        seed=11,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(experts: Path) -> torch.nn.Module:
+    return reference_model(experts)
+
+
+@asynccontextmanager
+async def under_load(group: ExpertGroup, model: torch.nn.Module, width: int) -> AsyncIterator[Load]:
+    """Streams run within; then they end, and all of them must be right."""
+    assert group.gateway is not None
+    load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE)
+    running = asyncio.create_task(load.run())
+    try:
+        yield load
+    finally:
+        load.stop()
+        await asyncio.wait_for(running, timeout=300)
+    print(f"{len(load.streams)} streams, longest gap {load.longest_gap_s:.2f} s")
+    failed = [(stream.number, stream.error) for stream in load.failed]
+    assert not failed, f"{len(failed)} of {len(load.streams)} streams failed: {failed[:5]}\n{group.tails()}"
+    assert_right_tokens(model, load.streams, "under load")
+
+
+async def pick_up(load: Load, since: float, what: str) -> None:
+    """Until a token has come since then on every stream that was open."""
+    waiting = [stream for stream in load.streams if not stream.finished]
+    while pending := [s for s in waiting if not s.finished and not s.error and s.times[-1] <= since]:
+        took = time.monotonic() - since
+        assert took < SERVES_AGAIN_S, f"{what}: {len(pending)} of {len(waiting)} streams stand still for {took:.1f} s"
+        await asyncio.sleep(0.02)
+    print(f"{what}: all streams go on after {time.monotonic() - since:.2f} s")
+
+
+async def test_scales_under_load(experts: Path, model: torch.nn.Module, tmp_path: Path) -> None:
+    with pods(tmp_path, 31) as processes:
+        group = ExpertGroup(processes, experts)
+        await asyncio.to_thread(group.start, 2)
+        rng = random.Random(1)
+        async with under_load(group, model, width=32):
+            for size in [4, 3, 6, 2] * CYCLES:
+                names = sorted(group.ranks)
+                if size < len(names):
+                    names = rng.sample(names, size)  # any may leave
+                names += [await asyncio.to_thread(group.add_rank) for _ in range(size - len(names))]
+                await asyncio.to_thread(group.scale, names)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_deaths_at_random_moments(
+    experts: Path, model: torch.nn.Module, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Of a rank, of the coordinator, or of both; also in the middle of an operation that scales."""
+    with pods(tmp_path, 32 + (how is signal.SIGSTOP)) as processes:
+        group = ExpertGroup(processes, experts, num_redundant_experts=2)
+        await asyncio.to_thread(group.start, 3)
+        rng = random.Random(2)
+        members = sorted(group.ranks)
+        async with under_load(group, model, width=16) as load:
+            for round_ in range(ROUNDS):
+                victims = rng.choice([["rank"], ["coordinator"], ["rank", "coordinator"]])
+                if rng.random() < 0.5:  # an operation is under way
+                    members = await change(group, members, rng)
+                await asyncio.sleep(rng.uniform(0.0, 1.0))  # the random moment
+                hit = [group.coordinator if v == "coordinator" else group.ranks[rng.choice(members)] for v in victims]
+                since = time.monotonic()
+                for pod in hit:
+                    pod.process.send_signal(how)
+                what = f"round {round_}: {how.name} of {', '.join(pod.name for pod in hit)}"
+                await asyncio.gather(pick_up(load, since, what), restart(hit, how))
+                for pod in hit:
+                    pod.process.send_signal(signal.SIGCONT)
+                await asyncio.to_thread(group.wait_for, members, timeout_s=RESTARTED_S)
+
+
+async def change(group: ExpertGroup, members: list[str], rng: random.Random) -> list[str]:
+    """Asks for one rank more, or for one less."""
+    if len(members) > 2 and rng.random() < 0.5:
+        members = rng.sample(members, len(members) - 1)
+    else:
+        members = [*members, await asyncio.to_thread(group.add_rank)]
+    await asyncio.to_thread(group.put, members)
+    return members
+
+
+async def restart(hit: list[Pod], how: signal.Signals) -> None:
+    """What a kubelet would do: the killed come back at once, as other instances; a frozen coordinator fails its liveness probe and
+    is killed. Frozen ranks stay frozen until the group goes on without them."""
+    for pod in hit:
+        if how is signal.SIGSTOP:
+            if not pod.name.startswith("coordinator"):
+                continue
+            await asyncio.sleep(LIVENESS_S)
+            pod.process.kill()
+        await asyncio.to_thread(pod.process.wait)
+        pod.restart()

@@ -1,0 +1,77 @@
+"""Expert-parallel groups as processes: their tokens are the model's, for every size, while they grow, shrink and lose members."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_engine.checkpoint import create_checkpoint
+from support.expert_group import ExpertGroup
+from support.parity import reference_model
+from support.pods import pods
+from support.streams import Load, Stream
+from support.token_rule import assert_right_tokens
+
+VOCAB_SIZE = 512
+SHAPE = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "vocab_size": VOCAB_SIZE,
+    "seed": 11,
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(tmp_path_factory.mktemp("experts") / request.param, request.param, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> torch.nn.Module:
+    return reference_model(checkpoint)
+
+
+@pytest.fixture
+def group(checkpoint: Path, tmp_path: Path) -> Iterator[ExpertGroup]:
+    with pods(tmp_path, 30) as processes:
+        yield ExpertGroup(processes, checkpoint, num_redundant_experts=1)
+
+
+def ask(group: ExpertGroup, numbers: list[int], width: int) -> list[Stream]:
+    assert group.gateway is not None
+    load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE, max_tokens=(8, 40))
+    return list(asyncio.run(load.replay(numbers)).values())
+
+
+def assert_all_right(streams: list[Stream], model: torch.nn.Module, group: ExpertGroup, what: str) -> None:
+    for stream in streams:
+        assert not stream.error, f"{what}: {stream.error}\n{group.tails()}"
+        assert len(stream.token_ids) == stream.max_tokens, f"{what}: {stream}"
+    assert_right_tokens(model, streams, what)
+
+
+def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) -> None:
+    """1 -> 3 -> 2 (the first rank leaves), a member is killed, its successor comes. Uneven load, and one stream on three ranks."""
+    group.start(1)
+    first = next(iter(group.ranks))
+    assert_all_right(ask(group, list(range(4)), 4), model, group, "one rank")
+    names = [first, group.add_rank(), group.add_rank()]
+    group.scale(names)
+    assert_all_right(ask(group, list(range(12)), 12), model, group, "three ranks")
+    assert_all_right(ask(group, [20], 1), model, group, "three ranks, two of them idle")
+    group.scale(names[1:])
+    assert_all_right(ask(group, list(range(30, 36)), 6), model, group, "two ranks")
+    group.ranks[names[2]].kill()
+    group.wait_for([names[1]], timeout_s=20)
+    assert_all_right(ask(group, list(range(40, 44)), 4), model, group, "the survivor")
+    group.ranks[names[2]].restart()
+    group.wait_for(names[1:], timeout_s=60)
+    assert_all_right(ask(group, list(range(50, 56)), 6), model, group, "with the successor")

@@ -1,0 +1,149 @@
+"""Ranks that share the experts of one model, as their clients see them: the same connection, the same request, the same tokens,
+while the group changes around it. Real engine processes, groups and coordinator; no gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.protocol.client import EngineClient
+from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
+from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
+from baton_engine.protocol.sampling import SamplingParams
+from support.expert_group import ExpertGroup
+from support.parity import assert_greedy, prompts, reference_model
+from support.pods import Pods, pods
+
+VOCAB_SIZE = 512
+DEADLINE_S = 120.0
+LENGTH = 16
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"num_experts": 8, "moe_intermediate_size": 32, "vocab_size": VOCAB_SIZE}
+    return create_checkpoint(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", **shape, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> torch.nn.Module:
+    return reference_model(checkpoint)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Pods]:
+    with pods(tmp_path, 31) as group:
+        yield group
+
+
+@asynccontextmanager
+async def clients(group: ExpertGroup, names: list[str]) -> AsyncIterator[dict[str, EngineClient]]:
+    async with AsyncExitStack() as stack:
+        found = {}
+        for name in names:
+            client = EngineClient(group.ranks[name].address, ENGINE_PORT, client_id="test")
+            await client.connect(DEADLINE_S)
+            await client.wait_ready(DEADLINE_S)
+            found[name] = await stack.enter_async_context(client)
+        yield found
+
+
+def request(request_id: str, prompt: list[int], length: int) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True))
+
+
+async def collect(stream: AsyncIterator[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [output async for output in stream]
+
+
+def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
+    for output in outputs:
+        assert not output.error, output.error
+    assert [output.token_offset for output in outputs] == list(range(len(outputs)))
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+async def serve(client: EngineClient, asked: list[list[int]], name: str) -> list[list[int]]:
+    """The more is asked of a rank, the longer are the answers, too."""
+    length = LENGTH * len(asked) // 4
+    streams = [client.add(request(f"{name}-{index}", prompt, length)) for index, prompt in enumerate(asked)]
+    return [token_ids(await collect(stream)) for stream in streams]
+
+
+async def scale(group: ExpertGroup, names: list[str]) -> None:
+    await asyncio.to_thread(group.put, names)
+    await asyncio.to_thread(group.wait_for, names, timeout_s=DEADLINE_S)
+
+
+async def test_tokens_are_those_of_one_engine_for_one_two_and_three_ranks(checkpoint, model, processes):
+    group = ExpertGroup(processes, checkpoint)
+    names = [group.add_rank() for _ in range(3)]
+    asked = prompts(12, VOCAB_SIZE, longest=60)
+    for size in (1, 2, 3):
+        await scale(group, names[:size])
+        async with clients(group, names[:size]) as ranks:
+            assert sorted(client.ready.data_parallel_rank for client in ranks.values()) == list(range(size))
+            # The first rank gets the most; the last one, alone, next to nothing.
+            shares = {name: asked[: 12 // (index + 1) ** 2] for index, name in enumerate(ranks)}
+            answers = await asyncio.gather(*(serve(ranks[name], share, name) for name, share in shares.items()))
+        for (name, share), outputs in zip(shares.items(), answers, strict=True):
+            assert_greedy(model, share, outputs, f"{name} of {size} ranks")
+    lent = group.ranks[names[2]].metric("baton:topology_num_steps_without_tokens_total")
+    assert lent > 0, "a rank without requests takes part in the steps of the others"
+
+
+async def test_requests_in_flight_stay_where_they_are_while_the_group_grows_shrinks_and_loses_a_member(
+    checkpoint, model, processes
+):
+    group = ExpertGroup(processes, checkpoint, num_redundant_experts=2)
+    names = [group.add_rank() for _ in range(3)]
+    await scale(group, names[:2])
+    asked = prompts(4, VOCAB_SIZE, longest=40, seed=1)
+    async with clients(group, names[:2]) as ranks:
+        stays, leaves = ranks[names[0]], ranks[names[1]]
+
+        async def during(change: list[str], prompt: list[int], name: str) -> list[int]:
+            stream = stays.add(request(name, prompt, LONG))
+            outputs = [await anext(stream)]
+            await scale(group, change)
+            return token_ids(outputs + await collect(stream))
+
+        answers = [await during(names, asked[0], "grows")]
+        given_back = leaves.add(request("r", asked[1], 4 * LONG))
+        said = [await anext(given_back)]
+        answers.append(await during([names[0], names[2]], asked[1], "shrinks"))
+        said += await collect(given_back)
+        assert said[-1].error_code is ErrorCode.DRAINING
+        part = token_ids(said[:-1])
+        stream = stays.add(request("breaks", asked[2], LONG))
+        outputs = [await anext(stream)]
+        group.ranks[names[2]].kill()
+        answers.append(token_ids(outputs + await collect(stream)))
+        generation = stays.init.generation
+    assert_greedy(model, asked[:3], answers, "through three changes")
+    assert_greedy(model, [asked[1]], [part], "given back")
+    status, body = group.ranks[names[0]].get(ENGINE_HTTP_PORT, "/ready")
+    assert (status, generation) == (200, group.topology().generation), body
+    pauses = group.ranks[names[0]].metric("baton_topology_commit_pause_seconds_count")
+    assert pauses == 4, "formed, grown, shrunk and recovered"
+
+
+async def test_ranks_of_two_workers_each_go_on_when_one_of_them_is_killed(checkpoint, model, processes):
+    group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
+    names = [group.add_rank() for _ in range(2)]
+    await scale(group, names)
+    asked = prompts(2, VOCAB_SIZE, longest=40, seed=2)
+    async with clients(group, names) as ranks:
+        streams = [client.add(request("r", prompt, LONG)) for client, prompt in zip(ranks.values(), asked, strict=True)]
+        outputs = [[await anext(stream)] for stream in streams]
+        group.ranks[names[1]].kill()
+        outputs[0] += await collect(streams[0])
+    assert_greedy(model, asked[:1], [token_ids(outputs[0])], "the survivor")

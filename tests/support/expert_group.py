@@ -1,0 +1,126 @@
+"""An expert-parallel group as processes on this host: coordinator, ranks, gateway; and what a test does to it."""
+
+from __future__ import annotations
+
+import itertools
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import msgspec
+
+from baton_engine.protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
+from baton_engine.protocol.topology import (
+    COORDINATOR_HTTP_PORT,
+    COORDINATOR_PORT,
+    RankPhase,
+    TopologyRequest,
+    TopologyStatus,
+)
+from support.pods import Pod, Pods
+from support.waiting import eventually
+
+
+class ExpertGroup:
+    """Ranks are called rank-0, rank-1 and so on, and never twice the same name."""
+
+    def __init__(self, pods: Pods, checkpoint: Path, *, num_redundant_experts: int = 0, tensor_parallel_size: int = 1):
+        self._pods = pods
+        self._checkpoint = checkpoint
+        self._parallel = ParallelConfig(
+            enable_expert_parallel=True,
+            num_redundant_experts=num_redundant_experts,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+        self._names = (f"rank-{number}" for number in itertools.count())
+        self._operations = itertools.count(1)
+        self._request = TopologyRequest(operation_id="", members=[])
+        self.coordinator = pods.coordinator()
+        self.ranks: dict[str, Pod] = {}
+        """Those that run, by name."""
+        self.gateway: Pod | None = None
+
+    def start(self, size: int, *, timeout_s: float = 120.0) -> None:
+        """Ranks, then a gateway, then waits until it serves."""
+        names = [self.add_rank() for _ in range(size)]
+        self.gateway = self._pods.gateway("gateway", self._checkpoint, self._roles())
+        self.put(names)
+        self.wait_for(names, timeout_s=timeout_s)
+        self.gateway.wait_ready(8080, timeout_s=timeout_s)
+
+    def add_rank(self) -> str:
+        """Starts a rank's process; it stands by until a topology names it."""
+        name = next(self._names)
+        self.ranks[name] = self._pods.engine(
+            name,
+            self._checkpoint,
+            cache=CacheConfig(memory_bytes=32 * 2**20),
+            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
+            parallel=msgspec.structs.replace(
+                self._parallel, coordinator=f"{self.coordinator.address}:{COORDINATOR_PORT}", rank_name=name
+            ),
+        )
+        self._discover()
+        return name
+
+    def scale(self, names: list[str], *, timeout_s: float = 90.0) -> TopologyStatus:
+        """Asks for a topology, waits until it serves, and ends the ranks that left."""
+        self.put(names)
+        status = self.wait_for(names, timeout_s=timeout_s)
+        for name in self.ranks.keys() - set(names):
+            self.remove(name)
+        return status
+
+    def remove(self, name: str) -> None:
+        """Ends a rank that is not a member any more."""
+        pod = self.ranks.pop(name)
+        self._discover()
+        pod.kill()
+
+    def put(self, names: list[str]) -> None:
+        """A new operation."""
+        self._request = TopologyRequest(operation_id=f"operation-{next(self._operations)}", members=names)
+        eventually(self._send, timeout_s=30.0, what="the coordinator takes the topology")
+
+    def _send(self) -> bool:
+        body = msgspec.json.encode(self._request)
+        url = f"http://{self.coordinator.address}:{COORDINATOR_HTTP_PORT}/topology"
+        request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return True
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{error.code} {error.read().decode()}") from error
+        except OSError as error:
+            raise AssertionError(f"{error}\n{self.coordinator.tail()}") from error
+
+    def topology(self) -> TopologyStatus:
+        """Raises AssertionError: the coordinator does not answer."""
+        status, body = self.coordinator.get(COORDINATOR_HTTP_PORT, "/topology")
+        assert status == 200, f"GET /topology: {status} {body}"
+        return msgspec.json.decode(body, type=TopologyStatus)
+
+    def wait_for(self, names: list[str], *, timeout_s: float) -> TopologyStatus:
+        """Until exactly these ranks serve, all in one generation. As an operator does, says again what a coordinator that was
+        restarted cannot know."""
+
+        def reached() -> TopologyStatus:
+            status = self.topology()
+            if set(status.desired) != set(self._request.members):
+                self._send()
+            members = {member.name: member for member in status.members if member.rank is not None}
+            assert set(members) == set(names), f"{msgspec.json.encode(status).decode()}\n{self.tails()}"
+            assert all(member.phase is RankPhase.SERVING for member in members.values()), status
+            return status
+
+        return eventually(reached, timeout_s=timeout_s, what=f"a topology of {', '.join(sorted(names))}", every_s=0.05)
+
+    def tails(self) -> str:
+        pods = [self.coordinator, *self.ranks.values()]
+        return "\n".join(f"--- {pod.name}\n{pod.tail(12)}" for pod in pods)
+
+    def _roles(self) -> dict[Pod, str]:
+        return dict.fromkeys(self.ranks.values(), "decode")
+
+    def _discover(self) -> None:
+        self._pods.discover("gateway", self._roles())

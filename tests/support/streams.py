@@ -1,0 +1,136 @@
+"""A load of streams through a gateway: seeded, always the same number open, every token remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+
+
+@dataclass
+class Stream:
+    """One request and what came of it."""
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    seed: int | None
+    """None: greedy."""
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each piece came, of `time.monotonic()`; the first is when the request was sent."""
+    error: str = ""
+    finished: bool = False
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two pieces."""
+        return max((after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)), default=0.0)
+
+
+class Load:
+    """Keeps `width` streams open until told to stop; then lets them end.
+
+    Stream k is the same request in every run of the same seed, so that runs can be compared.
+    """
+
+    def __init__(
+        self, url: str, *, width: int, vocab_size: int, seed: int = 0, max_tokens: tuple[int, int] = (40, 160)
+    ) -> None:
+        """
+        Args:
+            url: of the gateway.
+            max_tokens: drawn between these two; EOS is ignored.
+        """
+        self._url = url
+        self._width = width
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._next = 0
+        self._stopping = asyncio.Event()
+        self.streams: list[Stream] = []
+        """All that were begun, in order."""
+
+    def make(self, number: int) -> Stream:
+        rng = random.Random(self._seed * 1_000_003 + number)
+        prompt = [rng.randrange(3, self._vocab_size) for _ in range(rng.randint(4, 60))]
+        return Stream(number, prompt, rng.randint(*self._max_tokens), rng.choice([None, rng.randrange(2**31)]))
+
+    async def run(self) -> None:
+        """Until `stop` was called and all streams have ended."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            await asyncio.gather(*(self._keep_one_open(session) for _ in range(self._width)))
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def replay(self, numbers: list[int]) -> dict[int, Stream]:
+        """The streams of these numbers once more, `width` at a time: what an undisturbed run says."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
+        places = asyncio.Semaphore(self._width)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+
+            async def one(number: int) -> Stream:
+                stream = self.make(number)
+                async with places:
+                    await self._follow(session, stream)
+                return stream
+
+            return {stream.number: stream for stream in await asyncio.gather(*map(one, numbers))}
+
+    @property
+    def failed(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.error or not stream.finished]
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((stream.longest_gap_s for stream in self.streams), default=0.0)
+
+    async def _keep_one_open(self, session: aiohttp.ClientSession) -> None:
+        while not self._stopping.is_set():
+            stream = self.make(self._next)
+            self._next += 1
+            self.streams.append(stream)
+            await self._follow(session, stream)
+
+    async def _follow(self, session: aiohttp.ClientSession, stream: Stream) -> None:
+        body = {
+            "model": "m",
+            "prompt": stream.prompt,
+            "max_tokens": stream.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "temperature": 0.0 if stream.seed is None else 1.0,
+            "seed": stream.seed or 0,
+        }
+        stream.times.append(time.monotonic())
+        try:
+            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    stream.error = f"{response.status} {await response.text()}"
+                    return
+                async for line in response.content:
+                    self._take(stream, line.decode().strip())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            stream.error = repr(error)
+
+    def _take(self, stream: Stream, line: str) -> None:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            stream.error = json.dumps(event["error"])
+            return
+        for choice in event["choices"]:
+            if ids := choice.get("token_ids"):
+                stream.token_ids += ids
+                stream.times.append(time.monotonic())
+            stream.finished |= choice.get("finish_reason") is not None

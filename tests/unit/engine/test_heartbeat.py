@@ -1,0 +1,87 @@
+"""Heartbeats: silence is counted in whole intervals of our own, and load is what was said plus what was sent since."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton_engine.protocol.heartbeat import LOADING_PATIENCE, Heartbeat
+from baton_engine.protocol.messages import Pong
+
+
+def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5) -> None:
+    for _ in range(count):
+        heartbeat.ping(0)
+        heartbeat.waited(elapsed_s)
+
+
+def test_silence_makes_suspect_then_dead():
+    heartbeat = Heartbeat(0.5, 3.0)
+    silent_intervals(heartbeat, 1)
+    assert not heartbeat.suspect
+    silent_intervals(heartbeat, 1)
+    assert heartbeat.suspect
+    silent_intervals(heartbeat, 3)
+    assert not heartbeat.is_dead(loading=False)
+    silent_intervals(heartbeat, 1)
+    assert heartbeat.is_dead(loading=False)
+    assert not heartbeat.is_dead(loading=True)
+    silent_intervals(heartbeat, 6 * (LOADING_PATIENCE - 1))
+    assert heartbeat.is_dead(loading=True)
+
+
+def test_any_word_ends_the_silence_and_tells_whether_it_was_suspect():
+    heartbeat = Heartbeat(0.5, 3.0)
+    assert not heartbeat.heard()
+    silent_intervals(heartbeat, 5)
+    assert heartbeat.heard()
+    assert not heartbeat.heard()
+    heartbeat.waited(0.5)  # heard in this interval
+    assert heartbeat.silence_s == 0.0
+
+
+def test_time_in_which_we_did_not_run_counts_little():
+    heartbeat = Heartbeat(0.5, 3.0)
+    silent_intervals(heartbeat, 2, elapsed_s=60.0)
+    assert not heartbeat.is_dead(loading=False)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.5, 30.0)), max_size=40))
+def test_who_answers_in_one_of_three_intervals_never_dies(intervals: list[tuple[bool, float]]):
+    heartbeat = Heartbeat(0.5, 3.0)
+    silent = 0
+    for answers, elapsed_s in intervals:
+        heartbeat.ping(0)
+        silent = 0 if answers or silent == 2 else silent + 1
+        if silent == 0:
+            heartbeat.heard()
+        heartbeat.waited(elapsed_s)
+        assert not heartbeat.is_dead(loading=False)
+
+
+@pytest.mark.parametrize(
+    ("at_ping", "now", "running", "waiting", "expected"),
+    [
+        (0, 0, 5, 2, 7),  # all are those of others
+        (3, 3, 3, 0, 3),  # all are ours
+        (3, 5, 10, 0, 12),  # and two were sent since
+        (5, 1, 10, 0, 6),  # four have ended since
+        (0, 4, 0, 0, 4),
+        (9, 9, 2, 0, 9),  # an engine's word is older than what we know
+    ],
+)
+def test_load_is_what_was_said_and_what_was_sent_since(at_ping, now, running, waiting, expected):
+    heartbeat = Heartbeat(0.5, 3.0)
+    assert heartbeat.num_requests(now) == now
+    ping = heartbeat.ping(at_ping)
+    heartbeat.pong(Pong(ping.sequence, num_running=running, num_waiting=waiting))
+    assert heartbeat.num_requests(now) == expected
+
+
+def test_a_late_answer_is_not_taken_for_that_to_a_later_question():
+    heartbeat = Heartbeat(0.5, 3.0)
+    first = heartbeat.ping(0)
+    heartbeat.ping(7)
+    heartbeat.pong(Pong(first.sequence, num_running=3))
+    assert heartbeat.num_requests(7) == 10, "none of the seven may be among the three"
