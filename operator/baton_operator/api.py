@@ -106,11 +106,19 @@ class DecodeParallelism(_Api, frozen=True):
     expert: Annotated[
         bool,
         Meta(
-            extra_json_schema={"enum": [False]},
-            description="true would make the ranks one group that shares the experts; this version of the engine runs every "
-            "rank on its own, so only false is accepted.",
+            description="true: the ranks are one group over which the experts of a mixture-of-experts model are spread, and "
+            "editing replicas is an elastic operation without a lost request. false: every rank is an engine of its own."
         ),
     ] = False
+    redundant_experts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="With expert: copies of experts in each sparse layer of the group beyond one of each, for balance and "
+            "for when a rank dies. They cost memory on every rank.",
+        ),
+    ] = 0
 
 
 class Prefill(_Api, frozen=True):
@@ -268,13 +276,50 @@ class GroupStatus(_Api, frozen=True):
     ready: Annotated[int, Meta(ge=0)]
 
 
+class RankStatus(_Api, frozen=True):
+    """One rank of the present generation."""
+
+    name: Annotated[str, Meta(description="Of the pod.")]
+    rank: Annotated[int, Meta(ge=0)]
+    phase: Annotated[str, Meta(description="loading, standby, serving or broken.")]
+
+
+class OperationSeconds(_Api, frozen=True):
+    """How long each phase took; what is under way is not counted yet."""
+
+    waiting: Annotated[float, Meta(ge=0)] | None = None
+    preparing: Annotated[float, Meta(ge=0)] | None = None
+    committing: Annotated[float, Meta(ge=0)] | None = None
+
+
+class OperationStatus(_Api, frozen=True):
+    """The operation on the topology that runs, or ran last."""
+
+    id: Annotated[str, Meta(description="As it was asked for by; - if the ranks did so by themselves.")]
+    kind: Annotated[str, Meta(description="form, scale, recover or rebalance.")]
+    phase: Annotated[str, Meta(description="waiting, preparing, committing, done, failed or superseded.")]
+    generation: Annotated[int, Meta(ge=0, description="That it leads to; 0: not drawn yet.")]
+    seconds: OperationSeconds
+    reason: str | None = None
+
+
+class TopologyStatus(_Api, frozen=True):
+    """The expert-parallel group as its coordinator reports it; what was reported last while it does not answer."""
+
+    coordinator: Annotated[str, Meta(description="Address that the ranks report to.")]
+    generation: Annotated[int, Meta(ge=0, description="Number of the present topology; 0: none was formed yet.")]
+    ranks: list[RankStatus]
+    operation: OperationStatus | None = None
+
+
 class DecodeStatus(_Api, frozen=True):
     """Pods of the decode group, as the scale subresource reads them."""
 
     desired: Annotated[int, Meta(ge=0)]
-    ready: Annotated[int, Meta(ge=0)]
+    ready: Annotated[int, Meta(ge=0, description="With expert: ranks that serve in the present generation.")]
     replicas: Annotated[int, Meta(ge=0, description="Pods that exist, those that drain included.")]
     selector: Annotated[str, Meta(description="Finds the decode pods; for autoscalers.")]
+    topology: TopologyStatus | None = None
 
 
 class Status(_Api, frozen=True):
@@ -308,12 +353,7 @@ def decode_spec(spec: Any) -> Spec:
     Raises:
         msgspec.ValidationError: naming the field, for an object stored under another version of the CRD.
     """
-    typed = msgspec.convert(spec, Spec)
-    if typed.decode.parallelism.expert:
-        raise msgspec.ValidationError(
-            "expert parallelism is not supported by this version - at `$.decode.parallelism.expert`"
-        )
-    return typed
+    return msgspec.convert(spec, Spec)
 
 
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -14,6 +14,7 @@ import aiohttp
 from kubernetes.aio.config import ConfigException
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, pod_ip
+from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
 from baton_operator.kube import Kube, KubeError, connect
 from baton_operator.reconcile import Reconciler
@@ -83,7 +84,7 @@ async def run(args: argparse.Namespace) -> None:
         aiohttp.ClientSession() as session,
         serve(args.host, args.http_port, metrics, liveness),
     ):
-        reconciler = Reconciler(kube, Drainer(session, ENGINE_HTTP_PORT))
+        reconciler = Reconciler(kube, Drainer(session, ENGINE_HTTP_PORT), CoordinatorClient(session))
         queue = WorkQueue(metrics.measured(reconciler.reconcile))
         metrics.queue.set_function(lambda: len(queue))
         await _until_signalled(_wait_for_crd(kube, liveness), stop)

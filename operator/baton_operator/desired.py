@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator import names
-from baton_operator.builders import config, gateway, members_service
+from baton_operator.builders import config, coordinator, gateway, members_service
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner
@@ -19,16 +19,28 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     absent: list[tuple[str, str]]
     """(kind, name) of what must not exist any more."""
     members: dict[names.MemberRole, MemberTemplate]
+    """A role that is missing is not to be touched yet."""
 
 
-def desired(owner: Owner, policy_api: str | None) -> Desired:
-    """Pure. `policy_api`: version of the policy API as served, None if the server has none.
+def desired(owner: Owner, policy_api: str | None, *, keep_coordinator: bool = False) -> Desired:
+    """Pure. Decode pods of an expert-parallel group have no template before the coordinator's Service has an address.
+
+    Args:
+        policy_api: version of the policy API as served, None if the server has none.
+        keep_coordinator: pods that need it exist, though the service is no expert-parallel group any more.
 
     Raises:
         ValueError: a template overlay cannot be merged.
     """
-    roles: list[names.Role] = ["prefill", "decode", "gateway"] if owner.has_prefill else ["decode", "gateway"]
-    objects: list[Object] = [config.config_map(owner, role) for role in roles]
+    roles: list[names.ConfiguredRole] = ["prefill", "decode", "gateway"] if owner.has_prefill else ["decode", "gateway"]
+    postponed = owner.is_expert_parallel and owner.coordinator is None
+    objects: list[Object] = [config.config_map(owner, role) for role in roles if not (role == "decode" and postponed)]
+    absent: list[tuple[str, str]] = []
+    if owner.is_expert_parallel:
+        objects += [coordinator.service(owner), coordinator.deployment(owner)]
+    elif not keep_coordinator:
+        name = names.coordinator_name(owner.name)
+        absent += [("Deployment", name), ("Service", name)]
     objects += [
         gateway.service_account(owner),
         gateway.role(owner),
@@ -37,7 +49,6 @@ def desired(owner: Owner, policy_api: str | None) -> Desired:
         gateway.service(owner),
         gateway.deployment(owner),
     ]
-    absent: list[tuple[str, str]] = []
     if ingress := gateway.ingress(owner):
         objects.append(ingress)
     else:
@@ -51,5 +62,7 @@ def desired(owner: Owner, policy_api: str | None) -> Desired:
     return Desired(
         objects=objects,
         absent=absent,
-        members={role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES},
+        members={
+            role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES if not (role == "decode" and postponed)
+        },
     )

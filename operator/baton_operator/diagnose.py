@@ -11,6 +11,7 @@ import msgspec
 
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe import is_ready, parse_time
+from baton_operator.report_topology import STATIONS
 
 Object = dict[str, Any]
 
@@ -21,7 +22,7 @@ FORGIVEN_AFTER = timedelta(seconds=5)
 CRASH_LOOP_RESTARTS = 2
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 
-PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero"}
+PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero", *STATIONS}
 """Reasons that are stations on the way, not failures."""
 
 

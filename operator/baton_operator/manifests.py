@@ -55,7 +55,7 @@ def _cluster_role() -> Object:
         ([""], ["secrets"], ["get", "create"]),
         ([""], ["serviceaccounts"], ["get", "create", "patch"]),
         ([""], ["events"], ["get", "create", "patch"]),
-        (["apps"], ["deployments"], ["get", "list", "watch", "create", "patch"]),
+        (["apps"], ["deployments"], owned),
         (["networking.k8s.io"], ["ingresses"], owned),
         (["policy"], ["poddisruptionbudgets"], ["get", "create", "patch", "delete"]),
         # A gateway may watch the pods of its namespace: the operator hands on what it has itself, and no more.

@@ -24,10 +24,14 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
+ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
+"""On ranks of an expert-parallel group: names those that can be in one topology. Absent: an engine of its own."""
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 """Hash of what was last applied: tells a field we stopped setting from one that someone else added."""
 
-Role = Literal["prefill", "decode", "gateway"]
+Role = Literal["prefill", "decode", "gateway", "coordinator"]
+ConfiguredRole = Literal["prefill", "decode", "gateway"]
+"""Roles whose component reads a file; the coordinator's needs none."""
 MemberRole = Literal["prefill", "decode"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
 
@@ -66,6 +70,10 @@ def ordinal_of(member: str) -> int:
 
 def gateway_name(service: str) -> str:
     return f"{service}-gateway"
+
+
+def coordinator_name(service: str) -> str:
+    return f"{service}-coordinator"
 
 
 def kv_token_name(service: str) -> str:

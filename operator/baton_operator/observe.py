@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from baton_engine.protocol.topology import TopologyStatus
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
+from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
 from baton_operator.kube import Kube
 from baton_operator.plan import Member
@@ -27,16 +29,27 @@ class Observation(msgspec.Struct, kw_only=True):
     """Names of member-like pods that the service does not control."""
     config_maps: list[Object]
     members: dict[names.MemberRole, list[Member]]
+    coordinator: str | None = None
+    """Address of the coordinator's Service. None: there is none, it has no address yet, or it was not looked for."""
+    topology: TopologyStatus | None = None
+    """As the coordinator says. None: it did not answer, or was not asked."""
 
     @property
     def uid(self) -> str:
         return str(self.service["metadata"]["uid"])
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether pods exist that report to a coordinator."""
+        return any(member.expert_group for member in self.members["decode"])
+
     def role_pods(self, role: names.Role) -> list[Object]:
         return [pod for pod in self.pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
 
 
-async def observe(kube: Kube, drainer: Drainer, namespace: str, name: str) -> Observation | None:
+async def observe(
+    kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, namespace: str, name: str
+) -> Observation | None:
     """None if the service is gone or going: the API server's garbage collection removes what it owned."""
     service = await kube.get("LLMService", namespace, name)
     if service is None or service["metadata"].get("deletionTimestamp"):
@@ -50,17 +63,39 @@ async def observe(kube: Kube, drainer: Drainer, namespace: str, name: str) -> Ob
     foreign: list[str] = []
     for pod in found:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)
-        if role == "gateway" or controlled_by(pod, uid):
+        if role in ("gateway", "coordinator") or controlled_by(pod, uid):
             pods.append(pod)
         else:
             foreign.append(pod["metadata"]["name"])
+    # Topology first: what stands by according to it was no member when it is asked how much is unfinished.
+    coordinator = await _coordinator(kube, service) if _is_expert_parallel(service) else None
+    topology = await coordinators.topology(coordinator) if coordinator else None
     return Observation(
         service=service,
         pods=pods,
         foreign_pods=foreign,
         config_maps=[item for item in config_maps if controlled_by(item, uid)],
         members={role: await _members(pods, role, drainer) for role in names.MEMBER_ROLES},
+        coordinator=coordinator,
+        topology=topology,
     )
+
+
+def _is_expert_parallel(service: Object) -> bool:
+    """As the spec says, which need not be valid."""
+    node: Any = service.get("spec")
+    for field in ("decode", "parallelism", "expert"):
+        node = node.get(field) if isinstance(node, dict) else None
+    return node is True
+
+
+async def _coordinator(kube: Kube, service: Object) -> str | None:
+    """Where ranks find their coordinator: the address that its Service was given. Raises KubeError."""
+    metadata = service["metadata"]
+    found = await kube.get("Service", metadata["namespace"], names.coordinator_name(metadata["name"]))
+    if found is None or not controlled_by(found, metadata["uid"]):
+        return None
+    return found["spec"].get("clusterIP") or None
 
 
 async def _members(pods: list[Object], role: names.MemberRole, drainer: Drainer) -> list[Member]:
@@ -92,6 +127,7 @@ def member(pod: Object) -> Member:
         drain_started=parse_time(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         deletion=parse_time(metadata.get("deletionTimestamp")),
         created=parse_time(metadata.get("creationTimestamp")),
+        expert_group=annotations.get(names.ANNOTATION_EXPERT_GROUP, ""),
     )
 
 

@@ -37,6 +37,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     deletion: datetime | None = None
     """When its grace period ends, if it is being deleted."""
     created: datetime | None = None
+    expert_group: str = ""
+    """Of a rank of an expert-parallel group: which others it can be in one topology with."""
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ def plan_group(
     failed = [m for m in present if m.deletion is None and m.failed]
     held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
     delete = [Delete(m.name, "it failed") for m in failed if m not in held]
-    delete += [Delete(m.name, why) for m in draining if (why := _may_go(m, drain_timeout_s, now))]
+    delete += [Delete(m.name, why) for m in draining if (why := may_go(m, drain_timeout_s, now))]
 
     leavers = _surplus(staying, desired, revision)
     if not leavers and len(present) == len(staying):  # one replacement at a time
@@ -84,7 +86,7 @@ def plan_group(
     return GroupPlan(create=create, drain=drain, delete=delete, revisit_s=min(waits, default=None))
 
 
-def _may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
+def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
     """Why a draining member may be deleted now; empty: not yet."""
     if not member.serving:
         return "it is not running"

@@ -14,14 +14,19 @@ import msgspec
 from baton_operator import names
 from baton_operator.api import Status, decode_spec
 from baton_operator.apply import NameConflict, apply_members, apply_objects, collect_config_maps, ensure_kv_token
+from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
+from baton_operator.coordinator import CoordinatorClient
 from baton_operator.desired import Desired, desired
 from baton_operator.drain import Drainer
 from baton_operator.events import Events
 from baton_operator.kube import Kube, KubeError
 from baton_operator.observe import Observation, controlled_by, observe
-from baton_operator.plan import plan_group
+from baton_operator.plan import GroupPlan, plan_group
+from baton_operator.plan_expert_group import ExpertGroup, plan_expert_group
 from baton_operator.report import Group, Problem, new_failures, report
+from baton_operator.report_topology import GroupTopology, operation_events
+from baton_operator.topology import record, recorded_for
 from baton_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
@@ -37,9 +42,10 @@ class InvalidSpec(Exception):  # noqa: N818 - the reason of the condition
 class Reconciler:
     """Brings services to their desired state, one step per call."""
 
-    def __init__(self, kube: Kube, drainer: Drainer) -> None:
+    def __init__(self, kube: Kube, drainer: Drainer, coordinators: CoordinatorClient) -> None:
         self._kube = kube
         self._drainer = drainer
+        self._coordinators = coordinators
         self._events = Events(kube)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -52,7 +58,7 @@ class Reconciler:
             KubeError, OSError, TimeoutError: the step failed; the status says so as far as it could be written. Retry.
         """
         # 1. What exists?
-        observed = await observe(self._kube, self._drainer, key.namespace, key.name)
+        observed = await observe(self._kube, self._drainer, self._coordinators, key.namespace, key.name)
         if observed is None:
             return None
         now = datetime.now(UTC)
@@ -64,7 +70,7 @@ class Reconciler:
         existing: dict[tuple[str, str], Object] = {}
         try:
             # 2. What should exist?
-            owner, wanted = _wanted(observed.service, self._kube.policy_api)
+            owner, wanted = _wanted(observed, self._kube.policy_api)
             # 3. The objects beside the members.
             existing, errors = await apply_objects(self._kube, owner, wanted)
             if any(obj["kind"] == "ConfigMap" and _key(obj) not in existing for obj in wanted.objects):
@@ -73,13 +79,7 @@ class Reconciler:
                 await ensure_kv_token(self._kube, owner)
             # 4. The next step of each group of members; what was refused beside them, or to another group, does not hold it up.
             for role, template in wanted.members.items():
-                plan = plan_group(
-                    observed.members[role],
-                    desired=owner.replicas(role),
-                    revision=template.revision,
-                    drain_timeout_s=owner.spec.drain_timeout_seconds,
-                    now=now,
-                )
+                plan = await self._plan(owner, role, template, observed, now)
                 revisit_s = min(filter(None, (revisit_s, plan.revisit_s)), default=None)
                 try:
                     await apply_members(self._kube, self._events, owner, template, plan, observed, now)
@@ -106,6 +106,36 @@ class Reconciler:
             raise failure
         return revisit_s
 
+    async def _plan(
+        self, owner: Owner, role: names.MemberRole, template: MemberTemplate, observed: Observation, now: datetime
+    ) -> GroupPlan:
+        """The next step of one group. What it wants of the coordinator is asked for here, before any pod is touched."""
+        members, desired = observed.members[role], owner.replicas(role)
+        drain_timeout_s = float(owner.spec.drain_timeout_seconds)
+        if not template.expert_group:
+            return plan_group(
+                members, desired=desired, revision=template.revision, drain_timeout_s=drain_timeout_s, now=now
+            )
+        assert owner.coordinator is not None, "a template of ranks needs it"
+        group = ExpertGroup(
+            service_uid=owner.uid,
+            name=template.expert_group,
+            desired=desired,
+            revision=template.revision,
+            topology=observed.topology,
+            recorded=recorded_for(observed.service, owner.coordinator),
+            drain_timeout_s=drain_timeout_s,
+        )
+        plan = plan_expert_group(members, group, now)
+        if plan.request is not None:
+            observed.topology = await self._coordinators.ask_for(owner.coordinator, plan.request)
+            if observed.topology is not None:
+                words = (
+                    f"operation {plan.request.operation_id}: the topology shall be {', '.join(plan.request.members)}"
+                )
+                await self._events.normal(observed.service, "TopologyRequested", words)
+        return plan
+
     async def _report(
         self,
         observed: Observation,
@@ -124,6 +154,7 @@ class Reconciler:
                     desired=owner.replicas(role),
                     pods=observed.role_pods(role),
                     revision=template.revision,
+                    topology=_topology(observed, owner) if template.expert_group else None,
                 )
             deployment = await self._owned(existing, "Deployment", owner)
             groups["gateway"] = Group(
@@ -138,6 +169,11 @@ class Reconciler:
         await self._write_status(observed.service, status)
         for condition in new_failures(observed.service, status):
             await self._events.warning(observed.service, condition.reason, condition.message)
+        if owner is not None and owner.coordinator is not None and status.decode is not None:
+            before = recorded_for(observed.service, owner.coordinator)
+            for warning, reason, message in operation_events(before, status.decode.topology):
+                emit = self._events.warning if warning else self._events.normal
+                await emit(observed.service, reason, message)
 
     async def _owned(self, existing: dict[tuple[str, str], Object], kind: str, owner: Owner) -> Object | None:
         """The gateway's object of this kind, also when a failed step left `existing` empty."""
@@ -150,7 +186,7 @@ class Reconciler:
         if status.decode is None:  # nothing could be judged: what was known of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         old = service.get("status") or {}
-        if all(old.get(field) == value for field, value in new.items()):
+        if _says(old, new):
             return
         metadata = service["metadata"]
         # A merge patch: null removes what no longer applies. The uid keeps it from a successor of the same name.
@@ -166,13 +202,37 @@ def _key(obj: Object) -> tuple[str, str]:
     return obj["kind"], obj["metadata"]["name"]
 
 
-def _wanted(service: Object, policy_api: str | None) -> tuple[Owner, Desired]:
+def _says(old: Any, new: Any) -> bool:
+    """Whether the merge patch `new` would change nothing: what it sets to null is not there."""
+    if isinstance(new, dict) and isinstance(old, dict | None):
+        return all(_says((old or {}).get(field), value) for field, value in new.items())
+    return bool(old == new)
+
+
+def _topology(observed: Observation, owner: Owner) -> GroupTopology:
+    """What the status says of the topology, after this step."""
+    assert owner.coordinator is not None, "a template of ranks needs it"
+    pods = {pod["metadata"]["name"] for pod in observed.pods}
+    topology, recorded = observed.topology, recorded_for(observed.service, owner.coordinator)
+    return GroupTopology(
+        status=record(topology, recorded, pods, owner.coordinator),
+        reachable=topology is not None,
+        asked_for=frozenset(topology.desired) if topology else frozenset(),
+    )
+
+
+def _wanted(observed: Observation, policy_api: str | None) -> tuple[Owner, Desired]:
     """Raises InvalidSpec naming the field."""
-    metadata = service["metadata"]
+    metadata = observed.service["metadata"]
     try:
-        spec = decode_spec(service["spec"])
-        owner = Owner(name=metadata["name"], namespace=metadata["namespace"], uid=metadata["uid"], spec=spec)
-        return owner, desired(owner, policy_api)
+        owner = Owner(
+            name=metadata["name"],
+            namespace=metadata["namespace"],
+            uid=metadata["uid"],
+            spec=decode_spec(observed.service["spec"]),
+            coordinator=observed.coordinator,
+        )
+        return owner, desired(owner, policy_api, keep_coordinator=observed.has_ranks)
     except ValueError as error:  # msgspec.ValidationError is one
         raise InvalidSpec(str(error)) from error
 

@@ -12,10 +12,9 @@ from baton_operator.api import Condition, DecodeStatus, GroupStatus, Status
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving
 from baton_operator.observe import is_ready
+from baton_operator.report_topology import SCALE_FAILED, GroupTopology, Verdict, scaling_verdict
 
 Object = dict[str, Any]
-Verdict = tuple[str, str, str]
-"""status, reason, message of a condition."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -35,6 +34,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Of members that are up to date. None: a Deployment's pods, judged by `updated`."""
     updated: bool = True
     """Whether the Deployment has no pod of an old revision left."""
+    topology: GroupTopology | None = None
+    """Of an expert-parallel group: its ranks serve, not its pods."""
 
     @property
     def current(self) -> list[Object]:
@@ -45,6 +46,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready(self) -> int:
         """Pods that serve, of any revision."""
+        if self.topology is not None and self.topology.reachable:
+            return sum(pod["metadata"]["name"] in self.topology.serving for pod in self.current)
         return sum(map(is_ready, self.current))
 
     @property
@@ -60,13 +63,18 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
         if group.role == "prefill":
             return "True", "NotRequested", "no prefill pods are wanted: decode pods prefill for themselves"
         return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
-    counts = f"{group.ready} of {group.desired} {group.role} pods are ready"
+    what = "ranks serve" if group.topology is not None else "pods are ready"
+    counts = f"{group.ready} of {group.desired} {group.role} {what}"
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         return "True", "PodsReady", counts
     # A member that failed tells why its successor may fail, too. A Deployment leaves its failed pods behind: old news.
     told = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
     if diagnosis := diagnose(told, now):
         return "False", diagnosis.reason, f"{diagnosis.message}; {counts}"
+    if group.topology is not None:
+        status, reason, message = scaling_verdict(group.topology, group.desired)
+        if status == "True" or reason == SCALE_FAILED:
+            return "False", reason, f"{counts}; {message}"
     going = len(group.pods) - len(group.current)
     if going:
         return "False", "Draining", f"{counts}; {going} on the way out"
@@ -99,6 +107,9 @@ def report(
         )
     conditions = {"Ready": _summary(verdicts, problem), **verdicts}
     decode = groups.get("decode")
+    topology = decode.topology if decode else None
+    if decode and topology:
+        conditions["Scaling"] = scaling_verdict(topology, decode.desired)
     ingress = owner.spec.gateway.ingress if owner else None
     return Status(
         observed_generation=service["metadata"]["generation"],
@@ -111,6 +122,7 @@ def report(
             ready=decode.ready,
             replicas=len(decode.pods),
             selector=names.serialized(names.selector(service["metadata"]["name"], "decode")),
+            topology=topology.status if topology else None,
         )
         if decode
         else None,
@@ -154,7 +166,8 @@ def new_failures(service: Object, status: Status) -> list[Condition]:
     return [
         condition
         for condition in status.conditions or []
-        if condition.type != "Ready"
+        if condition.type not in ("Ready", "Scaling")  # the one sums up, of the other operations tell
+        and condition.reason != SCALE_FAILED
         and condition.status == "False"
         and condition.reason not in PROGRESS_REASONS
         and before.get(condition.type) != ("False", condition.reason)

@@ -20,6 +20,7 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from baton_engine.protocol.topology import COORDINATOR_PORT
 from baton_operator import names
 from baton_operator.api import quantity_bytes
 from baton_operator.builders import kv_token, model
@@ -28,7 +29,7 @@ from baton_operator.builders.owner import Object, Owner
 MOUNT_PATH = "/etc/baton"
 
 
-def config_map(owner: Owner, role: names.Role) -> Object:
+def config_map(owner: Owner, role: names.ConfiguredRole) -> Object:
     """The ConfigMap of `role`, with one key `<role>.json`."""
     config = gateway_config(owner) if role == "gateway" else engine_config(owner, role)
     text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"
@@ -74,9 +75,29 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
             mode=spec.kv_transfer.mode,
             token_file=kv_token.FILE if owner.has_prefill else "",
         ),
-        parallel=ParallelConfig(tensor_parallel_size=owner.tensor_parallel_size(role)),
+        parallel=_parallel_config(owner, role),
         drain_timeout_s=float(spec.drain_timeout_seconds),
         **_given(device=tuning.device, num_threads=tuning.num_threads),
+    )
+
+
+def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
+    """A rank is called by $POD_NAME, which every member pod has.
+
+    The coordinator is given by the address of its Service, not by name: pods that run as processes of one machine have no
+    cluster DNS. So decode pods are built only once the Service has an address, and another one makes another revision.
+    """
+    size = owner.tensor_parallel_size(role)
+    if role != "decode" or not owner.is_expert_parallel:
+        return ParallelConfig(tensor_parallel_size=size)
+    if owner.coordinator is None:
+        raise ValueError("the coordinator's Service has no address yet")
+    host = f"[{owner.coordinator}]" if ":" in owner.coordinator else owner.coordinator
+    return ParallelConfig(
+        tensor_parallel_size=size,
+        enable_expert_parallel=True,
+        coordinator=f"{host}:{COORDINATOR_PORT}",
+        num_redundant_experts=owner.spec.decode.parallelism.redundant_experts,
     )
 
 

@@ -6,7 +6,7 @@ from baton_operator import names
 from baton_operator.builders.owner import Object, Owner
 
 
-def disruption_budget(owner: Owner, role: names.Role, api_version: str) -> Object | None:
+def disruption_budget(owner: Owner, role: names.ConfiguredRole, api_version: str) -> Object | None:
     """`api_version` is policy/v1 or policy/v1beta1, as served. None for a group of one pod: it would block node drains.
 
     Member pods have no scale subresource above them, for which the API allows a plain minAvailable only.

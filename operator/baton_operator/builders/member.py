@@ -18,7 +18,7 @@ class MemberTemplate:
     """Makes the pods of one role. Everything but the ordinal is decided here, so the revision is one hash."""
 
     def __init__(self, owner: Owner, role: names.MemberRole) -> None:
-        """Raises ValueError if the template overlay cannot be merged."""
+        """Raises ValueError if the template overlay cannot be merged, or the coordinator has no address yet."""
         self._owner = owner
         self._role = role
         group = owner.spec.decode if role == "decode" else owner.spec.prefill
@@ -37,6 +37,8 @@ class MemberTemplate:
         )
         self.revision = names.content_hash(self._template)
         """Pods that carry another one are replaced."""
+        self.expert_group = owner.expert_group(role)
+        """Pods that carry the same one can be ranks of one topology. Empty: they are engines of their own."""
 
     def pod(self, ordinal: int) -> Object:
         """The member with this ordinal."""
@@ -45,7 +47,10 @@ class MemberTemplate:
         metadata = self._owner.metadata(name, self._role)
         own = {names.LABEL_MEMBER: "true", names.LABEL_REVISION: self.revision}
         metadata["labels"] = template["metadata"]["labels"] | own
-        if annotations := template["metadata"].get("annotations"):
+        annotations = template["metadata"].get("annotations") or {}
+        if self.expert_group:
+            annotations = annotations | {names.ANNOTATION_EXPERT_GROUP: self.expert_group}
+        if annotations:
             metadata["annotations"] = annotations
         return {
             "apiVersion": "v1",

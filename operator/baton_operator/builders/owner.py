@@ -20,6 +20,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     uid: str
     spec: Spec
+    coordinator: str | None = None
+    """Address of the coordinator's Service, once it has one. With it the decode pods of an expert-parallel group are built."""
 
     @property
     def reference(self) -> Object:
@@ -49,6 +51,23 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     def has_prefill(self) -> bool:
         """Whether decode pods are told to expect KV blocks. Scaling prefill to 0 and back keeps it, so decode pods stay."""
         return self.spec.prefill is not None
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Whether the decode pods are one group with a coordinator."""
+        return self.spec.decode.parallelism.expert
+
+    def expert_group(self, role: names.MemberRole) -> str:
+        """Names the pods that can be ranks of one topology; empty for engines of their own.
+
+        Ranks fetch experts from each other and compute with them: they must report to one coordinator and have the same
+        checkpoint, in the same form, on the same kind of device, sliced in the same way.
+        """
+        if role != "decode" or not self.is_expert_parallel:
+            return ""
+        source = self.spec.model
+        same = [source.uri, source.dtype, source.quantization, self.tensor_parallel_size(role), self.spec.engine.device]
+        return names.content_hash([self.coordinator, *same])
 
     def tensor_parallel_size(self, role: names.MemberRole) -> int:
         if role == "decode":

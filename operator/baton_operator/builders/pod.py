@@ -15,7 +15,7 @@ TERMINATION_MARGIN_S = 15
 
 def pod_template(
     owner: Owner,
-    role: names.Role,
+    role: names.ConfiguredRole,
     *,
     container: Object,
     pod: Object,
@@ -40,11 +40,7 @@ def pod_template(
             {"name": "tmp", "mountPath": "/tmp"},
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": restricted(),
         **container,
     }
     if resources:
@@ -75,6 +71,15 @@ def pod_template(
     merged["metadata"] = {key: value for key, value in merged["metadata"].items() if key in ("labels", "annotations")}
     merged["metadata"]["labels"] |= names.labels(owner.name, role)  # selectors depend on them
     return merged
+
+
+def restricted() -> Object:
+    """Security context of every container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
 def identity_env(**more: str) -> list[Object]:

@@ -1,0 +1,73 @@
+"""The coordinator of an expert-parallel group: its Deployment and its Service. It needs no configuration and no model."""
+
+from __future__ import annotations
+
+from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
+from baton_operator import names
+from baton_operator.builders import pod
+from baton_operator.builders.owner import Object, Owner
+
+CONTAINER = "coordinator"
+USER_ID = 65532
+
+
+def deployment(owner: Owner) -> Object:
+    """One pod. A new one begins when the old one has ended: ranks obey one coordinator, and serve on while there is none."""
+    container = {
+        "name": CONTAINER,
+        "image": owner.spec.image,
+        "command": ["baton-coordinator"],
+        "env": pod.identity_env(),
+        "ports": [
+            {"name": "ranks", "containerPort": COORDINATOR_PORT, "protocol": "TCP"},
+            {"name": "http", "containerPort": COORDINATOR_HTTP_PORT, "protocol": "TCP"},
+        ],
+        "startupProbe": pod.http_probe("/healthz", period_s=1, failures=60),
+        "livenessProbe": pod.http_probe("/healthz", period_s=5, failures=3),
+        "readinessProbe": pod.http_probe("/readyz", period_s=1, failures=2),
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": pod.restricted(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": owner.metadata(names.coordinator_name(owner.name), "coordinator"),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": names.selector(owner.name, "coordinator")},
+            "template": {
+                "metadata": {"labels": names.labels(owner.name, "coordinator")},
+                "spec": {
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "securityContext": {
+                        "runAsNonRoot": True,
+                        "runAsUser": USER_ID,
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
+                    "containers": [container],
+                    "volumes": [{"name": "tmp", "emptyDir": {}}],
+                },
+            },
+        },
+    }
+
+
+def service(owner: Owner) -> Object:
+    """Its address is what ranks are told, and where the operator asks for topologies."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(names.coordinator_name(owner.name), "coordinator"),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": names.selector(owner.name, "coordinator"),
+            "ports": [
+                {"name": "ranks", "port": COORDINATOR_PORT, "targetPort": "ranks", "protocol": "TCP"},
+                {"name": "http", "port": COORDINATOR_HTTP_PORT, "targetPort": "http", "protocol": "TCP"},
+            ],
+        },
+    }

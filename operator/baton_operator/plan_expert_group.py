@@ -1,0 +1,212 @@
+"""What to do next with the members of an expert-parallel group: which pods to make, which topology to ask the coordinator
+for, whom to delete. Pure: no client and no clock.
+
+A member joins when its container has started: the coordinator is asked for a topology with it. It leaves in the opposite order:
+the coordinator is asked for a topology without it; when it stands by it is marked as draining, and deleted when nothing is
+unfinished. While a topology is being prepared or committed, and while the coordinator does not answer, nobody is deleted but pods
+that failed. A new revision is rolled out one member at a time: its pod joins first (a surge of one), then an outdated one leaves.
+
+No topology is without members. So the last rank of a group that is scaled to zero drains as a rank, when the others have gone.
+Pods of another expert group (another model, say) can be in no topology with the new ones: when a new pod has started, the others
+are scaled to zero, then the new group is formed. Decode pods that were engines of their own drain like any engine.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import msgspec
+
+from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
+from baton_operator import api, names
+from baton_operator.plan import FAILED_HOLD, POLL_DRAIN_S, STUCK_TERMINATING, Delete, GroupPlan, Member, may_go
+from baton_operator.topology import ACTIVE, TopologyView
+
+SURGE = 1
+REVISIT_S = 1.0
+JOIN_TOGETHER = timedelta(seconds=30)
+"""Members that have started wait so long for others that were made with them, to join in one operation."""
+UNREGISTERED = timedelta(seconds=10)
+"""A rank's process that has started registers at once, with a new coordinator, too. Whoever has not done so since it was marked as
+draining, for so long, is no member."""
+
+
+class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What an expert-parallel group should be, and what is known of its topology."""
+
+    service_uid: str
+    name: str
+    """Of pods that can be in one topology."""
+    desired: int
+    revision: str
+    topology: TopologyStatus | None
+    """None: the coordinator did not answer."""
+    recorded: api.TopologyStatus | None = None
+    """As the status of the service says."""
+    drain_timeout_s: float
+
+
+class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
+    """The next step of an expert-parallel group."""
+
+    request: TopologyRequest | None = None
+    """For the coordinator."""
+
+
+def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
+    """The next step towards `group.desired` ranks of `group.revision`."""
+    alive = [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
+    failed = [m for m in alive if m.deletion is None and m.failed]
+    held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
+    view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
+    staying, leaving, current = _divide(alive, group, view)
+
+    create = _create(members, alive, staying, len(current) + len(held), group.desired)
+    delete = [Delete(m.name, "it failed") for m in failed if m not in held]
+    waits = [REVISIT_S] if leaving else []
+    if held:
+        waits.append(FAILED_HOLD.total_seconds())
+    if view is None:
+        return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
+    wanted = _wanted(alive, staying, leaving, group.name, view, now)
+    request = _request(wanted, group, view)
+    last = _last_rank(alive, staying, view)
+    drain = []
+    for member in leaving:
+        if member.expert_group and member is not last and not _has_left(member, staying, view):
+            continue
+        why = _may_go(member, last, group.drain_timeout_s, view, now)
+        if why:
+            delete.append(Delete(member.name, why))
+        elif member.serving and member.drain_started is None:
+            drain.append(member.name)
+        if member.draining or member.name in drain:
+            waits.append(POLL_DRAIN_S)
+    if alive and (wanted != view.desired or _is_under_way(view, staying, group.name)):
+        waits.append(REVISIT_S)
+    return ExpertGroupPlan(
+        create=create, drain=drain, delete=delete, request=request, revisit_s=min(waits, default=None)
+    )
+
+
+def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus) -> str:
+    """Follows from what is observed, so it is the same after a crash.
+
+    It names where the operation begins, too: the generation, and the operation before it. So when the same members are asked for
+    again, after others, that is another operation.
+    """
+    before = topology.operation.operation_id if topology.operation else ""
+    return names.content_hash([group.service_uid, topology.generation, before, wanted])
+
+
+def _divide(
+    alive: list[Member], group: ExpertGroup, view: TopologyView | None
+) -> tuple[list[Member], list[Member], list[Member]]:
+    """Who stays for now, who leaves, and who of those that stay are up to date."""
+    able = [m for m in alive if m.deletion is None and not m.failed]
+    usable = [m for m in able if not m.draining]
+
+    def rank(m: Member) -> tuple[bool, bool, bool, int]:
+        asked_for, is_rank = (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
+        return asked_for, is_rank, m.serving, -m.ordinal
+
+    newest = [m for m in usable if m.revision == group.revision and m.expert_group == group.name]
+    current = sorted(newest, key=rank, reverse=True)[: group.desired]
+    # Another group goes when a pod of this one has started, so that a revision that cannot start takes nobody's place.
+    others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
+    kept_others = [] if any(m.serving for m in current) else others[: group.desired]
+    outdated = [m for m in usable if m not in newest and m not in others]
+    serving = sum(view.serves(m.name) for m in current) if view else 0
+    ranked = sorted(outdated, key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal), reverse=True)
+    kept = ranked[: max(0, group.desired - serving - len(kept_others))]
+    staying = [*current, *kept, *kept_others]
+    return staying, [m for m in able if m not in staying], current
+
+
+def _create(
+    members: list[Member], alive: list[Member], staying: list[Member], num_current: int, desired: int
+) -> list[int]:
+    """Ordinals. If nobody stays one is made however many leave: they leave only when a topology without them can be."""
+    room = max(desired + SURGE - len(alive), 0 if staying else 1)
+    in_use = {m.ordinal for m in members}
+    free = (ordinal for ordinal in range(len(in_use) + desired) if ordinal not in in_use)
+    return [next(free) for _ in range(min(desired - num_current, room))]
+
+
+def _wanted(
+    alive: list[Member],
+    staying: list[Member],
+    leaving: list[Member],
+    group: str,
+    view: TopologyView,
+    now: datetime,
+) -> frozenset[str]:
+    """Names of the topology that should be."""
+    if any(_is_of_another(m, group) for m in alive):  # it goes on until a pod of this one has started, and goes first
+        candidates = [m for m in staying if _is_of_another(m, group)]
+    else:
+        candidates = [m for m in staying if m.expert_group == group]
+    if not candidates:
+        ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
+        return frozenset(m.name for m in ranks[:1]) or view.desired
+    joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
+    started = {m.name for m in candidates if m.serving and m.name not in joined}
+    late = [m for m in candidates if not m.serving and m.name not in joined]
+    if any(m.created is not None and now < m.created + JOIN_TOGETHER for m in late):
+        started = set()
+    if not joined | started:
+        return view.desired
+    return frozenset(joined | started)
+
+
+def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> TopologyRequest | None:
+    """None: that is asked for already, or has to wait."""
+    if wanted == view.desired:
+        return None
+    if view.is_changing and view.desired and wanted > view.desired:
+        return None  # who only joins does not undo what is under way
+    members = sorted(wanted)
+    return TopologyRequest(operation_id=operation_id(group, members, view.topology), members=members)
+
+
+def _last_rank(alive: list[Member], staying: list[Member], view: TopologyView) -> Member | None:
+    """The only rank that is left, if its group is to end."""
+    ranks = [m for m in alive if view.is_rank(m.name)]
+    if len(ranks) != 1 or ranks[0] in staying or view.is_changing:
+        return None
+    successors = any(m.expert_group == ranks[0].expert_group for m in staying)
+    return None if successors else ranks[0]
+
+
+def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
+    """The member is in no topology, and in none that is being prepared or was asked for."""
+    if view.is_changing or view.is_rank(member.name):
+        return False
+    if member.name in view.desired and any(m.expert_group for m in staying):
+        return False
+    return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
+
+
+def _may_go(member: Member, last: Member | None, drain_timeout_s: float, view: TopologyView, now: datetime) -> str:
+    """Why a member that has left may be deleted now; empty: not yet."""
+    if not member.serving:
+        # Its container is being restarted: as a rank it is waited for.
+        return "" if member is last and view.knows(member.name) else "it had not started"
+    if not member.draining:
+        return ""
+    unsure = member.expert_group and member is not last and not view.knows(member.name)
+    if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
+        return ""
+    return may_go(member, drain_timeout_s, now)
+
+
+def _is_of_another(member: Member, group: str) -> bool:
+    return member.expert_group not in ("", group)
+
+
+def _is_under_way(view: TopologyView, staying: list[Member], group: str) -> bool:
+    if view.operation is not None and view.operation.phase in ACTIVE:
+        return True
+    return bool(staying) and (
+        view.ranks != view.desired or any(m.expert_group == group and m.name not in view.desired for m in staying)
+    )

@@ -1,0 +1,139 @@
+"""What is known of an expert-parallel group: the coordinator's answer, and what the status of the service recorded of an
+earlier one. Pure.
+
+A coordinator that was restarted knows only the ranks that have reported again. Until it knows the generation that was
+recorded, the recorded ranks that it does not know count as members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from baton_engine.protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyStatus,
+)
+from baton_operator import api
+
+PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
+ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
+
+
+class TopologyView:
+    """Questions about one observed topology."""
+
+    def __init__(self, topology: TopologyStatus, recorded: api.TopologyStatus | None) -> None:
+        self.topology = topology
+        self.desired = frozenset(topology.desired)
+        self._entries: dict[str, list[MemberStatus]] = {}
+        for entry in topology.members:
+            self._entries.setdefault(entry.name, []).append(entry)
+        unsure = recorded is not None and topology.generation <= recorded.generation
+        self._recorded = {rank.name for rank in recorded.ranks} if recorded and unsure else set()
+
+    @property
+    def ranks(self) -> frozenset[str]:
+        """Names of the present generation, as far as is known."""
+        return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
+
+    @property
+    def operation(self) -> OperationStatus | None:
+        return self.topology.operation
+
+    @property
+    def is_changing(self) -> bool:
+        """An operation has a target: whoever is part of it is not known here."""
+        return self.operation is not None and self.operation.phase in PREPARED_OR_COMMITTED
+
+    def knows(self, name: str) -> bool:
+        """A process of this name has registered."""
+        return name in self._entries
+
+    def is_rank(self, name: str) -> bool:
+        """Of the present generation, as far as is known."""
+        if not self.knows(name):
+            return name in self._recorded
+        return any(entry.rank is not None for entry in self._entries[name])
+
+    def serves(self, name: str) -> bool:
+        return any(entry.rank is not None and entry.phase is RankPhase.SERVING for entry in self._entries.get(name, ()))
+
+    def stands_by(self, name: str) -> bool:
+        """It says itself that it serves nobody."""
+        entries = self._entries.get(name, ())
+        idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
+        return idle and not self.is_rank(name)
+
+
+def record(
+    topology: TopologyStatus | None,
+    recorded: api.TopologyStatus | None,
+    pods: Collection[str],
+    coordinator: str,
+) -> api.TopologyStatus | None:
+    """What the status says: the topology as answered, else what was recorded, without pods that are gone.
+
+    A coordinator that has no generation yet has perhaps been restarted: it does not wipe out what was recorded.
+
+    Args:
+        recorded: of this coordinator address, see `recorded_for`.
+        pods: names of those that exist.
+    """
+    if topology is None or (topology.generation == 0 and recorded is not None and recorded.generation > 0):
+        if recorded is None:
+            return None
+        ranks = [rank for rank in recorded.ranks if rank.name in pods]
+        operation = recorded.operation
+        if topology is not None and topology.operation is not None:
+            operation = _operation(topology.operation)
+        return api.TopologyStatus(
+            coordinator=coordinator, generation=recorded.generation, ranks=ranks, operation=operation
+        )
+    view = TopologyView(topology, recorded)
+    ranks = [
+        api.RankStatus(name=entry.name, rank=entry.rank, phase=str(entry.phase))
+        for entry in topology.members
+        if entry.rank is not None
+    ]
+    if recorded is not None:
+        listed = {rank.name for rank in ranks}
+        ranks += [
+            rank for rank in recorded.ranks if view.is_rank(rank.name) and rank.name in pods and rank.name not in listed
+        ]
+    operation = None if topology.operation is None else _operation(topology.operation)
+    return api.TopologyStatus(coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation)
+
+
+def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatus | None:
+    """What the status of the service recorded while its coordinator had this address: others' ranks report elsewhere."""
+    found = ((service.get("status") or {}).get("decode") or {}).get("topology")
+    if not found:
+        return None
+    try:
+        recorded = msgspec.convert(found, api.TopologyStatus)
+    except msgspec.ValidationError:  # another version of the operator wrote it
+        return None
+    return recorded if recorded.coordinator == coordinator else None
+
+
+def _operation(operation: OperationStatus) -> api.OperationStatus:
+    """Without the seconds of the present phase: a status that changes with time alone would be written for ever."""
+    seconds = {
+        phase: round(duration, 3)
+        for phase, duration in operation.seconds.items()
+        if phase != operation.phase and phase in api.OperationSeconds.__struct_fields__
+    }
+    return api.OperationStatus(
+        id=operation.operation_id or "-",
+        kind=operation.kind,
+        phase=str(operation.phase),
+        generation=operation.generation,
+        reason=operation.reason or None,
+        seconds=api.OperationSeconds(**seconds),
+    )
