@@ -6,10 +6,10 @@ Each library runs in a pair of processes of its own, with its own UCX and the sa
 in different random orders on both sides, so none merge: one descriptor per block. A figure is the blocks' bytes over the time of
 the whole transfer: `off` from posting to DONE; `on` with every block summed by its producer, moved, and proved by its consumer, in
 pieces that overlap (agent_pair.py). Our API wakes who waits; NIXL's is polled, by one pair every 100 us, by another every 20.
-Only the pair that is measured runs, the others are stopped. Whose turn is first changes with every repeat. A ratio, of NIXL's time to ours, is the median of the repeats' ratios, because the
-machine may be busy, and the lower of the two pairs', so that the better NIXL counts. The goal is for every shape with blocks from
-64 KiB up, READ and WRITE, with checksums: the table says for each row whether it is met. Ceilings: ceilings.py. NIXL runs if
-`nixl_cu12` is installed.
+Only the pair that is measured runs, the others are stopped. Whose turn is first changes with every repeat. A ratio, of NIXL's time
+to ours, is the median of the repeats' ratios, because the machine may be busy, and the lower of the two pairs', so that the better
+NIXL counts. The goal is for every shape with blocks from 64 KiB up, READ and WRITE, with checksums: the table says for each row
+whether it is met. Ceilings: ceilings.py. NIXL runs if `nixl_cu12` is installed.
 """
 
 from __future__ import annotations
