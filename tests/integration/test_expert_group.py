@@ -75,3 +75,23 @@ def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) 
     group.ranks[names[2]].restart()
     group.wait_for(names[1:], timeout_s=60)
     assert_all_right(ask(group, list(range(50, 56)), 6), model, group, "with the successor")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("num_redundant_experts", [0, 3])
+def test_tokens_of_every_size(
+    checkpoint: Path, model: torch.nn.Module, tmp_path: Path, num_redundant_experts: int
+) -> None:
+    """Greedy and seeded streams; all ranks busy, some idle, one alone. Eight ranks take a while to start: `make elastic`."""
+    with pods(tmp_path, 36) as processes:
+        group = ExpertGroup(processes, checkpoint, num_redundant_experts=num_redundant_experts)
+        group.start(8, timeout_s=240)
+        names = sorted(group.ranks)
+        for size in (8, 4, 3, 2, 1):
+            group.scale(names[-size:])
+            for what, numbers, width in (
+                ("all busy", range(100 * size, 100 * size + 24), 24),
+                ("some idle", range(100 * size + 30, 100 * size + 33), 3),
+                ("one stream", range(100 * size + 40, 100 * size + 42), 1),
+            ):
+                assert_all_right(ask(group, list(numbers), width), model, group, f"{size} ranks, {what}")
