@@ -67,7 +67,7 @@ async def start_loads(port: int, chance: random.Random) -> list[Load]:
     """Two clients of eight requests each; returns once each has had a token."""
     loads = []
     for name in ("one", "two"):
-        client = EngineClient(HOST, port, client_id=name)
+        client = EngineClient(HOST, port, client_id=name, heartbeat_timeout_s=15.0)
         await client.connect(START_S)
         await client.wait_ready(START_S)
         loads.append(Load(client, name, 8, chance))
