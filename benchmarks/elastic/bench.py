@@ -30,25 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from baton_engine.checkpoint import create_checkpoint
 from report import Goal, print_table, write
-from support.expert_group import ExpertGroup
+from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import Pod, Pods, pods
 from support.streams import Load
 from support.token_rule import assert_right_tokens
 
 WIDTH = 32
-VOCAB_SIZE = 512
 SIZES = (4, 3, 6, 2)
-SHAPE = {
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "num_experts": 8,
-    "moe_intermediate_size": 32,
-    "vocab_size": VOCAB_SIZE,
-    "seed": 11,
-}
 PAUSES = "baton_topology_commit_pause_seconds_bucket"
 REST_S = 1.0
 """Between two operations."""

@@ -19,14 +19,13 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from support.expert_group import ExpertGroup
+from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import Pod, pods
 from support.streams import Load
 from support.token_rule import assert_right_tokens
 
 pytestmark = pytest.mark.chaos
-VOCAB_SIZE = 512
 CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))
 ROUNDS = int(os.environ.get("BATON_CHAOS_KILLS", "8"))
 SERVES_AGAIN_S = 5.0
@@ -38,18 +37,7 @@ RESTARTED_S = 60.0
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(
-        tmp_path_factory.mktemp("elastic") / "moe",
-        "qwen3_moe",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        num_experts=8,
-        moe_intermediate_size=32,
-        vocab_size=VOCAB_SIZE,
-        seed=11,
-    )
+    return create_checkpoint(tmp_path_factory.mktemp("elastic") / "moe", "qwen3_moe", **SHAPE)
 
 
 @pytest.fixture(scope="module")

@@ -10,23 +10,11 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from support.expert_group import ExpertGroup
+from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import pods
 from support.streams import Load, Stream
 from support.token_rule import assert_right_tokens
-
-VOCAB_SIZE = 512
-SHAPE = {
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "num_experts": 8,
-    "moe_intermediate_size": 32,
-    "vocab_size": VOCAB_SIZE,
-    "seed": 11,
-}
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])

@@ -6,6 +6,7 @@ import itertools
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,19 @@ from baton_engine.protocol.topology import (
 )
 from support.pods import Pod, Pods
 from support.waiting import eventually
+
+VOCAB_SIZE = 512
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "vocab_size": VOCAB_SIZE,
+    "seed": 11,
+}
+"""Of the small model that groups serve; for `create_checkpoint`."""
 
 
 class ExpertGroup:

@@ -15,9 +15,10 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from baton_engine.json_handler import JSONHandler
+
 logger = logging.getLogger(__name__)
 
-SOCKET_TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 64 * 2**10
 
 CALLS = {
@@ -89,10 +90,8 @@ class _Server(ThreadingHTTPServer):
     registry: CollectorRegistry
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler, BaseHTTPRequestHandler):
     server: _Server
-    timeout = SOCKET_TIMEOUT_S
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -152,16 +151,3 @@ class _Handler(BaseHTTPRequestHandler):
         names = {method: ", ".join(f"/{name}" for name in sorted(names)) for method, names in CALLS.items()}
         paths = f"GET /health, /ready, /metrics, /drain, {names['GET']} and POST /drain, {names['POST']}"
         self._tell(404, "NotFound", f"there is only {paths}")
-
-    def _tell(self, status: int, reason: str, message: str) -> None:
-        self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
-
-    def _answer(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        logger.debug("http %s: %s", self.address_string(), format % args)

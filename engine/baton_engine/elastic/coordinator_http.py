@@ -11,11 +11,11 @@ import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.elastic.checks import Refusal
+from baton_engine.json_handler import JSONHandler
 from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
 
 logger = logging.getLogger(__name__)
 
-SOCKET_TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 2**20
 
 
@@ -51,10 +51,8 @@ class _Server(ThreadingHTTPServer):
     admin: TopologyAdmin
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler, BaseHTTPRequestHandler):
     server: _Server
-    timeout = SOCKET_TIMEOUT_S
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         admin = self.server.admin
@@ -110,16 +108,3 @@ class _Handler(BaseHTTPRequestHandler):
     def _not_found(self) -> None:
         paths = "GET and PUT /topology, POST /rebalance, GET /healthz, /readyz, /metrics"
         self._tell(404, "NotFound", f"there is only {paths}")
-
-    def _tell(self, status: int, reason: str, message: str) -> None:
-        self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
-
-    def _answer(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        logger.debug("http %s: %s", self.address_string(), format % args)
