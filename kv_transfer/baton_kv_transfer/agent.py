@@ -12,7 +12,9 @@ Every descriptor is checked against registered memory, the peer's against its me
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +77,14 @@ class Agent(abc.ABC):
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, after a transfer ended or a notification arrived. (Not in NIXL, where one polls.)"""
+
+    def waiting(self) -> AbstractContextManager[int | None]:
+        """Around a sleep until `wakeup` is called: no other thread has to wake up first, its work is the caller's.
+
+        Gives a descriptor to poll within it beside the caller's own, or None; once it is readable, leave. `wakeup` may be called
+        on leaving. (Not in NIXL.)
+        """
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:

@@ -42,7 +42,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
     """Raises ValueError unless the rows of the two sides can be moved pairwise."""
     if operation not in ("READ", "WRITE"):
         raise ValueError(f"operation must be READ or WRITE, got {operation!r}")
-    if len(local) == 0 or len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
+    if len(local) == 0 or len(local) != len(remote) or (local[:, 1] != remote[:, 1]).any():
         raise ValueError(
             f"both sides need the same number of descriptors, at least one, of equal lengths: "
             f"got {len(local)} local, {len(remote)} remote"
@@ -97,8 +97,6 @@ def merge(
     local: Descriptors, local_regions: NDArray[np.int64], remote: Descriptors, remote_regions: NDArray[np.int64]
 ) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
     """Joins the rows of each run: local and remote [runs, 3], and the remote region of each run [runs]."""
-    if len(local) == 1:
-        return local, remote, remote_regions
     if len(local) == 1:
         return local, remote, remote_regions
     starts = run_starts(local, remote, local_regions, remote_regions)

@@ -6,6 +6,7 @@ sleeps until a socket, the agent, a command or a deadline wakes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -247,8 +248,11 @@ class TransferConnector(KVConnectorWorker):
             deadlines.append(self._consumer.next_deadline())
         due = [deadline for deadline in deadlines if deadline is not None]
         wait_s = min(MAX_SLEEP_S, max(0.0, min(due) - time.monotonic())) if due else MAX_SLEEP_S
-        events = dict(poller.poll(int(wait_s * 1000) + 1))
-        if self._wake_fd in events:
+        with self._agent.waiting() as agent_fd:
+            if agent_fd is not None:
+                poller.register(agent_fd, zmq.POLLIN)
+            poller.poll(int(wait_s * 1000) + 1)
+        with contextlib.suppress(BlockingIOError):  # nobody called
             os.eventfd_read(self._wake_fd)
 
     def _start(self, metadata: ConnectorMetadata) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 import numpy as np
@@ -120,6 +121,9 @@ class TransportAgent(Agent):
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._transport.set_wakeup(wakeup)
+
+    def waiting(self) -> AbstractContextManager[int | None]:
+        return self._transport.waiting()
 
     def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
         check_mem_type(mem_type)

@@ -28,6 +28,8 @@ MAX_ROWS = 1023
 BATCH_BYTES = 4 * 2**20
 """About a millisecond: the thread that reads has other work, too."""
 
+_NOTHING = np.zeros((0, 2), dtype=np.int64)
+
 
 class CopyError(RuntimeError):
     """The other process's memory could not be read; the text says why."""
@@ -78,8 +80,7 @@ class Process:
 
     def check(self) -> None:
         """Raises CopyError if its memory may not be read (any more)."""
-        nothing = np.zeros((0, 2), dtype=np.int64)
-        self.read(nothing, nothing, 0)
+        self.read(_NOTHING, _NOTHING, 0)
 
     def read(self, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
         """Copies runs of the process to runs here, pairwise.
@@ -138,10 +139,12 @@ class BatchedCopy:
         self._process = process
         self.target = local[:, :2]
         """The runs here, as they were given."""
-        self._local, self._remote = split(self.target, BATCH_BYTES), split(remote[:, :2], BATCH_BYTES)
+        self.nbytes = int(local[:, 1].sum())
+        self._local, self._remote = self.target, remote[:, :2]
+        if self.nbytes > BATCH_BYTES:
+            self._local, self._remote = split(self._local, BATCH_BYTES), split(self._remote, BATCH_BYTES)
         self._next = 0
         self._copied = 0
-        self.nbytes = int(self._local[:, 1].sum())
         self._single = len(self._local) <= MAX_ROWS and self.nbytes <= BATCH_BYTES
         self._ends = (
             np.empty(0, np.int64) if self._single else np.cumsum(self._local[:, 1])

@@ -16,6 +16,8 @@ from baton_kv_transfer.transports.rows import MAX_TRANSFER_BYTES
 HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
 """Kinds of messages. A frame's number names the transfer that it asks for, answers, or has bytes of."""
 MAX_HELLO_BYTES = 4096
+FEW_ROWS = 16
+"""For which Python's numbers are faster than arrays."""
 
 
 class LaneAddress(msgspec.Struct, array_like=True, frozen=True):
@@ -63,20 +65,25 @@ def permitted(tls: str | None) -> bool:
     return bool(names & {"all", "cma", "shm", "sm"})
 
 
-def find_inside(descs: NDArray[np.int64], regions: list[Region]) -> NDArray[np.bool_]:
-    """Which rows lie whole in one of the regions: [n]. Safe for any numbers."""
+def count_outside(descs: NDArray[np.int64], regions: list[Region]) -> int:
+    """How many rows do not lie whole in one of the regions. Safe for any numbers."""
+    if len(descs) <= FEW_ROWS:
+        return sum(
+            not any(length > 0 and 0 <= address - r.address <= r.length - length for r in regions)
+            for address, length in descs.tolist()
+        )
     inside = np.zeros(len(descs), dtype=bool)
     unsigned = descs.view(np.uint64)  # what is negative, or before a region, becomes huge
     addresses, lengths = unsigned[:, 0], unsigned[:, 1]
     for region in regions:
         offsets, length = addresses - np.uint64(region.address), np.uint64(region.length)
         inside |= (offsets < length) & (lengths - np.uint64(1) < length - offsets)
-    return inside
+    return len(descs) - int(np.count_nonzero(inside))
 
 
 def encode_request(notif: bytes, rows: NDArray[np.int64]) -> bytes:
     """`rows`: [n, k]."""
-    return len(notif).to_bytes(4, "little") + notif + rows.astype("<i8").tobytes()
+    return len(notif).to_bytes(4, "little") + notif + rows.astype("<i8", copy=False).tobytes()
 
 
 def decode_request(request: bytes, columns: int) -> tuple[bytes, NDArray[np.int64]]:
@@ -93,13 +100,15 @@ def decode_request(request: bytes, columns: int) -> tuple[bytes, NDArray[np.int6
 
 
 def encode_write(notif: bytes, local: Descriptors, remote: Descriptors) -> bytes:
-    return encode_request(notif, np.column_stack((local[:, 0], remote[:, 0], local[:, 1])))
+    rows = np.empty((len(local), 3), dtype="<i8")
+    rows[:, 0], rows[:, 1], rows[:, 2] = local[:, 0], remote[:, 0], local[:, 1]
+    return encode_request(notif, rows)
 
 
 def decode_write(request: bytes) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
     """(notification, source rows, target rows), each [n, 2]. Raises ValueError as `decode_request`."""
     notif, rows = decode_request(request, 3)
-    return notif, rows[:, [0, 2]], rows[:, [1, 2]]
+    return notif, rows[:, ::2], rows[:, 1:]
 
 
 def get_location() -> tuple[str, int, int]:

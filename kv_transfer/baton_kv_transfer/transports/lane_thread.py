@@ -1,7 +1,13 @@
-"""The thread of a lane: waits on sockets, runs what others want of it and what is due, and copies in turns of one batch."""
+"""The work of the lanes: waits on sockets, runs what others want of it and what is due, and copies in turns of one batch.
+
+A thread does it, except while a user of the transport waits in `waiting`: then the user does what comes up, for nobody has to wake
+up before it then. The thread steps in when that would last: there is more to do than one turn, or the user stays away.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import heapq
 import itertools
 import logging
@@ -10,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, CopyError
 from baton_kv_transfer.transports.mailbox import Mailbox
@@ -18,6 +24,10 @@ from baton_kv_transfer.transports.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+AWAY_S = 0.001
+"""A user who waits again within this time keeps the work: waking the thread would cost more."""
+MAX_PARKED_S = 1.0
+"""How late something that is due may be while a user waits."""
 
 
 class Job:
@@ -34,19 +44,50 @@ class Job:
         self.owner = owner
 
 
+class _State(enum.Enum):
+    """Of the thread."""
+
+    WORKING = enum.auto()
+    POLLING = enum.auto()
+    PARKED = enum.auto()
+    """A user does the work."""
+
+
 class LaneThread:
-    """`mailbox`, `start` and `close` are for any thread; the rest belongs to this one."""
+    """`mailbox`, `waiting`, `start` and `close` are for any thread; the rest belongs to who does the work, the handlers."""
 
     def __init__(self, name: str) -> None:
         """`name`: of the thread."""
         self.jobs: deque[Job] = deque()
-        self._handlers: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
+        """Events waited for and what to call, by descriptor."""
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
-        self._poller = select.poll()
+        self._epoll = select.epoll()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._event_fd, lambda: None)
-        self.mailbox = Mailbox(lambda: os.eventfd_write(self._event_fd, 1))
+        self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Gets the thread, and nobody else, out of its poll."""
+        self._worker: int | None = None
+        """The thread that does the work at the moment: what it submits, it runs before it waits."""
+        self.mailbox = Mailbox(self._signal)
+        self._work = threading.Lock()
+        """Held by who does the work."""
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._state = _State.WORKING
+        self._waits = 0
+        """How many times a user began to wait: tells one time from the next."""
+        self._lent = False
+        """A user waits now."""
+        self._left_at = 0.0
+        """When the last one ceased to."""
+        self._long = False
+        """The thread sleeps on, however short the user's absence."""
+        self._more = False
+        """The user left work that does not wait."""
+        self._resume = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], None]) -> None:
@@ -55,17 +96,38 @@ class LaneThread:
         self._thread.start()
 
     def close(self) -> None:
-        if self.mailbox.close():
+        if self._thread.ident is None:  # never started
+            self._close()
+        elif self.mailbox.close():
+            self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[int | None]:
+        """See Transport.waiting."""
+        if self._borrow():
+            try:
+                yield self._epoll.fileno()
+            finally:
+                self._give_back()
+        else:
+            yield None
+
     def watch(self, fd: int, handler: Callable[[], None], writable: bool = False) -> None:
-        if fd >= 0:
-            self._poller.register(fd, select.POLLIN | (select.POLLOUT if writable else 0))
-            self._handlers[fd] = handler
+        if fd < 0:
+            return
+        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        before = self._handlers.get(fd)
+        if before is None:
+            self._epoll.register(fd, events)
+        elif before[0] != events:
+            self._epoll.modify(fd, events)
+        self._handlers[fd] = events, handler
 
     def unwatch(self, fd: int) -> None:
+        """Before it is closed."""
         if self._handlers.pop(fd, None) is not None:
-            self._poller.unregister(fd)
+            self._epoll.unregister(fd)
 
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
@@ -77,29 +139,126 @@ class LaneThread:
             self.jobs.remove(job)
         return taken
 
+    # -- users that wait
+
+    def _borrow(self) -> bool:
+        with self._lock:
+            if self._lent or self._more or self._state is _State.WORKING or self.mailbox.closed:
+                return False
+            self._lent = True
+            self._waits += 1
+            if self._state is _State.POLLING:
+                os.eventfd_write(self._kick_fd, 1)
+        return True
+
+    def _give_back(self) -> None:
+        more = True
+        try:
+            with self._work:
+                if not self.mailbox.closed:
+                    more = self._turn()
+        except Exception as error:  # the thread's to report: who waits did not cause it
+            self._failure = error
+        with self._lock:
+            self._lent = False
+            self._left_at = time.monotonic()
+            self._more = more
+            resume = more or self._long
+        if resume:
+            self._resume.set()
+
+    # -- the thread
+
     def _run(self) -> None:
         try:
+            more = True
             while not self.mailbox.closed:
-                self._poll(0 if self.jobs else self._time_left_ms())
-                self.mailbox.run()
-                while self._later and self._later[0][0] <= time.monotonic():
-                    heapq.heappop(self._later)[2]()
-                self._copy_batch()
+                if not more:
+                    self._wait()
+                if self._failure is not None:
+                    raise self._failure
+                with self._work:
+                    more = self._turn()
         except Exception:
             logger.exception("the thread %s failed; its transfers end", self._thread.name)
-        self.mailbox.finish()  # callers that wait for an answer get it
-        self._at_end()
-        os.close(self._event_fd)
+        with self._work:
+            self.mailbox.finish()  # callers that wait for an answer get it
+            self._at_end()
+        self._close()
 
-    def _time_left_ms(self) -> float | None:
-        return max(0.0, self._later[0][0] - time.monotonic()) * 1000 if self._later else None
+    def _wait(self) -> None:
+        """Until there may be work, and no user does it."""
+        with self._lock:
+            self._state = _State.POLLING
+        poller = select.poll()
+        poller.register(self._epoll.fileno(), select.POLLIN)
+        poller.register(self._kick_fd, select.POLLIN)
+        if any(fd == self._kick_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
+            os.eventfd_read(self._kick_fd)
+        asleep = False
+        while not self._take_back(asleep):
+            with self._lock:
+                waits = self._waits
+            woken = self._resume.wait(self._time_left_s(MAX_PARKED_S) if asleep else AWAY_S)
+            with self._lock:
+                asleep = not woken and self._lent and self._waits == waits
+            if asleep and not self._time_left_s(MAX_PARKED_S):
+                with self._work:
+                    self._run_due()
 
-    def _poll(self, timeout_ms: float | None) -> None:
-        for fd, _ in self._poller.poll(timeout_ms):
-            if fd == self._event_fd:
-                os.eventfd_read(fd)
-            elif handler := self._handlers.get(fd):  # an earlier one may have closed it
-                handler()
+    def _take_back(self, asleep: bool) -> bool:
+        """Whether the work is the thread's. If not, it is about to sleep: until it is woken if `asleep`."""
+        with self._lock:
+            away = not self._lent and (self._more or time.monotonic() - self._left_at >= AWAY_S)
+            self._resume.clear()
+            self._long = asleep
+            if away or self.mailbox.closed:
+                self._state, self._more = _State.WORKING, False
+            else:
+                self._state = _State.PARKED
+            return self._state is _State.WORKING
+
+    def _close(self) -> None:
+        while True:
+            with self._lock:
+                lent = self._lent
+                self._resume.clear()
+            if not lent:
+                self._epoll.close()
+                os.close(self._event_fd)
+                os.close(self._kick_fd)
+                return
+            if not self._resume.wait(CLOSE_TIMEOUT_S):
+                return  # a user still polls these descriptors: they must not become others
+
+    # -- the work
+
+    def _turn(self) -> bool:
+        """What there is to do at once; whether there is more."""
+        self._worker = threading.get_ident()
+        try:
+            for fd, _ in self._epoll.poll(0):
+                if fd == self._event_fd:
+                    os.eventfd_read(fd)
+                elif handler := self._handlers.get(fd):  # an earlier one may have closed it
+                    handler[1]()
+            self._copy_batch()
+            self._run_due()
+            self.mailbox.run()
+        finally:
+            self._worker = None
+        return bool(self.jobs or self._epoll.poll(0))
+
+    def _signal(self) -> None:
+        if threading.get_ident() != self._worker:  # whose turn ends with running what was submitted
+            os.eventfd_write(self._event_fd, 1)
+
+    def _time_left_s(self, at_most_s: float) -> float:
+        return min(at_most_s, max(0.0, self._later[0][0] - time.monotonic())) if self._later else at_most_s
+
+    def _run_due(self) -> None:
+        while self._later and self._later[0][0] <= time.monotonic():
+            heapq.heappop(self._later)[2]()
 
     def _copy_batch(self) -> None:
         if not self.jobs:

@@ -60,8 +60,11 @@ class _Peer:
 class SameHostLane:
     """Methods may be called from any thread, save where noted."""
 
-    def __init__(self, name: str, deliver: Callable[[str, bytes], None], wakeup: Callable[[], None]) -> None:
-        """
+    def __init__(
+        self, thread: LaneThread, name: str, deliver: Callable[[str, bytes], None], wakeup: Callable[[], None]
+    ) -> None:
+        """Before the thread starts.
+
         Args:
             deliver: called by the lane's thread with (sender, notification).
             wakeup: called after a transfer ended.
@@ -69,10 +72,9 @@ class SameHostLane:
         self._name = name
         self._wakeup = wakeup
         self._peers: dict[str, _Peer] = {}
-        self._thread = LaneThread(f"same-host-{name}")
-        self._clients = SameHostClients(self._thread, deliver)
+        self._thread = thread
+        self._clients = SameHostClients(thread, deliver)
         self._clients.open()
-        self._thread.start(lambda: self._cut_off("the transport was closed"))
 
     @property
     def num_refused(self) -> int:
@@ -140,10 +142,11 @@ class SameHostLane:
         """See Transport.fence."""
         self._thread.mailbox.call(self._fence)
 
-    def close(self) -> None:
-        self._thread.close()
-
     # -- the lane's thread
+
+    def end(self) -> None:
+        """When the thread does."""
+        self._cut_off("the transport was closed")
 
     def _fence(self) -> None:
         self._cut_off("this agent cut all its peers off")

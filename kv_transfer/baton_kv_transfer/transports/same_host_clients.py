@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
@@ -23,8 +22,8 @@ from baton_kv_transfer.transports.lane_protocol import (
     WRITE,
     Hello,
     LaneAddress,
+    count_outside,
     decode_write,
-    find_inside,
     get_location,
 )
 from baton_kv_transfer.transports.lane_thread import Job, LaneThread
@@ -65,7 +64,7 @@ class SameHostClients:
     def forget_region(self, region: Region) -> None:
         self._regions.remove(region)
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
-            if not find_inside(job.copy.target, self._regions).all():
+            if count_outside(job.copy.target, self._regions):
                 self._thread.jobs.remove(job)
                 job.finish("the memory was deregistered")
 
@@ -142,7 +141,7 @@ class SameHostClients:
             except OSError:
                 self._drop_client(client)
 
-        outside = int(np.count_nonzero(~find_inside(target, self._regions)))
+        outside = count_outside(target, self._regions)
         if outside:
             self.num_refused += outside
             finish(f"{outside} of {len(target)} descriptors are outside the memory registered there")

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
@@ -23,8 +22,8 @@ from baton_kv_transfer.transports.lane_protocol import (
     WRITE,
     TCPAddress,
     TCPHello,
+    count_outside,
     decode_request,
-    find_inside,
 )
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.rows import Rows
@@ -104,7 +103,7 @@ class TCPClients:
         self._regions.remove(region)
         for client in list(self._clients):
             for number, rows in client.link.transfers.items():
-                if not find_inside(np.ascontiguousarray(rows.rows), self._regions).all():
+                if count_outside(rows.rows, self._regions):
                     client.link.stop(number)
                     client.notifs.pop(number, None)
                     self._answer(client, number, "the memory was deregistered")
@@ -184,7 +183,7 @@ class TCPClients:
 
     def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
         notif, rows = decode_request(request, 2)
-        outside = int(np.count_nonzero(~find_inside(rows, self._regions)))
+        outside = count_outside(rows, self._regions)
         if outside:
             self.num_refused += outside
             refusal = f"{outside} of {len(rows)} descriptors are outside the memory registered there"

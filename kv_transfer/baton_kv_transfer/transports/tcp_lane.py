@@ -32,8 +32,16 @@ from baton_kv_transfer.transports.transfer import Transfer
 class TCPLane:
     """Methods may be called from any thread, save where noted."""
 
-    def __init__(self, name: str, host: str, deliver: Callable[[str, bytes], None], wakeup: Callable[[], None]) -> None:
-        """
+    def __init__(
+        self,
+        thread: LaneThread,
+        name: str,
+        host: str,
+        deliver: Callable[[str, bytes], None],
+        wakeup: Callable[[], None],
+    ) -> None:
+        """Before the thread starts.
+
         Args:
             host: address to listen at, and to be reached at.
             deliver: called by the lane's thread with (sender, notification).
@@ -45,9 +53,8 @@ class TCPLane:
         self._name = name
         self._wakeup = wakeup
         self._links: dict[str, Link] = {}
-        self._thread = LaneThread(f"tcp-{name}")
-        self._clients = TCPClients(self._thread, host, deliver)
-        self._thread.start(self._end)
+        self._thread = thread
+        self._clients = TCPClients(thread, host, deliver)
 
     @property
     def num_refused(self) -> int:
@@ -103,16 +110,14 @@ class TCPLane:
         """See Transport.fence."""
         self._thread.mailbox.call(self._fence)
 
-    def close(self) -> None:
-        self._thread.close()
-
     # -- the lane's thread
 
     def _fence(self) -> None:
         self._give_up_all("this agent cut all its peers off")
         self._clients.cut_off()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """When the thread does."""
         self._give_up_all("the transport was closed")
         self._clients.close()
 

@@ -16,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from baton_kv_transfer.transports import ucx_endpoints
 from baton_kv_transfer.transports.base import Descriptors, Operation, Region, Transport, TransportError
 from baton_kv_transfer.transports.lane_protocol import permitted
+from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.same_host import SameHostLane
 from baton_kv_transfer.transports.tcp_lane import TCPLane
 from baton_kv_transfer.transports.transfer import Transfer
@@ -59,8 +61,15 @@ class UCXTransport(Transport):
         self._ucx: ProgressThread | None = None
         tls = os.environ.get("UCX_TLS")
         self._moves_host_memory = ucx_endpoints.has_network_access(tls)
-        self._tcp = TCPLane(name, host or os.environ.get("POD_IP") or "127.0.0.1", self._deliver, self._wake)
-        self._same_host = SameHostLane(name, self._deliver, self._wake) if permitted(tls) else None
+        self._lanes = LaneThread(f"lanes-{name}")
+        try:
+            host = host or os.environ.get("POD_IP") or "127.0.0.1"
+            self._tcp = TCPLane(self._lanes, name, host, self._deliver, self._wake)
+        except OSError:
+            self._lanes.close()
+            raise
+        self._same_host = SameHostLane(self._lanes, name, self._deliver, self._wake) if permitted(tls) else None
+        self._lanes.start(self._end_lanes)
         if self._moves_host_memory:
             try:
                 self._start_ucx()
@@ -166,12 +175,18 @@ class UCXTransport(Transport):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
 
+    def waiting(self) -> AbstractContextManager[int | None]:
+        return self._lanes.waiting()
+
     def close(self) -> None:
         if self._ucx:
             self._ucx.close()
+        self._lanes.close()
+
+    def _end_lanes(self) -> None:
         if self._same_host:
-            self._same_host.close()
-        self._tcp.close()
+            self._same_host.end()
+        self._tcp.end()
 
     def _start_ucx(self) -> ProgressThread:
         with self._ucx_lock:

@@ -21,7 +21,8 @@ from baton_kv_transfer.transports import cross_memory, lane_protocol
 from baton_kv_transfer.transports.base import Operation, Region, XferState
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import FramedSocket
-from baton_kv_transfer.transports.lane_protocol import LaneAddress, find_inside, permitted
+from baton_kv_transfer.transports.lane_protocol import FEW_ROWS, LaneAddress, count_outside, permitted
+from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.same_host import SameHostLane
 from baton_kv_transfer.transports.transfer import Transfer
 
@@ -43,7 +44,11 @@ class LaneHere:
 
     def __init__(self, name: str) -> None:
         self.notifs: list[tuple[str, bytes]] = []
-        self.lane = SameHostLane(name, lambda sender, message: self.notifs.append((sender, message)), lambda: None)
+        self.thread = LaneThread(f"lane-{name}")
+        self.lane = SameHostLane(
+            self.thread, name, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+        )
+        self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
         self.lane.register(self.region)
@@ -81,7 +86,7 @@ def lanes() -> Iterator[Callable[[str], LaneHere]]:
 
     yield make
     for lane in made:
-        lane.lane.close()
+        lane.thread.close()
 
 
 @pytest.fixture
@@ -116,7 +121,8 @@ def test_the_lane_is_used_where_ucx_may_use_transports_of_one_host(tls: str | No
     assert permitted(tls) is expected
 
 
-def test_regions_hold_a_descriptor_whole_or_not_at_all() -> None:
+@pytest.mark.parametrize("copies", [1, FEW_ROWS + 1])
+def test_regions_hold_a_descriptor_whole_or_not_at_all(copies: int) -> None:
     descs = np.array(
         [
             [100, 50],
@@ -131,8 +137,10 @@ def test_regions_hold_a_descriptor_whole_or_not_at_all() -> None:
             [INT64_MAX, 1],
         ]
     )
-    inside = find_inside(descs, [Region(100, 50), Region(200, 10)])
-    assert inside.tolist() == [True, True, *[False] * 8]
+    regions = [Region(100, 50), Region(200, 10)]
+    outside = [count_outside(np.repeat(descs[[row]], copies, axis=0), regions) // copies for row in range(len(descs))]
+    assert outside == [0, 0, *[1] * 8]
+    assert count_outside(descs, regions) == 8
 
 
 def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +363,6 @@ def test_a_lane_that_is_closed_leaves_nothing_open(lanes: Callable[[str], LaneHe
         assert one.knows(other.address)
         wait_for("the notification", lambda other=other: other.notifs)
         other.lane.fence()
-        one.lane.close()
-        other.lane.close()
+        one.thread.close()
+        other.thread.close()
     assert len(os.listdir("/proc/self/fd")) == num_open

@@ -30,6 +30,7 @@ from baton_kv_transfer.transports.lane_protocol import (
     TCPHello,
     encode_request,
 )
+from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.rows import FRAME_BYTES
 from baton_kv_transfer.transports.tcp_lane import TCPLane
 from baton_kv_transfer.transports.transfer import Transfer
@@ -50,7 +51,11 @@ class LaneHere:
 
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.notifs: list[tuple[str, bytes]] = []
-        self.lane = TCPLane(name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None)
+        self.thread = LaneThread(f"lane-{name}")
+        self.lane = TCPLane(
+            self.thread, name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+        )
+        self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
         self.lane.register(self.region)
@@ -121,7 +126,7 @@ def lanes() -> Iterator[Callable[..., LaneHere]]:
 
     yield make
     for lane in made:
-        lane.lane.close()
+        lane.thread.close()
 
 
 @pytest.fixture
@@ -424,8 +429,8 @@ def test_a_lane_that_is_closed_leaves_nothing_open(lanes: Callable[..., LaneHere
         one.lane.send_notif("other", b"hello")
         wait_for("the notification", lambda other=other: other.notifs)
         other.lane.fence()
-        one.lane.close()
-        other.lane.close()
+        one.thread.close()
+        other.thread.close()
         with pytest.raises(TransportError, match="closed"):
             one.lane.register(one.region)
     assert len(os.listdir("/proc/self/fd")) == num_open
