@@ -1,4 +1,4 @@
-"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers."""
+"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers; TCP lanes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from consumer_rig import Rig, Worker
 from scripted_consumer import Producer
+from tcp_lane_rig import LaneHere
 
 
 @pytest.fixture
@@ -49,3 +50,24 @@ def make(made: Callable[[Any], Any]) -> Callable[..., Any]:
 @pytest.fixture
 def producer(make: Callable[..., Any]) -> Producer:
     return make(Producer)
+
+
+@pytest.fixture
+def tcp_lanes() -> Iterator[Callable[..., LaneHere]]:
+    made: list[LaneHere] = []
+
+    def make(name: str, host: str = "127.0.0.1") -> LaneHere:
+        made.append(LaneHere(name, host))
+        return made[-1]
+
+    yield make
+    for lane in made:
+        lane.thread.close()
+
+
+@pytest.fixture
+def tcp_pair(tcp_lanes: Callable[..., LaneHere]) -> tuple[LaneHere, LaneHere]:
+    """(one that knows the owner, the owner)."""
+    one, owner = tcp_lanes("one"), tcp_lanes("owner")
+    one.lane.add_peer("owner", owner.lane.address())
+    return one, owner

@@ -1,0 +1,104 @@
+"""Lanes over TCP in this process, and connections of somebody who says what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+import msgspec
+import numpy as np
+from kv_processes import wait_for
+from numpy.typing import NDArray
+
+from baton_kv_transfer.transports.base import Region, XferState
+from baton_kv_transfer.transports.lane_protocol import (
+    HELLO,
+    TCPAddress,
+    TCPHello,
+    encode_request,
+)
+from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.rows import FRAME_BYTES
+from baton_kv_transfer.transports.tcp_lane import TCPLane
+from baton_kv_transfer.transports.transfer import Transfer
+
+WORDS = 2**20
+HEADER = struct.Struct("<IIQ")
+LENGTH = FRAME_BYTES // 8
+"""Words of a frame."""
+
+
+def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
+    """[n, 3] of (first word, number of words)."""
+    return np.array([[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64)
+
+
+class LaneHere:
+    """A lane in this process, with memory and what was notified to it."""
+
+    def __init__(self, name: str, host: str = "127.0.0.1") -> None:
+        self.notifs: list[tuple[str, bytes]] = []
+        self.thread = LaneThread(f"lane-{name}")
+        self.lane = TCPLane(
+            self.thread, name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+        )
+        self.thread.start(self.lane.end)
+        self.words = np.arange(WORDS, dtype=np.int64)
+        self.region = Region(self.words.ctypes.data, self.words.nbytes)
+        self.lane.register(self.region)
+
+    @property
+    def address(self) -> TCPAddress:
+        return msgspec.msgpack.decode(self.lane.address(), type=TCPAddress)
+
+    def post(
+        self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""
+    ) -> Transfer:
+        transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
+        self.lane.begin(transfer)
+        return transfer
+
+
+def end(transfer: Transfer) -> tuple[XferState, str]:
+    wait_for("end of the transfer", lambda: transfer.state is not XferState.PROC)
+    return transfer.state, transfer.error
+
+
+class Raw:
+    """A connection of somebody who says what a test wants."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.end.settimeout(10)
+
+    @classmethod
+    def to(cls, lane: LaneHere, name: str = "raw") -> Raw:
+        """One whose hello is accepted, if it has a name."""
+        raw = cls(socket.create_connection((lane.address.host, lane.address.port)))
+        if name:
+            raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(lane.address.secret, name)))
+        return raw
+
+    def send(self, kind: int, number: int, payload: bytes = b"") -> None:
+        self.end.sendall(HEADER.pack(len(payload), kind, number) + payload)
+
+    def ask(self, kind: int, number: int, descs: NDArray[np.int64], notif: bytes = b"") -> None:
+        self.send(kind, number, encode_request(notif, descs[:, :2]))
+
+    def receive(self) -> tuple[int, int, bytes]:
+        length, kind, number = HEADER.unpack(self._exactly(HEADER.size))
+        return kind, number, self._exactly(length)
+
+    def is_cut_off(self) -> bool:
+        with contextlib.suppress(ConnectionResetError):
+            return self.end.recv(1) == b""
+        return True
+
+    def _exactly(self, count: int) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            some = self.end.recv(count - len(received))
+            assert some, "the connection ended"
+            received += some
+        return bytes(received)
