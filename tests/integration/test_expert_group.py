@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -63,6 +66,60 @@ def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) 
     group.ranks[names[2]].restart()
     group.wait_for(names[1:], timeout_s=60)
     assert_all_right(ask(group, list(range(50, 56)), 6), model, group, "with the successor")
+
+
+def test_a_group_that_is_deleted_ends_its_requests_and_goes(group: ExpertGroup, model: torch.nn.Module) -> None:
+    """All ranks are told to shut down at once, long before their drain timeout of 30 s."""
+    group.start(3)
+
+    async def delete_under_load() -> list[Stream]:
+        assert group.gateway is not None
+        url = f"http://{group.gateway.address}:8080"
+        load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
+        streams = asyncio.create_task(load.replay(list(range(6))))
+        async with asyncio.timeout(30):
+            while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
+                await asyncio.sleep(0.02)
+        for rank in group.ranks.values():
+            rank.process.send_signal(signal.SIGTERM)
+        return list((await streams).values())
+
+    streams = asyncio.run(delete_under_load())
+    ended_at = time.monotonic()
+    for rank in group.ranks.values():
+        assert rank.process.wait(timeout=20) == 0, rank.tail()
+    took_s = time.monotonic() - ended_at
+    assert took_s < 10, f"{took_s:.1f} s after the last request\n{group.tails()}"
+    assert_all_right(streams, model, group, "while the group is deleted")
+
+
+@pytest.mark.chaos
+def test_a_rank_that_hangs_in_a_step_is_left_out_and_its_requests_go_on(
+    checkpoint: Path, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    """One of its workers stands still; its engine answers. It takes as long as `step_stall_after_s` and `stall_after_s`."""
+    with pods(tmp_path, 38) as processes:
+        group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
+        group.start(2)
+        first, second = group.ranks
+
+        async def hang_under_load() -> list[Stream]:
+            assert group.gateway is not None
+            url = f"http://{group.gateway.address}:8080"
+            load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
+            streams = asyncio.create_task(load.replay(list(range(6))))
+            async with asyncio.timeout(30):
+                while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
+                    await asyncio.sleep(0.02)
+            worker = psutil.Process(group.ranks[second].process.pid).children()[0]
+            worker.suspend()
+            try:
+                await asyncio.to_thread(group.wait_for, [first], timeout_s=75)
+                return list((await streams).values())
+            finally:
+                worker.resume()
+
+        assert_all_right(asyncio.run(hang_under_load()), model, group, "while a worker hangs")
 
 
 @pytest.mark.chaos

@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 
 from baton_engine.distributed.group import Group
-from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group
+from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.elastic.waves import StepVote
 from baton_engine.protocol.topology import Generation, Member, StartWave
 

@@ -33,7 +33,7 @@ from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
-from baton_engine.protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
+from baton_engine.protocol.topology import Activity, Directive, Generation, Member, RankPhase, StartWave, Status
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class DPEngineCore(EngineCore):
         super().__init__(config, executor, **hooks)
         self.phase = RankPhase.STANDBY
         self.generation: Generation | None = None
+        self.position: tuple[int, Activity] = (0, Activity.RESTS)
+        """Status.step and .activity as of now; for any thread, also while a step hangs."""
         self._instance_id = member.instance_id
         counts, redundant = TopologyStats(phase=self.phase), config.parallel.num_redundant_experts
         self._report = RankReport(member, self.info, redundant, counts)
@@ -286,7 +288,10 @@ class DPEngineCore(EngineCore):
         self.made_progress = False
         self.advance()
         if self._takes_part or self._can_step():
-            self._step()
+            try:
+                self._step()
+            finally:
+                self._enter(Activity.RESTS)
             self._pause.advance()
             self.made_progress |= self._takes_part
         return self.take_outputs()
@@ -342,8 +347,10 @@ class DPEngineCore(EngineCore):
         if voted is not None:
             vote = vote._replace(adopt=vote_for(voted.generation.nonce))
         started = time.monotonic()
+        self.position = (self.position[0] + 1, Activity.WAITS)
         try:
             votes = self._group.exchange(vote)
+            self._enter(Activity.RUNS)
         finally:
             self._report.counts.exchange_seconds += time.monotonic() - started
         if voted is not None:
@@ -356,6 +363,9 @@ class DPEngineCore(EngineCore):
             self._report.counts.num_steps += 1
             self._report.counts.num_steps_without_tokens += not num_tokens
         return decision
+
+    def _enter(self, activity: Activity) -> None:
+        self.position = (self.position[0], activity)
 
     # What is told of it
 

@@ -14,15 +14,17 @@ import socket
 import time
 from typing import Any
 
+import msgspec
+
 from baton_engine.core.admin_server import Condition
 from baton_engine.core.control_group import ControlGroup, join_control_group
 from baton_engine.core.dp_engine_core import DPEngineCore
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.core.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown
+from baton_engine.core.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_engine.core.standby_generation import POLL_INTERVAL_S
 from baton_engine.core.topology_stats import commit_pauses
-from baton_engine.distributed.process_group import open_store
+from baton_engine.distributed.store_server import open_store
 from baton_engine.elastic.rank_link import RankLink, unreachable
 from baton_engine.executor.base import Executor
 from baton_engine.protocol.config import EngineConfig
@@ -32,6 +34,8 @@ from baton_engine.protocol.topology import Directive, Generation, Member, RankPh
 
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
 """Between generations requests are taken in, and kept."""
+DISMISSED_PATIENCE_S = 10.0
+"""A loop that does not heed a dismissal for so long stands still."""
 
 
 class DPEngineCoreProc(EngineCoreProc):
@@ -48,21 +52,23 @@ class DPEngineCoreProc(EngineCoreProc):
         self._member: Member
         self._announced: Generation | None = None
         """The generation that clients know of."""
+        self._dismissed_at: float | None = None
+        """When the link heard of a dismissal that the loop has not taken in yet."""
         try:
-            self._link = RankLink(host, config.parallel.coordinator, deliver=self._deliver_from_link)
+            self._link = RankLink(host, config.parallel.coordinator, deliver=self._deliver_from_link, amend=self._amend)
         except Exception:
             self.io.close()
             raise
 
     def run(self) -> int:
-        store, address = open_store(self._host)  # other ranks may meet in it as long as this process lives
+        store = open_store(self._host)  # other ranks may meet in it as long as this process lives
         self._member = Member(
             name=rank_name(self.config),
             instance_id=self.instance_id,
             host=self._host,
             engine_port=self.io.port,
             link_port=self._link.port,
-            store_port=address.port,
+            store_port=store.address.port,
         )
         self._link.publish(Status(self._member, RankPhase.LOADING))
         self._link.start()
@@ -70,7 +76,7 @@ class DPEngineCoreProc(EngineCoreProc):
             return super().run()
         finally:
             self._link.close()
-            del store
+            store.close()
 
     def _make_core(self, executor: Executor) -> EngineCore:
         self._core = DPEngineCore(
@@ -99,7 +105,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def readiness(self) -> Condition:
         condition = super().readiness()
-        if condition.ok and self.phase not in _ACCEPTING:
+        if condition.ok and not self._is_accepting:
             return Condition(
                 False, "Standby", "in no generation of the expert-parallel group; see the coordinator's GET /topology"
             )
@@ -107,17 +113,38 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def _load(self) -> Pong:
         pong = super()._load()
-        pong.draining = pong.draining or self.phase not in _ACCEPTING
+        pong.draining = pong.draining or not self._is_accepting
         return pong
+
+    @property
+    def _is_accepting(self) -> bool:
+        return self.phase in _ACCEPTING and self._dismissed_at is None
+
+    def _amend(self, status: Status) -> Status:
+        if self._core is None:
+            return status
+        step, activity = self._core.position
+        return msgspec.structs.replace(status, step=step, activity=activity)
 
     def _deliver_from_link(self, message: Directive | StartWave) -> None:
         if self._core is None:
             return  # it is said again
         if isinstance(message, Directive):
+            self._on_dismissal(message.dismissed)
             self._core.interrupt(message)
             self.io.input_queue.put(Input(RequestType.WAKEUP, payload=message))
         else:
             self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
+
+    def _on_dismissal(self, dismissed: bool) -> None:
+        """It is repeated until the loop has obeyed. If that stands still, clients need not wait: their requests go on elsewhere."""
+        now, since = time.monotonic(), self._dismissed_at
+        if not dismissed:
+            self._dismissed_at = None
+        elif since is None:
+            self._dismissed_at = now
+        elif now - since > DISMISSED_PATIENCE_S and self.state is State.SERVING:
+            self._on_executor_failure("the group goes on without this rank, whose loop stands still")
 
     # The loop
 
@@ -127,6 +154,7 @@ class DPEngineCoreProc(EngineCoreProc):
     def _take_input(self, core: EngineCore, message: Input) -> None:
         if isinstance(message.payload, Directive):
             _rank(core).on_directive(message.payload)
+            self._dismissed_at = None
         elif isinstance(message.payload, StartWave):
             _rank(core).on_start_wave(message.payload)
         else:

@@ -79,6 +79,7 @@ class RankReport:
             kv_cache_usage=stats.kv_cache_usage,
             loads=self.loads,
             leaving=self.leaving,
+            committed=standby.generation if standby is not None and standby.committed else None,
         )
 
     def topology(self, phase: RankPhase, generation: Generation | None, waves: Waves | None) -> TopologyStats:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton_engine.distributed.gloo_connections import connections_among, end_connections, open_device
 from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup, ParallelContext
 from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.protocol.config import ParallelConfig, pod_ip
 
 logger = logging.getLogger(__name__)
@@ -31,42 +32,6 @@ Backend = Any
 """ProcessGroupGloo or ProcessGroupNCCL: torch's stubs do not know their methods."""
 End = Callable[[Backend], None]
 """Makes a backend's operations under way fail, from any thread."""
-
-
-class StoreAddress(NamedTuple):
-    host: str
-    port: int
-
-
-def open_store(host: str | None = None, *, port: int = 0, timeout_s: float = 60.0) -> tuple[TCPStore, StoreAddress]:
-    """Starts the store in which ranks meet. It lives as long as the returned object.
-
-    Args:
-        host: the one address to listen on; None: the pod's. (Left to itself, torch listens on all of them.)
-        port: 0: any free one.
-    """
-    host = host or pod_ip()
-    listener = socket.create_server((host, port), backlog=128)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),  # the store owns and closes it
-    )
-    return store, StoreAddress(host, port)
-
-
-def connect_store(address: StoreAddress, timeout_s: float) -> Store:
-    """Raises TimeoutError if no store answers there in time."""
-    try:
-        return TCPStore(
-            address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-    except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
-        raise TimeoutError(f"no store answers at {address.host}:{address.port} within {timeout_s:.0f} s") from error
 
 
 def generation_store(store: Store, number: int, nonce: str = "") -> Store:
@@ -91,7 +56,7 @@ def create_group(
 
     Args:
         name: the same for all members, unique within the generation.
-        store: reachable by all members. Its timeout is set, and waiting blocks it: no other thread may use it meanwhile.
+        store: reachable by all members. Its timeout is set: groups that are joined through it at the same time need the same.
         device: what tensors will be on. cpu: gloo, and shared memory if all members are on one host; cuda: NCCL.
         timeout_s: of every operation.
         nonce: of the attempt at this generation; see `generation_store`.
@@ -111,7 +76,7 @@ def create_group(
     try:
         with contextlib.ExitStack() as undo:
             backend, end = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
-            group = TorchGroup(name, rank, size, backend, join_timeout_s, end)
+            group = TorchGroup(name, rank, size, backend, join_timeout_s, end, store)
             undo.callback(group.close)
             group.all_reduce(torch.zeros(1, device=device))  # NCCL connects here: a missing member shows now, not later
             group.set_timeout(timeout_s)
@@ -161,11 +126,15 @@ def create_parallel_context(
 class TorchGroup:
     """A `Group` over one of torch's backends. See `create_group`."""
 
-    def __init__(self, name: str, rank: int, size: int, backend: Backend, timeout_s: float, end: End) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, backend: Backend, timeout_s: float, end: End, store: Store
+    ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self._backend: Backend | None = backend
+        self._store: Store | None = store
+        """In which NCCL connects two ranks when one first sends to the other: the backend keeps only the half that is C++."""
         self._timeout_s = timeout_s
         self._end = end
         self._broken = ""
@@ -219,6 +188,7 @@ class TorchGroup:
     def close(self) -> None:
         with self._closing:
             backend, self._backend = self._backend, None
+            self._store = None
         if backend is not None:
             backend.shutdown()
 
@@ -277,8 +247,9 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str | No
     options._timeout = timeout
     store.set(f"listens-{rank}", f"{port} {own_host}")
     backend = gloo(store, rank, size, options)
-    listening = [store.get(f"listens-{other}").decode().split(maxsplit=1) for other in range(size)]
-    connections = connections_among([(host, int(port)) for port, host in listening])
+    listening = store.multi_get([f"listens-{other}" for other in range(size)])
+    addresses = [address.decode().split(maxsplit=1) for address in listening]
+    connections = connections_among([(host, int(port)) for port, host in addresses])
     assert len(connections) >= size - 1, "gloo connects every member with every other over TCP"
     return backend, lambda _: end_connections(connections)
 

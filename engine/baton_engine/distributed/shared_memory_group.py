@@ -306,7 +306,7 @@ def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[i
         path, token_hex = store.get("memory").decode().split()
         memory = None if rank > 0 and not _on_this_host(path, token_hex) else _map(path, nbytes)
         store.set(f"mapped-{rank}", f"{os.getpid() if memory is not None else 0}")
-        pids = [int(store.get(f"mapped-{other}")) for other in range(size)]
+        pids = [int(pid) for pid in store.multi_get([f"mapped-{other}" for other in range(size)])]
     finally:
         if fd >= 0:
             os.close(fd)  # everybody who can has mapped it

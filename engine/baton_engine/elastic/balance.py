@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
-from baton_engine.elastic.placement import imbalance, plan_placement
+from baton_engine.elastic.placement import TOLERANCE, imbalance, plan_placement
 from baton_engine.elastic.roster import Roster, key_of
 from baton_engine.protocol.topology import ExpertLoads, Generation, Member, Placement
 
@@ -40,16 +41,29 @@ class Balance:
         self._start: Loads = []
         """Of the window that runs: the generation, when, and the loads since the generation began."""
 
-    def place(self, members: tuple[Member, ...], present: Generation | None) -> Placement:
-        """Raises ValueError: the experts cannot be placed so."""
+    def place(self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False) -> Placement:
+        """
+        Args:
+            keep: only what is lost moves: the group waits for it. Balance and redundant copies come with the next change.
+
+        Raises:
+            ValueError: the experts cannot be placed so.
+        """
         statuses = [self._roster.living[member.instance_id] for member in members]
+        num_experts = statuses[0].num_experts
+        num_redundant = max(status.num_redundant_experts for status in statuses)
+        if keep and present is not None:
+            fewest = -(-num_experts // len(members))
+            held = max((len(slots) for layer in present.placement for slots in layer), default=0)
+            num_redundant = min(num_redundant, max(0, max(fewest, held) * len(members) - num_experts))
         return plan_placement(
             statuses[0].num_sparse_layers,
-            statuses[0].num_experts,
+            num_experts,
             [member.instance_id for member in members],
-            max(status.num_redundant_experts for status in statuses),
+            num_redundant,
             None if present is None else self._loads(present) or None,
             experts_of(present),
+            math.inf if keep else TOLERANCE,
         )
 
     def is_worthwhile(self, present: Generation, now: float) -> bool:

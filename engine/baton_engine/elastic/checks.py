@@ -39,13 +39,13 @@ def check_status(status: Status) -> None:
         )
     if status.num_redundant_experts < 0:
         raise ValueError(f"{member.name}: {status.num_redundant_experts} redundant experts")
-    generation = status.generation
-    if generation is None:
-        return
-    if not generation.members or generation.number < 1 or not generation.nonce:
-        raise ValueError(f"{member.name}: a generation without members, number or nonce")
-    if not _fits(generation.placement, generation.size, status):
-        raise ValueError(f"{member.name}: generation {generation.number} has a placement for something else")
+    for generation in (status.generation, status.committed):
+        if generation is None:
+            continue
+        if not generation.members or generation.number < 1 or not generation.nonce:
+            raise ValueError(f"{member.name}: a generation without members, number or nonce")
+        if not _fits(generation.placement, generation.size, status):
+            raise ValueError(f"{member.name}: generation {generation.number} has a placement for something else")
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:

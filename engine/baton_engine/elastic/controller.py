@@ -26,10 +26,13 @@ from baton_engine.elastic.progress import (
     not_retired,
     overtaken,
     preparation_failures,
+    shown,
     unprepared,
 )
 from baton_engine.elastic.report import member_statuses
+from baton_engine.elastic.retries import FEW_FAILURES, Retries
 from baton_engine.elastic.roster import Roster, key_of, nonce_of, serves_in
+from baton_engine.elastic.stalls import Stalls
 from baton_engine.protocol.topology import (
     Directive,
     Generation,
@@ -41,9 +44,6 @@ from baton_engine.protocol.topology import (
 
 logger = logging.getLogger(__name__)
 
-FEW_FAILURES = 2
-"""Recoveries that may fail before members that cannot be prepared are left out."""
-
 
 class Controller:
     """Of one group. Not for several threads."""
@@ -53,9 +53,10 @@ class Controller:
         self._draw_nonce = draw_nonce
         self._config = config
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
+        self._stalls = Stalls(self._roster, config)
         self._request: TopologyRequest | None = None
         self._inferred: Generation | None = None
-        """The highest generation that another controller made: what is desired until a request comes."""
+        """The highest generation that another controller committed: what is desired until a request comes."""
         self._first_status_at: float | None = None
         self._settled = False
         self._last_tick: float | None = None
@@ -67,13 +68,12 @@ class Controller:
         """Of generations whose commits are not to be looked after any more."""
         self._highest_target = 0
         self._first_ready_at: float | None = None
-        self._failures: dict[str, int] = {}
-        """In a row, by kind of operation."""
-        self._retry_at: dict[str, float] = {}
-        self._excluded_until: dict[str, float] = {}
+        self._retries = Retries(config)
         self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
         self._rebalance = False
         """Experts shall be placed anew."""
+        self._released = False
+        """The group ends: all that serve may go."""
         self._ended: list[Ended] = []
 
     # What comes in
@@ -82,10 +82,10 @@ class Controller:
         self._roster.on_status(status, now)
         if self._first_status_at is None:
             self._first_status_at = now
-        generation = status.generation
-        highest = 0 if self._inferred is None else self._inferred.number
-        if generation is not None and generation.nonce not in self._nonces and generation.number > highest:
-            self._inferred = generation
+        for generation in (status.generation, status.committed):
+            highest = 0 if self._inferred is None else self._inferred.number
+            if generation is not None and generation.nonce not in self._nonces and generation.number > highest:
+                self._inferred = generation
 
     def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
         """PUT /topology. The same request again changes nothing."""
@@ -93,8 +93,7 @@ class Controller:
         if refusal is None and (self._request is None or request.operation_id != self._request.operation_id):
             logger.info("operation %s: members %s are asked for", request.operation_id, ", ".join(request.members))
             self._request = request
-            self._failures.clear()
-            self._retry_at.clear()
+            self._retries.clear()
         return refusal
 
     def on_rebalance(self) -> None:
@@ -106,15 +105,18 @@ class Controller:
         if self._last_tick is not None and now - self._last_tick > self._config.suspect_dead_after_s / 2:
             self._roster.forgive(now - self._last_tick, now)
         self._last_tick = now
-        self._roster.update(now)
-        self._present = self._roster.present()
+        self._look(now)
         self._settled = self._settled or self._has_settled(now)
         if self._settled:
+            committed = self._operation is not None and self._operation.committed
+            self._released = not committed and self._observe(now).ends()
+            if self._released:
+                self._unled = None  # who should adopt it leaves
             if self._operation is not None and self._operation.committed:
                 self._follow_commit(self._operation, now)
             elif self._operation is not None and self._operation.phase is OperationPhase.PREPARING:
                 self._follow_preparation(self._operation, now)
-            if not self._busy() and not self._resume(now):
+            if not self._busy() and not self._released and not self._resume(now):
                 self._begin(now)
         ended, self._ended = self._ended, []
         return ended
@@ -125,6 +127,8 @@ class Controller:
         """What the rank shall be told; None: nothing yet."""
         if not self._settled:
             return None
+        if self._released and any(status.member.instance_id == instance_id for status, _ in self._roster.serving()):
+            return Directive(self._id, dismissed=True)
         operation, target, commit = self._operation, None, True
         if self._unled is not None and self._unled.number == self._highest_target:
             target = self._unled  # nothing has come after it yet
@@ -138,7 +142,11 @@ class Controller:
             has_a_say = generation is not None and key_of(generation) in {previous, *legitimate}
             if has_a_say or target.rank_of(instance_id) is not None:
                 return Directive(self._id, target, commit)
-        return Directive(self._id, dismissed=self._is_left_behind(instance_id))
+        return Directive(self._id, dismissed=self._roster.is_left_behind(instance_id, self._present))
+
+    def leaving(self) -> list[bool]:
+        """Of each rank that serves, whether it was told to shut down."""
+        return [status.leaving for status, _ in self._roster.serving()]
 
     def knows(self, instance_id: str) -> bool:
         return instance_id in self._roster.ranks
@@ -153,6 +161,12 @@ class Controller:
         )
 
     # What is there
+
+    def _look(self, now: float) -> None:
+        self._roster.update(now)
+        self._stalls.look(self._roster.present(), now)
+        self._roster.update(now)
+        self._present = self._roster.present()
 
     def _has_settled(self, now: float) -> bool:
         """All ranks have had time to report: those that are known to exist as long as it takes to be dead."""
@@ -173,20 +187,7 @@ class Controller:
         return "" if self._inferred is None else self._inferred.operation_id
 
     def _observe(self, now: float) -> Observation:
-        excluded = {each for each, until in self._excluded_until.items() if now < until}
-        return Observation(self._roster, self._present, self._desired(), excluded)
-
-    def _is_left_behind(self, instance_id: str) -> bool:
-        """The group has gone on without this one, and it does not know."""
-        rank = self._roster.ranks.get(instance_id)
-        generation = None if rank is None else serves_in(rank.status)
-        if generation is None:
-            return False
-        if instance_id in self._roster.replaced:
-            return True
-        return self._present is not None and (
-            key_of(generation) != key_of(self._present) and generation.number <= self._present.number
-        )
+        return Observation(self._roster, self._present, self._desired(), self._retries.excluded(now))
 
     def _busy(self) -> bool:
         return self._operation is not None and self._operation.active and self._operation.target is not None
@@ -195,21 +196,21 @@ class Controller:
 
     def _resume(self, now: float) -> bool:
         """Shows the commit of a generation again that another controller committed and some ranks have not adopted yet."""
-        present = self._present
-        if present is None or present.nonce in self._nonces or self._unled is not None:
+        target = shown(self._roster, self._present)
+        if target is None or target.nonce in self._nonces or self._unled is not None:
             return False
-        if not half_adopted(self._roster, present):
+        if not half_adopted(self._roster, target):
             return False
-        older = [generation for _, generation in self._roster.serving() if key_of(generation) != key_of(present)]
+        older = [generation for _, generation in self._roster.serving() if key_of(generation) != key_of(target)]
         previous = max(older, key=lambda each: each.number, default=None)
-        kind = "recover" if present.urgent else "form" if previous is None else "scale"
-        operation = Operation(kind, present.operation_id, frozenset(each.name for each in present.members), now)
-        operation.target, operation.previous = present, None if previous is None else key_of(previous)
+        kind = "recover" if target.urgent else "form" if previous is None else "scale"
+        operation = Operation(kind, target.operation_id, frozenset(each.name for each in target.members), now)
+        operation.target, operation.previous = target, None if previous is None else key_of(previous)
         operation.progress_at = now
         operation.enter(OperationPhase.COMMITTING, now)
         self._operation = operation
-        self._nonces.add(present.nonce)
-        self._highest_target = max(self._highest_target, present.number)
+        self._nonces.add(target.nonce)
+        self._highest_target = max(self._highest_target, target.number)
         logger.info("%s: its commit is shown again", _words(operation))
         return True
 
@@ -222,7 +223,7 @@ class Controller:
         if need is None:
             self._acknowledge(now)
             return
-        if now < self._retry_at.get(need.kind, now):
+        if not self._retries.may_begin(need.kind, now):
             return
         if waiting is None:
             waiting = self._operation = Operation(need.kind, self._operation_id(), need.wanted, now)
@@ -249,8 +250,8 @@ class Controller:
         for status, generation in self._roster.serving():
             seen = status.commit_seen
             if seen and seen != generation.nonce and seen not in self._nonces:
-                return f"{status.member.name} was told to adopt {seen}, which no coordinator knows"
-        return ""
+                return f"{status.member.name} was told to adopt {seen}, which not all can"
+        return self._stalls.reason
 
     def _is_patient(self, operation: Operation, need: Need, now: float) -> bool:
         if not need.missing:
@@ -283,7 +284,7 @@ class Controller:
         number = max(self._roster.highest_number, self._highest_target) + 1
         first = need.members[0]
         try:
-            placement = self._balance.place(need.members, self._present)
+            placement = self._balance.place(need.members, self._present, keep=need.urgent)
         except ValueError as error:
             self._fail(operation, now, str(error), ())
             return
@@ -305,6 +306,7 @@ class Controller:
         operation.previous = None if self._present is None else key_of(self._present)
         self._highest_target = number
         self._nonces.add(operation.target.nonce)
+        self._stalls.on_target()
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
@@ -322,7 +324,12 @@ class Controller:
         if self._present is not None and not target.urgent:
             broken = self._forced() or observation.breakage()
         lost = lost_members(self._roster, target)
-        if broken or lost or overtaken(self._roster, target):
+        if self._released:
+            self._end(operation, OperationPhase.SUPERSEDED, now, "all members leave")
+        elif deaf := self._stalls.give_up_deaf(target, operation.since, now):
+            self._look(now)
+            self._end(operation, OperationPhase.SUPERSEDED, now, f"{deaf} answers, but its loop stands still")
+        elif broken or lost or overtaken(self._roster, target):
             reason = broken or (
                 f"{', '.join(lost)} cannot prepare it" if lost else "a rank has adopted another generation"
             )
@@ -356,33 +363,26 @@ class Controller:
             names = ", ".join(waiting)
             reason = obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
             if target.urgent and not obstacle:
-                self._exclude([each.instance_id for each in target.members if each.name in waiting], now)
+                self._retries.exclude([each.instance_id for each in target.members if each.name in waiting], now)
             self._unled = target
             self._end(operation, OperationPhase.FAILED, now, reason)
         elif not waiting and (not retiring or stuck):
             self._unled = None
-            self._failures.clear()
-            self._retry_at.clear()
+            self._retries.clear()
             self._nonces.update(status.commit_seen for status in self._roster.living.values())
             self._end(operation, OperationPhase.DONE, now, operation.reason)
 
     def _fail(self, operation: Operation, now: float, reason: str, culprits: Collection[str]) -> None:
         """The generation before it goes on. Tried again after a while."""
-        failures = self._failures[operation.kind] = self._failures.get(operation.kind, 0) + 1
-        backoff_s = self._config.retry_s * 2.0 ** min(failures - 1, 32)
-        self._retry_at[operation.kind] = now + min(backoff_s, self._config.retry_max_s)
+        failures = self._retries.on_failure(operation.kind, now)
         if operation.kind == "recover" and operation.target is not None and self._present is not None:
             # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
             newcomers = {each for each in culprits if self._present.rank_of(each) is None}
             left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
             if left_out and any(each.instance_id not in left_out for each in operation.target.members):
-                self._exclude(left_out, now)
-                del self._retry_at[operation.kind]
+                self._retries.exclude(left_out, now)
+                self._retries.begin_at_once(operation.kind)
         self._end(operation, OperationPhase.FAILED, now, reason)
-
-    def _exclude(self, instance_ids: Collection[str], now: float) -> None:
-        kept = {each: until for each, until in self._excluded_until.items() if now < until}
-        self._excluded_until = kept | dict.fromkeys(instance_ids, now + self._config.retry_max_s)
 
     def _end(self, operation: Operation, outcome: OperationPhase, now: float, reason: str) -> None:
         operation.enter(outcome, now, reason)

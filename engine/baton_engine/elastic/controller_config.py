@@ -15,6 +15,12 @@ class ControllerConfig:
     """Silence that makes a rank dead."""
     suspect_dead_after_s: float = 0.4
     """The same for a rank that others miss."""
+    stall_after_s: float = 5.0
+    """A rank is given up though its process answers: when the others have waited for it so long in an exchange of votes, or when it
+    does not heed an urgent generation for so long. No member may need more between two steps, nor for one layer of a step."""
+    step_stall_after_s: float = 30.0
+    """A step that runs for so long is interrupted, to see who still answers. Longer than the longest step there is: a slower one is
+    run again, and given twice the time."""
     form_after_s: float = 30.0
     """A first generation waits so long after the first rank for the others."""
     wait_s: float = 60.0

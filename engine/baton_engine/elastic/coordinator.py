@@ -30,6 +30,8 @@ TICK_MS = 50
 UNRESPONSIVE_AFTER_S = 5.0
 HIGH_WATER_MARK = 64
 """Directives for a rank that does not read them; further ones are dropped, and it is told again when it reports."""
+LINGER_S = 2.0
+"""Ranks that are deleted together with the coordinator have told it by then."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 BAD_MESSAGE_LOG_S = 10.0
 """At most one line in so many seconds."""
@@ -69,7 +71,7 @@ class Coordinator:
         self._routes: dict[str, bytes] = {}
         """Instance id -> its connection."""
         self._told: dict[str, Directive] = {}
-        self._stopping = False
+        self._stopped_at: float | None = None
         self._last_tick = time.monotonic()
         self._bad_message_logged = -BAD_MESSAGE_LOG_S
 
@@ -100,13 +102,13 @@ class Coordinator:
     # The loop
 
     def run(self) -> int:
-        """Until `stop`. Returns the process's exit code."""
+        """Until `stop`, and until ranks that are deleted, too, have gone. Returns the process's exit code."""
         self._server.start()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._woken.fileno(), zmq.POLLIN)
         try:
-            while not self._stopping:
+            while not self._is_done():
                 if self._woken.fileno() in dict(poller.poll(TICK_MS)):
                     self._woken.recv(1024)
                 self._turn()
@@ -116,12 +118,27 @@ class Coordinator:
 
     def stop(self) -> None:
         """From any thread, and from signal handlers."""
-        self._stopping = True
+        self._stopped_at = time.monotonic()
         self._wake()
 
     def install_signal_handlers(self) -> None:
+        """The second one ends the process at once."""
+
+        def handle(*_: object) -> None:
+            self.stop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.stop())
+            signal.signal(number, handle)
+
+    def _is_done(self) -> bool:
+        if self._stopped_at is None:
+            return False
+        with self._lock:
+            leaving = self._controller.leaving()
+        lingers = time.monotonic() - self._stopped_at < LINGER_S
+        return not leaving or not (all(leaving) or lingers)
 
     def _turn(self) -> None:
         """Takes all messages that are there before time counts against anybody; decides; tells."""

@@ -65,6 +65,15 @@ class Observation:
                 return f"{member.name} lost the others: {status.failure}"
         return ""
 
+    def ends(self) -> bool:
+        """All that serve were told to shut down, their requests have ended, and nobody is there to follow.
+
+        Until then they need each other's experts; requests have their time to end, and go nowhere else.
+        """
+        serving = [status for status, _ in self.roster.serving()]
+        rested = all(status.leaving and not status.num_running and not status.num_waiting for status in serving)
+        return bool(serving) and rested and not self.newcomers(self.wanted())
+
     def need(self, forced: str = "") -> Need | None:
         """What is to be done so that what is becomes what should be; None: nothing.
 

@@ -93,8 +93,15 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
     return ""
 
 
+def shown(roster: Roster, present: Generation | None) -> Generation | None:
+    """The highest generation that a living rank has adopted or was told to adopt."""
+    told = [status.committed for status in roster.living.values() if status.committed is not None]
+    above = [each for each in told if present is None or each.number > present.number]
+    return max(above, key=key_of, default=present)
+
+
 def half_adopted(roster: Roster, generation: Generation) -> bool:
-    """Some members have it, and all others have it prepared."""
+    """Some members do not have it yet, and all of those have it prepared."""
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
         status is not None and (is_in(status, generation) or status.prepared == generation.nonce) for status in statuses

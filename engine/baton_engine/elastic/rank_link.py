@@ -45,6 +45,7 @@ class RankLink:
         coordinator: str,
         *,
         deliver: Callable[[Directive | StartWave], None],
+        amend: Callable[[Status], Status] = lambda status: status,
         wakeup_interval_s: float = STATUS_INTERVAL_S,
     ) -> None:
         """
@@ -52,12 +53,14 @@ class RankLink:
             host: the one address to bind.
             coordinator: its host:port.
             deliver: called by the link's thread with whatever comes.
+            amend: called by the link's thread with each status that it sends: adds what is true now, and must not wait.
             wakeup_interval_s: between statuses that say nothing new.
 
         Raises:
             zmq.ZMQError: the address cannot be bound, or the coordinator's is none.
         """
         self._deliver = deliver
+        self._amend = amend
         self._interval_s = wakeup_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
@@ -204,7 +207,7 @@ class RankLink:
     def _send_status(self) -> None:
         self._next_status = time.monotonic() + self._interval_s
         if self._status is not None:
-            _send(self._coordinator, self._encoder.encode(self._status))
+            _send(self._coordinator, self._encoder.encode(self._amend(self._status)))
 
     def _send_start(self) -> None:
         self._next_start = time.monotonic() + REPEAT_INTERVAL_S

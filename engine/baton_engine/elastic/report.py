@@ -16,6 +16,8 @@ def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
         reason = status.failure
         if instance_id in roster.replaced:
             reason = "another process of this name has registered"
+        elif instance_id in roster.stalled:
+            reason = f"answers, but its loop stands still since {now - rank.moved:.1f} s"
         elif instance_id not in roster.living:
             reason = f"silent for {now - rank.seen:.1f} s"
         elif instance_id not in ranks:

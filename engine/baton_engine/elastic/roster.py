@@ -43,6 +43,8 @@ class Rank:
     order: int
     """Counts registrations."""
     seen: float
+    moved: float
+    """When its loop was last seen to have done something."""
 
 
 class Roster:
@@ -58,6 +60,8 @@ class Roster:
         """By instance id; as of the last `update`."""
         self.replaced: set[str] = set()
         """Instances that report, though a later one of their name does, too. They count as dead."""
+        self.stalled: set[str] = set()
+        """Instances that report, though their loops stand still. They count as dead until they move."""
         self.highest_number = 0
         """Of all generations that ranks were ever in, or were told of, as far as they say."""
 
@@ -65,8 +69,11 @@ class Roster:
         rank = self.ranks.get(status.member.instance_id)
         if rank is None:
             self._registrations += 1
-            self.ranks[status.member.instance_id] = Rank(status, self._registrations, now)
+            self.ranks[status.member.instance_id] = Rank(status, self._registrations, now, now)
         else:
+            if _position(status) != _position(rank.status):
+                rank.moved = now
+                self.stalled.discard(status.member.instance_id)
             rank.status, rank.seen = status, now
         number = 0 if status.generation is None else status.generation.number
         nonces = (status.prepared, status.commit_seen, status.failed)
@@ -75,13 +82,18 @@ class Roster:
     def forgive(self, gap_s: float, now: float) -> None:
         """Nobody could be heard for so long."""
         for rank in self.ranks.values():
-            rank.seen = min(rank.seen + gap_s, now)
+            rank.seen, rank.moved = min(rank.seen + gap_s, now), min(rank.moved + gap_s, now)
 
     def update(self, now: float) -> None:
         """Decides who lives: who was heard of lately, with a shorter deadline for whom others miss; one instance per name."""
         for instance_id in [each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S]:
             del self.ranks[instance_id]
-        heard = {each: rank for each, rank in self.ranks.items() if now - rank.seen <= self._dead_after_s}
+        self.stalled &= self.ranks.keys()
+        heard = {
+            each: rank
+            for each, rank in self.ranks.items()
+            if now - rank.seen <= self._dead_after_s and each not in self.stalled
+        }
         suspects = {suspect for rank in heard.values() for suspect in rank.status.suspects}
         answering = {
             each: rank
@@ -98,6 +110,16 @@ class Roster:
         """The living instance of this name, else the last one that lived."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(ranks, key=lambda rank: (rank.status.member.instance_id in self.living, rank.order), default=None)
+
+    def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
+        """The group has gone on without this one, and it does not know."""
+        rank = self.ranks.get(instance_id)
+        generation = None if rank is None else serves_in(rank.status)
+        if generation is None:
+            return False
+        if instance_id in self.replaced:
+            return True
+        return present is not None and key_of(generation) != key_of(present) and generation.number <= present.number
 
     def serving(self) -> Iterator[tuple[Status, Generation]]:
         """Living ranks that have a generation, with it."""
@@ -116,3 +138,12 @@ class Roster:
         if not known:
             return None
         return known[max(known, key=lambda key: (key[0], reporters[key], key[1]))]
+
+
+def _position(status: Status) -> tuple[object, ...]:
+    """What a loop that goes on changes, sooner or later."""
+    nonce = "" if status.generation is None else status.generation.nonce
+    return (
+        *(status.phase, nonce, status.prepared, status.commit_seen, status.failed, status.leaving),
+        *(status.step, status.activity),
+    )

@@ -11,14 +11,19 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import Group, LoneGroup
-from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group, open_store
+from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_server import StoreServer, open_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (
@@ -61,7 +66,7 @@ class ExternalLauncherExecutor(Executor):
         self._worker: Any = None  # of the class that the configuration names
         self._control: Group = LoneGroup()
         """All ranks, for what is not tensors of the model. Used by the worker's thread, so in the order of the steps."""
-        self._store: object = None  # the one that this rank holds for all
+        self._store: StoreServer | None = None  # the one that this rank holds for all
         self._forward: Future[None] | None = None
 
     def initialize(self) -> ModelInfo:
@@ -81,12 +86,10 @@ class ExternalLauncherExecutor(Executor):
                 f"parallel.executor_class to multiproc, or kv_transfer.role to none",
             )
         config = share_threads(self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)))
-        address = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
-        # Unique in the store, which outlives executors: every rank's program makes its executors in the same order.
+        # Unique in the agent's store, which outlives executors: every rank's program makes its executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
-        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._store, address = open_store(address.host, port=address.port)
+        address = self._find_store(generation)
         self._control = create_group(
             "control",
             self._rank,
@@ -143,7 +146,33 @@ class ExternalLauncherExecutor(Executor):
             self._thread.submit(worker.shutdown).result()
         self._thread.shutdown()
         self._control.close()
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+
+    def _find_store(self, generation: int) -> StoreAddress:
+        """Where the ranks meet: in a store that rank 0 opens at torchrun's address, or, where an agent's own store is there
+        already, anywhere, and says so in that.
+
+        Raises:
+            TimeoutError: the agent's store or rank 0 does not answer.
+        """
+        master = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            if self._rank == 0:
+                self._store = open_store(master.host, port=master.port)
+            return master
+        key = f"baton-store-{generation}"
+        try:
+            agent = TCPStore(*master, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+            if self._rank == 0:
+                self._store = open_store()
+                agent.set(key, f"{self._store.address.port} {self._store.address.host}")
+            port, host = agent.get(key).decode().split()
+        except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+            raise TimeoutError(
+                f"torchrun's store at {master.host}:{master.port} does not say where rank 0 is ({error})"
+            ) from error
+        return StoreAddress(host, int(port))
 
     # In the worker's thread
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.commands import (
     Answer,
@@ -71,7 +72,7 @@ class MultiprocExecutor(Executor):
         self._processes: WorkerProcesses | None = None
         self._interrupts: InterruptPipes | None = None
         self._commands: RingWriter
-        self._store: object = None  # where the ranks meet; lives as long as this
+        self._store: StoreServer | None = None  # where the ranks meet; lives as long as this
         self._send_lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._call_ids = itertools.count()
@@ -131,10 +132,8 @@ class MultiprocExecutor(Executor):
                 f"the logs of the others say where they are"
             ) from None
         if self._world_size > 1:
-            from baton_engine.distributed.process_group import open_store  # torch: needed by no single worker's parent
-
-            self._store, address = open_store(LOOPBACK)
-            self.collective_rpc("join_groups", (address, 0, LOOPBACK), timeout_s=JOIN_TIMEOUT_S)
+            self._store = open_store(LOOPBACK)
+            self.collective_rpc("join_groups", (self._store.address, 0, LOOPBACK), timeout_s=JOIN_TIMEOUT_S)
         threading.Thread(target=self._watch_for_stalls, name="stall-watch", daemon=True).start()
         return initialize_workers(config, self.collective_rpc)
 
@@ -204,7 +203,8 @@ class MultiprocExecutor(Executor):
         self._memory.close()
         if self._interrupts is not None:
             self._interrupts.close()
-        self._store = None
+        if self._store is not None:
+            self._store.close()
 
     def _send(self, command: Command, timeout_s: float | None = None) -> None:
         """To all workers. What goes wrong fails every future, not this call; but an argument that cannot be pickled raises here."""

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.distributed.process_group import open_store
+from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.futures import reject, resolve
@@ -57,7 +57,7 @@ class RayExecutor(Executor):
         self._actors: list[Any] = []
         self._all_up = False
         self._owns_ray = False
-        self._store: object = None
+        self._store: StoreServer | None = None
         self._lock = threading.Lock()
         """Guards what follows: Ray's threads report answers and deaths."""
         self._pending: dict[int, Future[Any]] = {}
@@ -94,8 +94,8 @@ class RayExecutor(Executor):
             ) from None
         self._all_up = True
         if self._world_size > 1:
-            self._store, address = open_store(self._ray.util.get_node_ip_address())
-            self._ask("join_groups", (address, hosts), JOIN_TIMEOUT_S)
+            self._store = open_store(self._ray.util.get_node_ip_address())
+            self._ask("join_groups", (self._store.address, hosts), JOIN_TIMEOUT_S)
         return initialize_workers(config, self.collective_rpc)
 
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -144,7 +144,8 @@ class RayExecutor(Executor):
         for actor in self._actors:
             self._ray.kill(actor)
         self._fail(WorkerDiedError("the executor was shut down"), died=True)
-        self._store = None
+        if self._store is not None:
+            self._store.close()
         if self._owns_ray:
             self._ray.shutdown()
 

@@ -86,6 +86,17 @@ class RankPhase(enum.StrEnum):
     """Of a generation that lost a member: it keeps its requests and waits for the next generation."""
 
 
+class Activity(enum.StrEnum):
+    """Of a rank's loop, as its link sees it: also while the loop stands still."""
+
+    RESTS = "rests"
+    """Outside steps."""
+    WAITS = "waits"
+    """In the exchange of votes before a step."""
+    RUNS = "runs"
+    """A step, in which the ranks exchange tokens, too."""
+
+
 class ExpertLoads(_Wire, frozen=True):
     """Tokens routed since the generation began, as this rank's own requests chose: [sparse layer][expert]."""
 
@@ -121,7 +132,13 @@ class Status(_Wire, frozen=True):
     kv_cache_usage: float = 0.0
     loads: ExpertLoads | None = None
     leaving: bool = False
-    """It was told to shut down, and asks for a generation without it."""
+    """It was told to shut down, takes no new requests, and asks for a generation without it."""
+    committed: Generation | None = None
+    """That it was told to adopt, and has not adopted yet."""
+    step: int = 0
+    """Exchanges of votes that it has begun, in all generations."""
+    activity: Activity = Activity.RESTS
+    """Of that step. Who compares it with what was said before sees whether the loop stands still."""
 
 
 class Directive(_Wire, frozen=True):
@@ -130,7 +147,7 @@ class Directive(_Wire, frozen=True):
     target: Generation | None = None
     commit: bool = False
     dismissed: bool = False
-    """The group goes on without this instance: it gives its requests back and begins anew as STANDBY."""
+    """The group goes on, or ends, without this instance: it gives its requests back and begins anew as STANDBY."""
 
 
 class StartWave(_Wire, frozen=True):

@@ -21,7 +21,9 @@ from typing import Protocol
 import torch
 
 from baton_engine.distributed.group import Group, GroupBrokenError
-from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group
+from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.protocol.topology import ExpertLoads, Generation
 from baton_engine.worker.expert_exchange import exchange_experts, wanted_by
@@ -34,6 +36,8 @@ NICENESS = 10
 """Of threads that prepare: a serving step goes first."""
 PEER_TIMEOUT_S = 30.0
 """A member that sends no expert for so long is given up: the checkpoint has them all."""
+GRACE_S = 5.0
+"""Groups of a generation that served are left so late: a slower member may still read what was sent in its last step."""
 CPU = torch.device("cpu")
 
 
@@ -114,7 +118,7 @@ class Generations:
         self._give_layers(prepared.shards)
         logger.info("serves in generation %d as rank %d", prepared.generation.number, prepared.rank)
         if retired is not None:
-            retired.close()
+            retired.close(GRACE_S)
 
     def drop(self, nonce: str) -> None:
         """What is prepared, if it is that generation."""
@@ -127,7 +131,7 @@ class Generations:
         current, self._current = self._current, None
         self._give_layers([None] * len(self._worker.store.layers))
         if current is not None:
-            current.close()
+            current.close(GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
         """Gives up the group that steps exchange in, so that one which waits in it fails at once. By any thread.
@@ -194,14 +198,18 @@ class _LocalGeneration:
         for group in groups:
             group.abort()
 
-    def close(self) -> None:
-        """Leaves its groups, in the background: without waiting for a thread that still prepares. Idempotent."""
+    def close(self, grace_s: float = 0.0) -> None:
+        """Leaves its groups after `grace_s`, in the background: without waiting for a thread that still prepares. Idempotent."""
         with self._lock:
             self._closed = True
-        threading.Thread(target=self._close, name=f"close-{self.generation.number}", daemon=True).start()
+        threading.Thread(
+            target=self._close, args=(grace_s,), name=f"close-{self.generation.number}", daemon=True
+        ).start()
 
-    def _close(self) -> None:
+    def _close(self, grace_s: float) -> None:
         self._thread.join()  # it ends soon: its groups are aborted, or it waits for members no longer than it may
+        self.experts, self.shards = {}, []  # memory has no grace
+        time.sleep(grace_s)
         with self._lock:
             groups, self._groups = self._groups, []
         for group in groups:

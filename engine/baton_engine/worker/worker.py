@@ -16,7 +16,8 @@ import torch
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import GroupBrokenError, ParallelContext
-from baton_engine.distributed.process_group import StoreAddress, create_parallel_context
+from baton_engine.distributed.process_group import create_parallel_context
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip

@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from simulated_group import SimulatedRank, SimulatedRanks
+from simulated_group import SimulatedRanks
+from simulated_rank import SimulatedRank
 
 from baton_engine.protocol.topology import Directive, OperationPhase, RankPhase, TopologyStatus
 from support.waiting import eventually

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+from simulated_rank import SimulatedRank
 
 from baton_engine.elastic.controller import Controller
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.operation import Ended
 from baton_engine.protocol.topology import (
+    Activity,
     Directive,
-    ExpertLoads,
     Generation,
     Member,
     OperationPhase,
@@ -26,132 +28,16 @@ from baton_engine.protocol.topology import (
 
 STEP_S = 0.1
 STATUS_STEPS = 2
-NUM_LAYERS, NUM_EXPERTS = 2, 4
 CONFIG = ControllerConfig(
-    form_after_s=3.0, wait_s=4.0, prepare_timeout_s=3.0, commit_timeout_s=2.0, retry_s=0.5, retry_max_s=4.0
+    stall_after_s=1.0,
+    step_stall_after_s=3.0,
+    form_after_s=3.0,
+    wait_s=4.0,
+    prepare_timeout_s=3.0,
+    commit_timeout_s=2.0,
+    retry_s=0.5,
+    retry_max_s=4.0,
 )
-
-
-@dataclass
-class SimulatedRank:
-    """One process."""
-
-    member: Member
-    phase: RankPhase = RankPhase.STANDBY
-    generation: Generation | None = None
-    target: Generation | None = None
-    """That it prepares or has prepared; of another one it is told it drops this one."""
-    prepared: bool = False
-    votes_for: Generation | None = None
-    commit_seen: str = ""
-    failed: str = ""
-    failure: str = ""
-    suspects: tuple[str, ...] = ()
-    leaving: bool = False
-    alive: bool = True
-    frozen: bool = False
-    cannot_prepare: bool = False
-    never_finishes_preparing: bool = False
-    never_adopts: bool = False
-    steps_to_prepare: int = 2
-    steps_alone: int = 0
-    """Since another member of its generation was gone."""
-    adopted: list[Generation] = field(default_factory=list)
-    loads: ExpertLoads | None = None
-    num_experts: int = NUM_EXPERTS
-    inbox: list[Directive] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return self.member.instance_id
-
-    @property
-    def runs(self) -> bool:
-        return self.alive and not self.frozen
-
-    def status(self) -> Status:
-        return Status(
-            self.member,
-            self.phase,
-            self.num_experts,
-            NUM_LAYERS,
-            generation=self.generation,
-            prepared=self.target.nonce if self.target is not None and self.prepared else "",
-            commit_seen=self.commit_seen,
-            failed=self.failed,
-            failure=self.failure,
-            suspects=self.suspects,
-            loads=self.loads,
-            leaving=self.leaving,
-        )
-
-    def obey(self, directive: Directive) -> None:
-        target = directive.target
-        if directive.dismissed:
-            if self.generation is not None:
-                self.leave()
-        elif target is None:
-            if self.target is not None and self.target.nonce != self.commit_seen:
-                self._drop()
-        elif self.phase is not RankPhase.LOADING and not self._refuses(target):
-            self._follow(target, directive.commit)
-
-    def _refuses(self, target: Generation) -> bool:
-        return self.generation is not None and target.number <= self.generation.number
-
-    def _follow(self, target: Generation, commit: bool) -> None:
-        if self.target is not None and self.target.nonce != target.nonce:
-            self._drop()
-        if self.votes_for is not None and self.votes_for.nonce != target.nonce:
-            self.votes_for = None
-        if target.urgent and self.phase is RankPhase.SERVING:
-            self.phase = RankPhase.BROKEN
-        if target.rank_of(self.id) is not None and self.target is None and self.failed != target.nonce:
-            self.target, self.prepared = target, False
-        if commit:
-            self.commit_seen = target.nonce
-            self.votes_for = target
-            if target.urgent and target.rank_of(self.id) is None and self.generation is not None:
-                self.leave()
-
-    def advance(self, others: dict[str, SimulatedRank]) -> None:
-        """Goes on with the preparation; adopts at once where that is allowed."""
-        target = self.target
-        if target is None:
-            return
-        if not self.prepared:
-            if self.cannot_prepare:
-                self._drop()
-                self.failed, self.failure = target.nonce, "the disk is full"
-                return
-            met = all(
-                (other := others.get(member.instance_id)) is not None
-                and (other.target is target or other.target == target or other.generation == target)
-                for member in target.members
-            )
-            if met and not self.never_finishes_preparing:
-                self.steps_to_prepare -= 1
-                self.prepared = self.steps_to_prepare <= 0
-        if self.prepared and self.votes_for == target and (target.urgent or self.generation is None):
-            self.adopt()
-
-    def adopt(self) -> None:
-        if self.never_adopts:
-            return
-        assert self.target is not None
-        assert self.prepared
-        assert all(self.target.number > before.number for before in self.adopted), "numbers only grow"
-        self.generation, self.target, self.prepared, self.votes_for = self.target, None, False, None
-        self.adopted.append(self.generation)
-        self.phase, self.suspects, self.failure, self.steps_alone = RankPhase.SERVING, (), "", 0
-        self.steps_to_prepare = 2
-
-    def leave(self) -> None:
-        self.generation, self.phase, self.suspects, self.votes_for = None, RankPhase.STANDBY, (), None
-        self._drop()
-
-    def _drop(self) -> None:
-        self.target, self.prepared, self.steps_to_prepare = None, False, 2
 
 
 class SimulatedRanks:
@@ -180,25 +66,28 @@ class SimulatedRanks:
         self.steps += 1
         alive = self.alive()
         running = {each: rank for each, rank in alive.items() if rank.runs}
-        for rank in running.values():
+        obeying = {each: rank for each, rank in running.items() if rank.obeys}
+        for rank in obeying.values():
             inbox, rank.inbox = rank.inbox, []
             for directive in inbox:
                 rank.obey(directive)
-        for rank in running.values():
-            rank.advance(running)
+        for rank in obeying.values():
+            rank.advance(obeying)
         for generation in {
             r.generation.nonce: r.generation for r in alive.values() if r.generation is not None
         }.values():
             self._vote(generation)
-        for index, rank in enumerate(running.values()):
+        for rank in obeying.values():
             self._notice_the_missing(rank)
+            rank.activity = self._activity(rank)
+        for index, rank in enumerate(running.values()):
             if (self.steps + index) % STATUS_STEPS == 0:
                 self.report(rank)
 
     def _vote(self, generation: Generation) -> None:
         """Adopts the next generation in one step, if all members of this one vote for it."""
         voters = [self.ranks.get(member.instance_id) for member in generation.members]
-        if any(each is None or not each.runs or each.generation != generation for each in voters):
+        if any(each is None or not each.obeys or each.generation != generation for each in voters):
             return
         ranks = [each for each in voters if each is not None]
         following = ranks[0].votes_for
@@ -213,6 +102,17 @@ class SimulatedRanks:
                 each.leave()
             else:
                 each.adopt()
+
+    def _activity(self, rank: SimulatedRank) -> Activity:
+        """It has work all the time: who hangs before a step is waited for there, who hangs in a step in that."""
+        if rank.generation is None or rank.phase is not RankPhase.SERVING:
+            return Activity.RESTS
+        others = [self.ranks[member.instance_id] for member in rank.generation.members]
+        hung = [each.hangs for each in others if each.hangs is not None and each.generation == rank.generation]
+        if not hung:
+            rank.step += 1
+            return Activity.RESTS
+        return Activity.RUNS if Activity.RUNS in hung else Activity.WAITS
 
     def _notice_the_missing(self, rank: SimulatedRank) -> None:
         generation = rank.generation
@@ -244,6 +144,7 @@ class SimulatedGroup(SimulatedRanks):
         self.most_delay_steps = 0
         self._to_controller: list[tuple[int, Status]] = []
         self._to_ranks: list[tuple[int, str, Directive]] = []
+        self._last_due: dict[tuple[int, str], int] = {}
         self._nonces = 0
         self._controllers = 0
         self._told: dict[str, Directive] = {}
@@ -280,7 +181,7 @@ class SimulatedGroup(SimulatedRanks):
         self._run_controller()
 
     def report(self, rank: SimulatedRank) -> None:
-        self._send(self._to_controller, (rank.status(),))
+        self._send(self._to_controller, (rank.status(),), rank.id)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / STEP_S)):
@@ -324,6 +225,7 @@ class SimulatedGroup(SimulatedRanks):
         lines = [f"{self.now:.1f}: {self.status()}"]
         lines += [
             f"  {rank.id} {rank.phase} alive={rank.alive} frozen={rank.frozen} leaving={rank.leaving} "
+            f"hangs={rank.hangs} {rank.activity} {rank.step} "
             f"in={_short(rank.generation)} target={_short(rank.target)} prepared={rank.prepared} seen={rank.commit_seen} "
             f"told={self._told.get(rank.id) and _told(self._told[rank.id])}"
             for rank in self.ranks.values()
@@ -354,7 +256,7 @@ class SimulatedGroup(SimulatedRanks):
             self._check(directive)
             if instance_id in reported or self._told.get(instance_id) != directive:
                 self._told[instance_id] = directive
-                self._send(self._to_ranks, (instance_id, directive))
+                self._send(self._to_ranks, (instance_id, directive), instance_id)
 
     def _check(self, directive: Directive) -> None:
         target = directive.target
@@ -371,10 +273,15 @@ class SimulatedGroup(SimulatedRanks):
             self.committed.add(target.nonce)
             self.open_commit = target
 
-    def _send(self, queue: list, message: tuple) -> None:  # type: ignore[type-arg]
+    def _send(self, queue: list, message: tuple, instance_id: str) -> None:  # type: ignore[type-arg]
+        """Messages of one rank, in one direction, do not overtake each other: they go over one connection."""
+        link = (id(queue), instance_id)
         copies = 2 if self.random.random() < self.duplicates else 1
         delivered = sum(self.random.random() >= self.loss for _ in range(copies))
-        queue += [(self.steps + self.random.randint(0, self.most_delay_steps), *message) for _ in range(delivered)]
+        for _ in range(delivered):
+            due = self.steps + self.random.randint(0, self.most_delay_steps)
+            self._last_due[link] = max(due, self._last_due.get(link, 0))
+            queue.append((self._last_due[link], *message))
 
     def _due(self, queue: list) -> list:  # type: ignore[type-arg]
         due = [each for each in queue if each[0] <= self.steps]

@@ -6,9 +6,11 @@ import dataclasses
 
 import msgspec
 import pytest
-from simulated_group import CONFIG, NUM_EXPERTS, SimulatedGroup, SimulatedRank
+from simulated_group import CONFIG, SimulatedGroup
+from simulated_rank import NUM_EXPERTS, SimulatedRank
 
 from baton_engine.protocol.topology import (
+    Activity,
     Directive,
     ExpertLoads,
     Generation,
@@ -34,6 +36,10 @@ def operation(group: SimulatedGroup) -> OperationStatus:
     found = group.status().operation
     assert found is not None
     return found
+
+
+def recovered(group: SimulatedGroup) -> bool:
+    return any((each.kind, each.outcome) == ("recover", OperationPhase.DONE) for each in group.ended)
 
 
 def generation_of(rank: SimulatedRank) -> Generation:
@@ -370,6 +376,83 @@ class TestDuringACommit:
         assert generation_of(ranks["b"]).number > ranks["c"].adopted[0].number
 
 
+class TestStandingStill:
+    """The process answers, the loop does not."""
+
+    def test_who_alone_does_not_come_to_an_exchange_is_left_out(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = Activity.RESTS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert CONFIG.stall_after_s < took < CONFIG.stall_after_s + 1.5
+        assert generation_of(ranks["a"]).urgent
+        group.until(lambda: recovered(group), seconds=1.0)
+        assert told(group, ranks["b"]).dismissed
+        (b,) = [member for member in group.status().members if member.name == "b"]
+        assert "its loop stands still" in b.reason
+        ranks["b"].hangs = None
+        group.until(lambda: group.serving_together("a", "b", "c"))
+
+    def test_who_hangs_in_a_step_is_found_by_an_interruption(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = ranks["b"].activity = Activity.RUNS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert CONFIG.step_stall_after_s < took < CONFIG.step_stall_after_s + CONFIG.stall_after_s + 1.5
+        group.until(lambda: recovered(group), seconds=1.0)
+        assert [member.name for member in generation_of(ranks["c"]).members] == ["a", "c"]
+
+    def test_two_that_hang_are_both_left_out(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c", "d")
+        for name in ("b", "c"):
+            ranks[name].hangs = Activity.RESTS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert took < 2 * CONFIG.stall_after_s + 1.5
+
+    def test_who_hangs_at_its_death_bed_is_left_out_of_the_recovery(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = Activity.RESTS
+        ranks["c"].alive = False
+        took = group.until(lambda: generation_of(ranks["a"]).size == 1)
+        assert took < CONFIG.dead_after_s + CONFIG.stall_after_s + 1.5
+
+    def test_a_slow_step_is_run_again_with_more_time_and_costs_nobody_its_place(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        slow = ranks["b"]
+
+        def run_slowly(seconds: float) -> None:
+            """Both run a step that ends after `seconds`, or is interrupted."""
+            start = group.now
+            slow.hangs = slow.activity = Activity.RUNS
+            while group.now - start < seconds and told(group, slow).target is None:
+                group.step()
+            slow.hangs = None
+            group.until(lambda: told(group, slow).target is None and slow.phase is RankPhase.SERVING)
+
+        run_slowly(CONFIG.step_stall_after_s + 1.0)
+        assert generation_of(slow).number == 2, "asked in vain"
+        assert generation_of(slow).placement == ranks["a"].adopted[0].placement
+        run_slowly(CONFIG.step_stall_after_s + 1.0)
+        assert generation_of(slow).number == 2, "it had twice the time"
+        assert group.serving_together("a", "b")
+
+    def test_idle_ranks_and_a_pause_of_the_coordinator_are_no_stall(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.run(10 * CONFIG.step_stall_after_s)
+        ranks["b"].hangs = Activity.RESTS
+        group.run(CONFIG.stall_after_s - 0.5)
+        group.now += 60.0
+        group.step()
+        assert group.status().generation == 1
+        ranks["b"].hangs = None
+        group.run(2 * CONFIG.stall_after_s)
+        assert generation_of(ranks["a"]).number == 1
+
+    def test_nobody_waits_for_the_only_rank(self, group: SimulatedGroup) -> None:
+        a = group.form("a")["a"]
+        a.hangs = a.activity = Activity.RUNS
+        group.run(3 * CONFIG.step_stall_after_s)
+        assert told(group, a).target is None
+
+
 class TestLeaving:
     def test_a_leaving_member_is_let_go_without_waiting_for_a_successor(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
@@ -385,12 +468,57 @@ class TestLeaving:
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["b"]).rank_of(successor.id) == 1
 
-    def test_if_all_leave_nothing_is_done(self, group: SimulatedGroup) -> None:
+    def test_if_all_leave_they_are_let_go_when_the_last_request_has_ended(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
+        ranks["b"].num_requests = 1
         for rank in ranks.values():
             rank.leaving = True
         group.run(5.0)
-        assert group.status().generation == 1
+        assert all(rank.phase is RankPhase.SERVING for rank in ranks.values()), "b needs the experts of a"
+        ranks["b"].num_requests = 0
+        group.until(lambda: all(rank.phase is RankPhase.STANDBY for rank in ranks.values()), seconds=0.5)
+        group.run(5.0)
+        assert all(len(rank.adopted) == 1 for rank in ranks.values())
+        assert group.status().generation == 0
+
+    def test_if_all_leave_but_one_that_is_dead_the_others_are_let_go(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        for name in ("a", "b"):
+            ranks[name].leaving = True
+        ranks["c"].alive = False
+        group.until(lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=4.0)
+        assert all(len(rank.adopted) == 1 for rank in ranks.values())
+
+    def test_if_all_leave_and_one_dies_requests_end_in_a_generation_of_the_others(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["a"].num_requests = 1
+        for rank in ranks.values():
+            rank.leaving = True
+        ranks["c"].alive = False
+        group.until(lambda: generation_of(ranks["a"]).size == 2)
+        ranks["a"].num_requests = 0
+        group.until(lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=2.0)
+
+    def test_if_all_leave_for_names_that_nobody_has_yet_they_do_not_wait_for_them(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.ask("others", "c", "d")
+        for rank in ranks.values():
+            rank.leaving = True
+        group.until(lambda: all(rank.phase is RankPhase.STANDBY for rank in ranks.values()), seconds=0.5)
+        group.add("c")
+        group.add("d")
+        group.until(lambda: group.serving_together("c", "d"))
+
+    def test_if_all_leave_a_successor_takes_over_from_them(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.ask("others", "c")
+        c = group.add("c", steps_to_prepare=20)
+        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        for rank in ranks.values():
+            rank.leaving = True
+        group.until(lambda: group.serving_together("c"))
+        assert all(rank.phase is RankPhase.STANDBY for rank in ranks.values())
+        assert not generation_of(c).urgent
 
 
 class TestRestartedCoordinator:
@@ -478,7 +606,8 @@ class TestRestartedCoordinator:
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["a"]).number == 2
 
-    def test_a_commit_that_some_heard_of_and_nobody_knows_is_replaced_by_one_above(self, group: SimulatedGroup) -> None:
+    def heard_by_some(self, group: SimulatedGroup) -> dict[str, SimulatedRank]:
+        """a, b, c -> a, b, committed; b has not heard of it when another coordinator starts."""
         ranks = group.form("a", "b", "c")
         group.ask("less", "a", "b")
         group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
@@ -487,10 +616,27 @@ class TestRestartedCoordinator:
         group.start_controller()
         ranks["b"].inbox.clear()  # its connection is gone, with what it had not read
         ranks["b"].frozen = False
+        return ranks
+
+    def test_a_commit_that_some_heard_of_is_finished(self, group: SimulatedGroup) -> None:
+        ranks = self.heard_by_some(group)
+        group.until(lambda: len(ranks["a"].adopted) == 2)
+        generation = generation_of(ranks["a"])
+        assert (generation.number, generation.urgent) == (2, False)
+        group.run(5.0)
+        assert group.serving_together("a", "b")
+        assert group.status().desired == ["a", "b"], "what was committed is what should be"
+        assert len(ranks["a"].adopted) == 2, "once"
+
+    def test_a_commit_that_some_heard_of_and_not_all_can_adopt_is_replaced_by_one_above(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = self.heard_by_some(group)
+        ranks["b"].target, ranks["b"].prepared = None, False
         group.until(lambda: len(ranks["a"].adopted) == 2)
         assert generation_of(ranks["a"]).number == 3
         assert ranks["a"].target is None
-        group.until(lambda: group.serving_together("a", "b", "c"))
+        group.until(lambda: group.serving_together("a", "b"))
         group.run(5.0)
         assert len(ranks["a"].adopted) == 2, "once"
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from simulated_group import SimulatedGroup, SimulatedRank
+from simulated_group import SimulatedGroup
+from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.topology import RankPhase
+from baton_engine.protocol.topology import Activity, RankPhase
 
 NAMES = ["a", "b", "c", "d"]
 REST_S = 60.0
@@ -61,7 +62,17 @@ class DisturbedGroup(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def wakes_up(self, name: str) -> None:
         for rank in self._running(name):
-            rank.frozen = False
+            rank.frozen, rank.hangs = False, None
+
+    @rule(name=st.sampled_from(NAMES), how=st.sampled_from([Activity.RESTS, Activity.RUNS]))
+    def hangs(self, name: str, how: Activity) -> None:
+        for rank in self._running(name):
+            rank.hangs = rank.activity = how
+
+    @rule(name=st.sampled_from(NAMES), num_requests=st.integers(0, 2))
+    def requests_come_and_end(self, name: str, num_requests: int) -> None:
+        for rank in self._running(name):
+            rank.num_requests = num_requests
 
     @rule(name=st.sampled_from(NAMES))
     def is_told_to_shut_down(self, name: str) -> None:
@@ -108,6 +119,7 @@ class DisturbedGroup(RuleBasedStateMachine):
         latest = {rank.member.name: rank for rank in group.ranks.values() if rank.alive}
         for rank in group.alive().values():
             rank.alive = rank is latest[rank.member.name]
+            rank.hangs, rank.num_requests = None, 0
             rank.frozen = rank.cannot_prepare = rank.never_finishes_preparing = rank.never_adopts = False
         group.run(REST_S)
 

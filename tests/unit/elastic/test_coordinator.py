@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
+from baton_engine.elastic.coordinator import LINGER_S
 from baton_engine.protocol.topology import ExpertLoads, OperationPhase, RankPhase
 
 
@@ -43,6 +44,31 @@ def test_forms_grows_shrinks_and_recovers(coordinator: CoordinatorProcess, ranks
     topology = coordinator.topology()
     assert topology.desired == ["b", "c"]
     assert [(member.name, member.rank) for member in topology.members if member.rank is not None] == [("c", 0)]
+
+
+def test_a_coordinator_that_is_deleted_with_its_ranks_ends_after_them(
+    coordinator: CoordinatorProcess, ranks: LiveRanks
+) -> None:
+    group = ranks.form("a", "b")
+    group["b"].num_requests = 1
+    coordinator.process.send_signal(signal.SIGTERM)
+    for rank in group.values():
+        rank.leaving = True
+    deadline = time.monotonic() + 2 * LINGER_S
+    ranks.until(lambda: time.monotonic() > deadline, "a request takes its time")
+    assert coordinator.process.poll() is None
+    assert all(rank.phase is RankPhase.SERVING for rank in group.values())
+    group["b"].num_requests = 0
+    ranks.until(lambda: all(rank.phase is RankPhase.STANDBY for rank in group.values()), "the end", timeout_s=2.0)
+    ranks.until(lambda: coordinator.process.poll() == 0, "the coordinator's end", timeout_s=5.0)
+
+
+def test_a_coordinator_that_is_deleted_alone_does_not_wait_for_its_ranks(
+    coordinator: CoordinatorProcess, ranks: LiveRanks
+) -> None:
+    ranks.form("a", "b")
+    coordinator.process.send_signal(signal.SIGTERM)
+    ranks.until(lambda: coordinator.process.poll() == 0, "the coordinator's end", timeout_s=3 * LINGER_S)
 
 
 @pytest.mark.parametrize("phase", [OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING])

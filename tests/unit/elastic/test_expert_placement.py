@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_engine.elastic.balance import Balance
 from baton_engine.elastic.placement import TOLERANCE, count_moves, imbalance, plan_placement
-from baton_engine.protocol.topology import Placement
+from baton_engine.elastic.roster import Roster
+from baton_engine.protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
 
 Loads = list[list[int]]
 
@@ -197,3 +200,30 @@ def test_a_large_model_is_planned_in_under_a_second_per_plan() -> None:
 def test_sizes_that_do_not_fit_are_refused(arguments: tuple[object, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         plan_placement(*arguments)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_group_that_lost_members_moves_what_is_lost_and_nothing_else(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 12))
+    num_ranks = data.draw(st.integers(2, 6))
+    num_redundant = data.draw(st.integers(0, 8))
+    loads = data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts))
+    before = data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts))
+    members = tuple(Member(f"r{rank}", f"i{rank}", "10.0.0.1", 1, 2, 3) for rank in range(num_ranks))
+    ids = [member.instance_id for member in members]
+    placement = plan_placement(1, num_experts, ids, num_redundant, [before])
+    present = Generation(1, "1.n", members, placement, "10.0.0.1", 3)
+    roster = Roster(1.0, 1.0)
+    for member in members:
+        status = Status(member, RankPhase.BROKEN, num_experts, 1, num_redundant, generation=present)
+        roster.on_status(msgspec.structs.replace(status, loads=ExpertLoads((tuple(loads),))), 0.0)
+    roster.update(0.0)
+    survivors = tuple(data.draw(st.permutations(members)))[: data.draw(st.integers(1, num_ranks - 1))]
+    following = Balance(roster, 0.0, 1.0).place(survivors, present, keep=True)
+    held = [set(placement[0][members.index(member)]) for member in survivors]
+    lost = num_experts - len(set().union(*held))
+    num_slots = max(len(placement[0][0]), -(-num_experts // len(survivors)))
+    free = sum(min(num_slots, num_experts) - len(experts) for experts in held)
+    moves = count_moves((placement, ids), (following, [member.instance_id for member in survivors]))
+    assert moves == max(lost, free), "ranks have equally many slots: what is free beyond the lost ones is filled, too"

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from baton_engine.elastic.rank_link import RankLink, unreachable
-from baton_engine.protocol.topology import Directive, Member, RankPhase, StartWave, Status
+from baton_engine.protocol.topology import Activity, Directive, Member, RankPhase, StartWave, Status
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -68,15 +68,29 @@ Start = Callable[..., tuple[RankLink, "queue.SimpleQueue[Directive | StartWave]"
 def link(coordinator: Coordinator) -> Iterator[Start]:
     links: list[RankLink] = []
 
-    def make(interval_s: float = 0.05) -> tuple[RankLink, queue.SimpleQueue[Directive | StartWave]]:
+    def make(
+        interval_s: float = 0.05, **hooks: Callable[[Status], Status]
+    ) -> tuple[RankLink, queue.SimpleQueue[Directive | StartWave]]:
         received: queue.SimpleQueue[Directive | StartWave] = queue.SimpleQueue()
-        links.append(RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=received.put, wakeup_interval_s=interval_s))
+        links.append(
+            RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=received.put, wakeup_interval_s=interval_s, **hooks)
+        )
         links[-1].start()
         return links[-1], received
 
     yield make
     for each in links:
         each.close()
+
+
+def test_every_status_says_what_is_true_when_it_is_sent(link: Start, coordinator: Coordinator) -> None:
+    """Also while nothing is published, because the loop stands still."""
+    now = {"step": 1, "activity": Activity.RUNS}
+    own, _ = link(amend=lambda status: msgspec.structs.replace(status, **now))
+    own.publish(Status(member("a", own.port), RankPhase.SERVING))
+    assert coordinator.hear_until(lambda status: status.step == 1).activity is Activity.RUNS
+    now.update(step=2, activity=Activity.WAITS)
+    assert coordinator.hear_until(lambda status: status.step == 2).activity is Activity.WAITS
 
 
 def test_the_latest_status_is_said_again_and_again_and_what_it_is_answered_is_delivered(link, coordinator):

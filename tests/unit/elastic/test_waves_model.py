@@ -44,6 +44,17 @@ def test_all_go_on_without_a_rank_that_dies_at_any_time() -> None:
     Model(THREE_CHANGE[:], num_tokens=0, mortals=(0, 2, 3)).explore()
 
 
+def test_another_coordinator_finishes_a_commit_that_some_have_heard_of_and_may_drop_one_that_nobody_has() -> None:
+    Model(TWO_CHANGE[:], num_tokens=1, num_restarts=2).explore()
+    Model(THREE_CHANGE[:], num_tokens=0, num_restarts=1).explore()
+    Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, mortals=(0, 1, 2), may_repeat_votes=True).explore()
+
+
+def test_another_coordinator_must_learn_what_ranks_were_told() -> None:
+    with pytest.raises(FaultError, match="not committed"):
+        Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, learns=False).explore()
+
+
 def test_the_change_is_done_though_the_rank_that_leaves_dies_on_its_way_out() -> None:
     Model(TWO_CHANGE[:], num_tokens=1, mortals=(1,), waits_for_commit=True, may_repeat_votes=True).explore()
     Model(THREE_CHANGE[:], num_tokens=0, mortals=(2,), waits_for_commit=True, may_repeat_votes=True).explore()

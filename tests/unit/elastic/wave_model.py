@@ -17,11 +17,14 @@ class State(NamedTuple):
     begun: frozenset[tuple[int, int]]
     unassigned: int
     decision: str
-    """Of the coordinator about generation 1: "", commit or abort; or urgent: there is another generation without the dead rank."""
+    """Of the coordinator about generation 1: "", commit or abort; forgotten: it committed, and the one that has started since does
+    not know; or urgent: there is another generation without the dead rank."""
     urgent: int
     """That generation."""
     pauses: int
     """How often somebody may still be paused."""
+    restarts: int = 0
+    """How often the coordinator may still be replaced by another one."""
 
 
 class Move(NamedTuple):
@@ -45,6 +48,10 @@ class Model:
     num_tokens: int
     """Requests of one token each, which arrive anywhere at any time."""
     num_pauses: int = 0
+    num_restarts: int = 0
+    """Of the coordinator, while a commit is under way."""
+    learns: bool = True
+    """Another coordinator sees what ranks were told to adopt, and not only what they have adopted, and shows it again."""
     rank_class: type[Rank] = Rank
     mortals: tuple[int, ...] = ()
     """One of these ranks dies at any time. The coordinator then makes an urgent generation of the others."""
@@ -100,7 +107,7 @@ class Model:
         if self._num_planned > 1:
             for index in range(num_ranks):
                 ranks.take_target(index, 1)
-        return self._state(ranks, "", NONE, self.num_pauses)
+        return self._state(ranks, "", NONE, self.num_pauses, self.num_restarts)
 
     def _ranks(self, state: State) -> Ranks:
         ranks = Ranks(self.generations, [self.rank_class.from_key(key) for key in state.ranks])
@@ -108,7 +115,7 @@ class Model:
         ranks.unassigned = state.unassigned
         return ranks
 
-    def _state(self, ranks: Ranks, decision: str, urgent: int, pauses: int) -> State:
+    def _state(self, ranks: Ranks, decision: str, urgent: int, pauses: int, restarts: int) -> State:
         """Wave numbers only matter relative to each other: those that have ended everywhere become 0, the others follow."""
         keys = [rank.key() for rank in ranks.ranks]
         begun = ranks.begun
@@ -119,7 +126,7 @@ class Model:
                     if key.current == generation:
                         keys[index] = key._replace(wave=key.wave - shift, awaited=max(key.awaited - shift, 0))
                 begun = {(g, max(wave - shift, 0) if g == generation else wave) for g, wave in begun}
-        return State(tuple(keys), frozenset(begun), ranks.unassigned, decision, urgent, pauses)
+        return State(tuple(keys), frozenset(begun), ranks.unassigned, decision, urgent, pauses, restarts)
 
     def _moves(self, state: State) -> Iterator[Move]:
         repeated = {(key.current, key.wave) for key in state.ranks if key.repeats}
@@ -133,6 +140,8 @@ class Model:
                     yield Move("enter", index)
                 if state.decision in ("commit", "abort") and not key.told:
                     yield Move(state.decision, index)
+                if state.decision == "forgotten" and not key.told:
+                    yield Move("commit", index, sure=False)  # of the old coordinator, under way
                 for generation, wave in state.begun:
                     if generation not in (key.current, key.target):
                         continue
@@ -158,6 +167,11 @@ class Model:
         if self._num_planned > 1 and not state.decision:
             yield Move("decide commit", sure=False, from_outside=True)
             yield Move("decide abort", sure=False, from_outside=True)
+        if state.decision == "commit" and state.restarts:
+            yield Move("decide forgotten", sure=False, from_outside=True)
+        if state.decision == "forgotten":
+            known = any(not key.dead and (key.current == 1 or (key.committed and self.learns)) for key in state.ranks)
+            yield Move("decide commit" if known else "decide abort")
         if any(key.dead for key in state.ranks):
             if state.decision != "urgent" and not self.waits_for_commit:
                 yield Move("decide urgent")
@@ -170,7 +184,7 @@ class Model:
 
     def _after(self, state: State, move: Move) -> State:
         ranks = self._ranks(state)
-        decision, urgent, pauses = state.decision, state.urgent, state.pauses
+        decision, urgent, pauses, restarts = state.decision, state.urgent, state.pauses, state.restarts
         try:
             match move.name:
                 case "enter":
@@ -207,12 +221,16 @@ class Model:
                         rank.told = False
                 case _:
                     decision = move.name.removeprefix("decide ")
+                    restarts -= decision == "forgotten"
+                    if state.decision == "forgotten":
+                        for rank in ranks.ranks:
+                            rank.told = False
         except AssertionError as error:
             self._fail(f"{move}: {error}", state)
-        return self._state(ranks, decision, urgent, pauses)
+        return self._state(ranks, decision, urgent, pauses, restarts)
 
     def _urgent_generation(self, ranks: Ranks, decision: str) -> int:
-        members = self.generations[1 if decision == "commit" else 0]
+        members = self.generations[1 if decision in ("commit", "forgotten") else 0]
         living = tuple(member for member in members if not ranks.ranks[member].dead)
         return self.generations.index(living, self._num_planned)
 
@@ -230,7 +248,9 @@ class Model:
             votes = state.ranks[index].votes
             if votes is None or not all(vote.adopt for vote in votes):
                 self._fail("a rank is left behind in the old generation", state)
-        if state.decision != "commit" and (adopted or any(state.ranks[index].current == 1 for index in new)):
+        if state.decision not in ("commit", "forgotten") and (
+            adopted or any(state.ranks[index].current == 1 for index in new)
+        ):
             self._fail("a generation is adopted that was not committed", state)
 
     def _check_rest(self, state: State) -> None:

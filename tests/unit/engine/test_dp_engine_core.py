@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from engine_fakes import continuation
-from rank_fakes import Network, Rank, adopt, generation
+from rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
 
 from baton_engine.protocol.messages import ErrorCode
-from baton_engine.protocol.topology import RankPhase, StartWave
+from baton_engine.protocol.topology import Activity, RankPhase, StartWave
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]
@@ -236,11 +237,14 @@ def test_a_commit_is_final_for_who_has_seen_it(start):
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     ranks[0].tell(target, commit=True)
     ranks[0].until(lambda: ranks[0].status().commit_seen == target.nonce, "the commit")
+    assert ranks[0].status().committed is target, "another coordinator can finish it"
+    assert ranks[1].status().committed is None
     ranks[0].tell(None)
     ranks[0].tell(generation(3, ranks))
     ranks[1].tell(target, commit=True)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.serves(target), "adopted")
+        assert rank.status().committed is None
 
 
 def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_commit(start):
@@ -393,6 +397,30 @@ def test_who_stands_by_begins_anew_whatever_it_has_been_in(start):
         rank.tell(dismissed=True)
         rank.until(lambda rank=rank: rank.status().phase is RankPhase.STANDBY, "standby")
     adopt(generation(2, ranks, nonce="of a coordinator that knows nothing"), ranks, serving=ranks)
+
+
+def test_others_see_who_waits_for_whom_while_a_loop_stands_still(start):
+    ranks = start(2)
+    form(ranks)
+    ranks[1].frozen.set()
+    ranks[0].add("r", [1, 2], 10)
+    ranks[0].until(lambda: ranks[0].core.position == (1, Activity.WAITS), "a wait for the other")
+    assert ranks[1].core.position == (0, Activity.RESTS)
+    held, run = threading.Event(), ranks[1].executor._run
+
+    def hang(step):
+        assert held.wait(DEADLINE_S)
+        return run(step)
+
+    ranks[1].executor._run = hang
+    ranks[1].frozen.clear()
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.core.position == (1, Activity.RUNS), "a step")
+    held.set()
+    ranks[0].text("r")
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.core.position[1] is Activity.RESTS, "rest")
+    assert ranks[0].core.position == ranks[1].core.position
 
 
 def test_loads_and_the_shape_of_the_model_are_reported(start):

@@ -13,9 +13,9 @@ from engine_fakes import continuation
 from engine_process import DEADLINE_S, EngineProcess, collect, connect, request, tokens
 from rank_processes import ScriptedCoordinator
 
-from baton_engine.protocol.client import EngineClient, UtilityError
+from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_engine.protocol.messages import ErrorCode
-from baton_engine.protocol.topology import RankPhase
+from baton_engine.protocol.topology import Activity, RankPhase
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ Ranks = Callable[..., dict[str, EngineProcess]]
 def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
     started: list[EngineProcess] = []
 
-    def start(*names: str, **env: str) -> dict[str, EngineProcess]:
+    def start(*names: str, drain_timeout_s: float = 8, **env: str) -> dict[str, EngineProcess]:
         engines = {}
         for name in names:
             folder = tmp_path / name
             folder.mkdir()
             flags = ("--executor", "rank_processes.LonelyExpertExecutor", "--rank-name", name)
             group = ("--enable-expert-parallel", "--coordinator", f"127.0.0.1:{coordinator.port}")
-            engines[name] = EngineProcess(folder, *flags, *group, "--drain-timeout-s", "8", **env)
+            engines[name] = EngineProcess(folder, *flags, *group, "--drain-timeout-s", str(drain_timeout_s), **env)
             started.append(engines[name])
         coordinator.until(list(names), "standby", phase=RankPhase.STANDBY)
         return engines
@@ -184,6 +184,38 @@ async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at
         await asyncio.to_thread(coordinator.until, ["c"], "BROKEN", phase=RankPhase.BROKEN)
         assert (await collect(streams[1]))[-1].error_code is ErrorCode.DRAINING
         assert await asyncio.to_thread(engines["c"].process.wait, DEADLINE_S) == 0
+
+
+async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
+    engines = ranks("a", "b", drain_timeout_s=600, BATON_FAKE_STEP_S="0.005")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    async with await connect(engines["a"]) as client:
+        stream = client.add(request("r", [1, 2], 100))
+        outputs = [await anext(stream)]
+        for engine in engines.values():
+            engine.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(coordinator.until, ["a", "b"], "leaving", leaving=True)
+        outputs += await collect(stream)
+        assert tokens(outputs) == continuation([1, 2], 100, ignore_eos=True)
+    await asyncio.to_thread(coordinator.until, ["a", "b"], "rest", num_running=0, num_waiting=0)
+    coordinator.say(["a", "b"], None, dismissed=True)
+    for engine in engines.values():
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S / 2) == 0
+
+
+async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ranks, coordinator):
+    engines = ranks("a", BATON_FAKE_STEP_S="600")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a"])
+    async with await connect(engines["a"], heartbeat_interval_s=0.1) as client:
+        stream = client.add(request("r", [1, 2], 5))
+        await asyncio.to_thread(coordinator.until, ["a"], "a step", activity=Activity.RUNS)
+        coordinator.say(["a"], None, dismissed=True)
+        await until_draining(client, True)
+        assert ready_reason(engines["a"]) == "Standby"
+        with pytest.raises(EngineDeadError, match="whose loop stands still"):
+            await collect(stream)
+    status, body = engines["a"].http("GET", "/health")
+    assert (status, json.loads(body)["reason"]) == (503, "Failed")
 
 
 def test_sigterm_in_standby_waits_for_nobody(ranks, coordinator):

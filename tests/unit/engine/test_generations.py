@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from model_cases import Meeting, ThreadGroup, load, run_model
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.protocol.topology import ExpertLoads, Generation, Placement
 from baton_engine.worker import generations as generations_module
@@ -257,6 +260,37 @@ def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoi
     eventually(lambda: closed, timeout_s=WAIT_S, what="the group that came too late is left")
     ranks[0].join = network.join
     adopt_everywhere(ranks, of_all(2, ranks))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_group_that_served_is_left_after_a_grace_and_its_experts_at_once(
+    leaves: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower member may still be in the last step: who leaves at once breaks it there."""
+    closed, graces, over = threading.Event(), [], threading.Event()
+
+    class Watched(LoneGroup):
+        def close(self) -> None:
+            closed.set()
+
+    def wait(seconds: float) -> None:
+        graces.append(seconds)
+        assert over.wait(WAIT_S)
+
+    monkeypatch.setattr(generations_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    rank = ThreadRank("r0", checkpoint, ThreadNetwork())
+    rank.join = lambda *_: Watched()
+    adopt_everywhere([rank], of_all(1, [rank]))
+    held = weakref.ref(rank.model.sparse_layers[0][1].shard)
+    if leaves:
+        rank.generations.leave()
+    else:
+        adopt_everywhere([rank], of_all(2, [rank]))
+    eventually(lambda: graces == [generations_module.GRACE_S], timeout_s=WAIT_S, what="the grace")
+    eventually(lambda: held() is None, timeout_s=WAIT_S, what="the experts are freed")
+    assert not closed.is_set()
+    over.set()
+    assert closed.wait(WAIT_S)
 
 
 def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected: Tensor) -> None:

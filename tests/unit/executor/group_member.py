@@ -19,7 +19,9 @@ import torch
 
 from baton_engine.distributed import shared_memory_group
 from baton_engine.distributed.group import Group
-from baton_engine.distributed.process_group import StoreAddress, connect_store, create_group
+from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_wire import StoreAddress
 
 CPU = torch.device("cpu")
 

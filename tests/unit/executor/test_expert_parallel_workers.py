@@ -18,7 +18,8 @@ from greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.distributed.group import GroupBrokenError
-from baton_engine.distributed.process_group import StoreAddress, open_store
+from baton_engine.distributed.store_server import open_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.multiproc import MultiprocExecutor
 from baton_engine.executor.uniproc import UniProcExecutor
@@ -167,16 +168,16 @@ def finish(ranks: Sequence[Rank]) -> dict[str, list[int]]:
 @pytest.fixture
 def make_ranks(checkpoint: Path) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
-    store, address = open_store("127.0.0.1")
+    store = open_store("127.0.0.1")
 
     def make(kind: type[Executor], tensor: int = 1) -> Ranks:
-        made.append(Ranks(checkpoint, address, kind, tensor))
+        made.append(Ranks(checkpoint, store.address, kind, tensor))
         return made[-1]
 
     yield make
     for ranks in made:
         ranks.shutdown()
-    del store
+    store.close()
 
 
 @pytest.mark.parametrize(("kind", "tensor"), [(UniProcExecutor, 1), (MultiprocExecutor, 1), (MultiprocExecutor, 2)])

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_workers import engine_config
-from torchrun import run_under_torchrun
+from torchrun import run_under_torchrun, run_without_an_agent
 
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import KVRole
 
 
-def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(tmp_path: Path) -> None:
-    results = run_under_torchrun(2, tmp_path, "fake", 1, 2)
+@pytest.mark.parametrize("run", [run_under_torchrun, run_without_an_agent])
+def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    results = run(2, tmp_path, "fake", 1, 2)
     for result in results:
         assert result["num_blocks"] == 99, "the least of all ranks"
         assert result["outputs"] == [0, 1, 2, 3]

@@ -16,17 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from baton_engine.distributed import process_group
 from baton_engine.distributed.group import Group, GroupBrokenError
-from baton_engine.distributed.process_group import (
-    TorchGroup,
-    connect_store,
-    create_group,
-    generation_store,
-    open_store,
-)
+from baton_engine.distributed.process_group import TorchGroup, create_group, generation_store
 from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_server import open_store
 
 WAIT_S = 60.0
 CPU = torch.device("cpu")
@@ -50,7 +47,8 @@ class Ranks:
     def __init__(self, kind: str, size: int) -> None:
         self.size = size
         self.pool = ThreadPoolExecutor(size)
-        self.store, self.address = open_store("127.0.0.1")
+        self.store = open_store("127.0.0.1")
+        self.address = self.store.address
         self.kind = kind
 
     def each(self, run: Callable[[int], T]) -> list[T]:
@@ -73,7 +71,7 @@ class Ranks:
 
     def close(self) -> None:
         self.pool.shutdown()
-        del self.store
+        self.store.close()
 
 
 @pytest.fixture(params=KINDS)
@@ -260,7 +258,7 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
 
 
 def test_generations_have_parts_of_their_own_in_the_store() -> None:
-    store, _ = open_store("127.0.0.1")
+    store = HashStore()
     parts = [generation_store(store, 1), generation_store(store, 1, "a"), generation_store(store, 1, "b")]
     parts.append(generation_store(store, 2, "a"))
     for i, part in enumerate(parts):
