@@ -12,7 +12,7 @@ help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           all tests (under 15 minutes on 2 cores)"
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers (about 20 minutes)"
-	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load (about 25 minutes)"
+	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make check          ruff, mypy, import-linter"
 	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
@@ -41,7 +41,7 @@ chaos: $(STAMP)
 	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
 
 elastic: $(STAMP)
-	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py -m chaos -s $(ARGS)
+	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
 
 soak: $(STAMP)
 	BATON_SOAK_SECONDS=600 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_engine_soak.py -k long -s $(ARGS)

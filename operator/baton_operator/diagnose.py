@@ -81,13 +81,12 @@ def _volume(pod: Object, now: datetime) -> Diagnosis | None:
 def _crash_looping(pod: Object, now: datetime) -> Diagnosis | None:
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
-        looping = waiting.get("reason") == "CrashLoopBackOff" or container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
+        restarts = container.get("restartCount", 0)
+        looping = restarts >= (1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS)
         terminated = _failure(container, now)
         if looping and terminated:
             end = _ending(terminated)
-            return Diagnosis(
-                "CrashLooping", f"pod {pod['metadata']['name']} restarted {container['restartCount']} times, last {end}"
-            )
+            return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} restarted {restarts} times, last {end}")
     return None
 
 

@@ -12,7 +12,7 @@ from baton_operator.api import Condition, DecodeStatus, GroupStatus, Status
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving
 from baton_operator.observe import is_ready
-from baton_operator.report_topology import SCALE_FAILED, GroupTopology, Verdict, scaling_verdict
+from baton_operator.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, Verdict, scaling_verdict
 
 Object = dict[str, Any]
 
@@ -73,7 +73,8 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
         return "False", diagnosis.reason, f"{diagnosis.message}; {counts}"
     if group.topology is not None:
         status, reason, message = scaling_verdict(group.topology, group.desired)
-        if status == "True" or reason == SCALE_FAILED:
+        lost = reason == UNREACHABLE and group.topology.has_ranks  # not one that only starts
+        if status == "True" or reason == SCALE_FAILED or lost:
             return "False", reason, f"{counts}; {message}"
     going = len(group.pods) - len(group.current)
     if going:

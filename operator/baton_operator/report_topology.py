@@ -34,6 +34,11 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
         ranks = self.status.ranks if self.status and self.reachable else []
         return frozenset(rank.name for rank in ranks if rank.phase == RankPhase.SERVING)
 
+    @property
+    def has_ranks(self) -> bool:
+        """A generation is known, perhaps from earlier."""
+        return self.status is not None and bool(self.status.ranks)
+
 
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     """Whether the topology is being changed. False when at rest, and with the reason when a change failed."""

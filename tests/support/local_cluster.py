@@ -128,6 +128,23 @@ class LocalClusterUnderTest:
         labels = f"serving.baton.dev/service={service},serving.baton.dev/role={role}"
         return self.get("pods", "-l", labels)["items"]
 
+    def pod_processes(self) -> list[tuple[str, psutil.Process]]:
+        """(name of the pod, process) of every process of a pod."""
+        found = []
+        for process in processes_with_home(self.home):
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                if "BATON_POD_ROOT" in environment:
+                    found.append((environment["POD_NAME"], process))
+        return found
+
+    def process_of(self, pod: str) -> psutil.Process:
+        """The first of the pod's processes: its container's, if that has one container."""
+        for name, process in self.pod_processes():
+            if name == pod:
+                return process
+        raise AssertionError(f"no process of pod {pod}")
+
 
 @contextlib.contextmanager
 def local_cluster(control_plane: str) -> Iterator[LocalClusterUnderTest]:

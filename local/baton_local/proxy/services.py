@@ -25,7 +25,7 @@ class ServiceProxy:
         self._events = events
         self._loopback = loopback
         self._listeners: dict[Endpoint, asyncio.Server] = {}
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], Endpoint] = {}
         self._turn = itertools.count()
         self._changed = asyncio.Event()
         services.subscribe(lambda old, new: self._changed.set())
@@ -72,7 +72,8 @@ class ServiceProxy:
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
         for endpoint in self._listeners.keys() - wanted.keys():
             self._listeners.pop(endpoint).close()  # open connections go on until one side ends them
-        addresses = {address for address, _ in wanted}
+        # The address of a Service that is gone stays while connections to it are open.
+        addresses = {address for address, _ in [*wanted, *self._connections.values()]}
         for endpoint, key in wanted.items():
             if endpoint not in self._listeners:
                 await self._listen(endpoint, key)
@@ -86,12 +87,14 @@ class ServiceProxy:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
-            self._connections.add(task)
+            self._connections[task] = endpoint
             try:
                 await self._forward(endpoint, reader, writer)
             finally:
-                self._connections.discard(task)
+                del self._connections[task]
                 writer.close()
+                if endpoint not in self._listeners:
+                    self._changed.set()
 
         try:
             self._loopback.add(endpoint[0])

@@ -39,19 +39,6 @@ def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: st
     return total
 
 
-def engine_process(cluster: LocalClusterUnderTest, pod: str) -> psutil.Process:
-    """The process that is the pod's container."""
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            root = environment.get("BATON_POD_ROOT", "")
-            if root.startswith(f"{cluster.home}/") and environment.get("POD_NAME") == pod:
-                return process
-        except psutil.Error:
-            continue
-    raise AssertionError(f"no process of pod {pod}")
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
 def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluster, checkpoints, demo, arch):
@@ -162,7 +149,7 @@ def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
 @pytest.mark.parametrize("role", ["prefill", "decode", "gateway"])
 def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, role):
     pod = cluster.pods(demo, role)[0]["metadata"]["name"]
-    process = engine_process(cluster, pod)
+    process = cluster.process_of(pod)
     seen: list[tuple[str, str]] = []
     os.kill(process.pid, signal.SIGKILL)
 
@@ -304,7 +291,7 @@ def test_kubectl_follows_services_and_logs(cluster, demo):
         cluster.kubectl("scale", "llms/demo", "--replicas=2")
         eventually(lambda: watched().count("\n") > lines, timeout_s=60, what="another line of `kubectl get -w`")
         length = len(logged())
-        engine_process(cluster, pod).send_signal(signal.SIGTERM)
+        cluster.process_of(pod).send_signal(signal.SIGTERM)
         eventually(lambda: len(logged()) > length, timeout_s=60, what="the engine's last words in `kubectl logs -f`")
 
 

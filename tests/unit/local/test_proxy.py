@@ -1,6 +1,7 @@
 """The proxy: which pods and which Service a connection is for, and bytes that pass at once in both directions."""
 
 import asyncio
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,31 @@ class Cache:
         self.objects = {f"{obj['metadata']['namespace']}/{obj['metadata']['name']}": obj for obj in objects}
         self.synced = asyncio.Event()
         self.synced.set()
+        self._listeners: list[Callable[[Json | None, Json | None], None]] = []
 
-    def subscribe(self, listener: object) -> None:
-        """Nothing changes here."""
+    def subscribe(self, listener: Callable[[Json | None, Json | None], None]) -> None:
+        self._listeners.append(listener)
+
+    def remove(self, key: str) -> None:
+        gone = self.objects.pop(key)
+        for listener in self._listeners:
+            listener(gone, None)
+
+
+class Addresses:
+    """Stands in for LoopbackAddresses: what is there, without the device."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+
+    def add(self, address: str) -> None:
+        self.there.add(address)
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        self.there &= set(addresses)
+
+    def remove_all(self) -> None:
+        self.there.clear()
 
 
 class Events:
@@ -148,6 +171,35 @@ async def test_a_service_skips_dead_pods_and_streams_unbuffered(tmp_path: Path) 
                     more.set()
                     assert await response.content.read() == b"none"
         assert events.reasons == []
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
+
+
+async def test_connections_of_a_deleted_service_go_on_and_then_its_address_goes() -> None:
+    more, ended = asyncio.Event(), asyncio.Event()
+    runner, port = await serve(streaming_app(more, ended), "127.97.1.3")
+    services, pods, addresses = (
+        Cache(service("127.97.0.9", 8080)),
+        Cache(pod("alive", "127.97.1.3", port=port)),
+        Addresses(),
+    )
+    proxy = ServiceProxy(services, pods, Events(), addresses)  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+    try:
+        await settled(lambda: proxy._listeners, "the listener")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            async with http.post("http://127.97.0.9:8080/stream", data=b"") as response:
+                assert await asyncio.wait_for(response.content.readany(), 5) == b"one\n\n"
+                services.remove("ns/web")
+                await settled(lambda: not proxy._listeners, "the listener closed")
+                assert addresses.there == {"127.97.0.9"}
+                more.set()
+                assert await response.content.read() == b"none"
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await http.post("http://127.97.0.9:8080/stream", data=b"")
+        await settled(lambda: not addresses.there, "the address taken away")
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -50,6 +50,10 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(state=just_started(1), last={"exitCode": 137, "signal": 9}, restarts=1)]),
         "False", "ContainerTerminated", "by signal 9",
     ),
+    "killed, its first restart waits": (
+        decode([pod(state=BACK_OFF, last={"exitCode": 137, "signal": 9}, restarts=0)]),
+        "False", "ContainerTerminated", "by signal 9",
+    ),
     "out of memory": (
         decode([pod(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})]),
         "False", "ContainerTerminated", "more memory",

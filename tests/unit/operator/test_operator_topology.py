@@ -167,6 +167,10 @@ def test_ready_counts_ranks_that_serve() -> None:
     assert group_verdict(msgspec.structs.replace(group, topology=two), NOW)[0] == "True"
     away = msgspec.structs.replace(one, reachable=False)
     assert group_verdict(msgspec.structs.replace(group, topology=away), NOW)[0] == "True", "they serve on"
+    more = msgspec.structs.replace(group, topology=away, desired=3)
+    assert group_verdict(more, NOW)[:2] == ("False", "CoordinatorUnreachable")
+    first = msgspec.structs.replace(more, topology=GroupTopology(status=None, reachable=False))
+    assert group_verdict(first, NOW)[:2] == ("False", "Starting"), "it starts, too"
 
 
 def test_events_of_an_operation() -> None:
