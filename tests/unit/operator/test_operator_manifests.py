@@ -73,11 +73,15 @@ def test_the_repository_is_up_to_date() -> None:
 
 
 def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 0
-    assert main(["--check", str(tmp_path)]) == 0
-    (tmp_path / "operator.yaml").write_text("changed")
-    assert main(["--check", str(tmp_path)]) == 1
-    assert "operator.yaml" in capsys.readouterr().err
+    manifests = tmp_path / "manifests"
+    assert main([str(manifests)]) == 0
+    assert main(["--check", str(manifests)]) == 0
+    (manifests / "operator.yaml").write_text("changed")
+    (tmp_path / "charts/baton/files/crd-spec.yaml").unlink()
+    assert main(["--check", str(manifests)]) == 1
+    told = capsys.readouterr().err
+    assert "manifests/operator.yaml" in told
+    assert "charts/baton/files/crd-spec.yaml" in told
 
 
 @pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])

@@ -1,0 +1,36 @@
+{{/* Name of all objects: `baton-operator` for a release called `baton`, as in manifests/. */}}
+{{- define "baton.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- printf "%s-operator" (.Release.Name | trunc 54 | trimSuffix "-") -}}
+{{- else -}}
+{{- printf "%s-%s-operator" (.Release.Name | trunc 48 | trimSuffix "-") .Chart.Name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (include "baton.fullname" .) -}}
+{{- end -}}
+
+{{/* What finds the operator's pod and nothing else: the pods of services carry other components. Immutable in a Deployment. */}}
+{{- define "baton.selectorLabels" -}}
+app.kubernetes.io/name: baton
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "baton.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,33 @@
+# Engine, coordinator and gateway for machines without a GPU: one `spec.image` serves all pods of a service.
+#   docker build -f docker/engine-cpu.Dockerfile -t baton:0.1.0-cpu .
+FROM python:3.11.14-slim-bookworm AS dependencies
+WORKDIR /source
+RUN python -m venv /opt/baton
+ENV PATH=/opt/baton/bin:$PATH
+COPY pyproject.toml constraints.txt ./
+COPY docker/requirements.py docker/
+# torch of this index is the one without CUDA: its version, +cpu, comes before PyPI's.
+RUN python docker/requirements.py engine gateway > requirements.txt \
+    && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt -r requirements.txt
+
+FROM dependencies AS package
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip install --no-cache-dir --no-deps /wheels/*.whl
+# For every instruction set, whatever this machine has: the processor that runs the image chooses. Without them the engine is slower,
+# so their absence fails the build here.
+RUN cd / && python -m baton_kernels.cpu.build \
+    && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
+    && ls /built/*.so
+
+# No compiler at run time: torch.compile on a CPU (off by default) would need one.
+FROM python:3.11.14-slim-bookworm
+COPY --from=dependencies /opt/baton /opt/baton
+# HOME and USER: the user has no line in /etc/passwd, and torch asks for both.
+ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=baton
+RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --no-deps /wheels/*.whl
+COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
+# By number: Kubernetes proves runAsNonRoot only of a number.
+USER 65532:65532
+ENTRYPOINT ["baton-engine"]

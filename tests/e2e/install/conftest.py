@@ -1,0 +1,31 @@
+"""Helm releases on the real control plane: the embedded one speaks no protobuf, which Helm does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import helm_python as helm
+import pytest
+from release_cluster import CRD, RELEASE, Cluster
+
+from baton_local.control_plane import ControlPlane
+from support.waiting import eventually
+
+
+@pytest.fixture
+def cluster(real_plane: ControlPlane, tmp_path: Path) -> Cluster:
+    return Cluster(real_plane.kubeconfig, tmp_path)
+
+
+@pytest.fixture
+def releases(cluster: Cluster) -> Iterator[helm.Config]:
+    """Helm in the cluster's namespace. Afterwards neither a release nor the CRD is left."""
+    with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=cluster.namespace) as releases:
+        try:
+            yield releases
+        finally:
+            releases.uninstall(RELEASE, ignore_not_found=True)
+            if cluster.crd() is not None:
+                cluster.definitions.delete_custom_resource_definition(CRD)
+            eventually(lambda: cluster.crd() is None, timeout_s=30, what="the CRD to be gone")

@@ -1,0 +1,295 @@
+"""What the chart renders, by the real Helm engine: by default what manifests/ holds, and what each value changes."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+from rendered_chart import CHART, NAMESPACE, ROOT, Object, kinds, notes, one, pod_spec, render
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT
+from baton_operator import names
+from baton_operator.cli import HTTP_PORT
+
+ALL_OPTIONS: Object = {
+    name: {"enabled": True}
+    for name in ("podDisruptionBudget", "serviceMonitor", "podMonitor", "dashboard", "networkPolicy")
+}
+SELECTOR = {
+    "app.kubernetes.io/name": "baton",
+    "app.kubernetes.io/instance": "baton",
+    "app.kubernetes.io/component": "operator",
+}
+
+
+def manifest(path: str) -> Object:
+    document: Object = list(yaml.safe_load_all((ROOT / "manifests" / path).read_text()))[-1]
+    return document
+
+
+def container(values: Object | None = None) -> Object:
+    (found,) = pod_spec(values)["containers"]
+    return found
+
+
+def test_lint_has_nothing_to_say_but_that_an_icon_is_missing() -> None:
+    for values in (None, ALL_OPTIONS, {"watchNamespaces": ["a"]}):
+        report = helm.lint(CHART, values, strict=True)
+        assert report["errors"] == []
+        assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
+
+
+def test_the_chart_is_of_the_same_version_as_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (metadata["version"], metadata["appVersion"]) == (version, version)
+
+
+def test_by_default_it_renders_what_kubectl_applies() -> None:
+    objects = render()
+    assert kinds(objects) == [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "CustomResourceDefinition",
+        "Deployment",
+        "ServiceAccount",
+    ]
+    crd, plain = one(objects, "CustomResourceDefinition"), manifest("crd/llmservices.yaml")
+    assert crd["spec"] == plain["spec"]
+    assert crd["metadata"]["name"] == plain["metadata"]["name"]
+    assert one(objects, "ClusterRole")["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
+    binding, plain = one(objects, "ClusterRoleBinding"), manifest("rbac/cluster_role_binding.yaml")
+    assert (binding["roleRef"], binding["subjects"]) == (plain["roleRef"], plain["subjects"])
+    account, plain = one(objects, "ServiceAccount"), manifest("rbac/service_account.yaml")
+    assert account["metadata"]["name"] == plain["metadata"]["name"]
+    assert account["metadata"]["namespace"] == plain["metadata"]["namespace"]
+
+
+def test_the_deployment_is_that_of_the_plain_manifests() -> None:
+    rendered, plain = one(render(), "Deployment"), manifest("operator.yaml")
+    assert rendered["metadata"]["name"] == plain["metadata"]["name"]
+    assert (rendered["spec"]["replicas"], rendered["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    assert plain["spec"]["strategy"] == rendered["spec"]["strategy"]
+    spec, plain_spec = (deployment["spec"]["template"]["spec"] for deployment in (rendered, plain))
+    (ours,), (theirs,) = spec.pop("containers"), plain_spec.pop("containers")
+    assert ours.pop("args") == ["--log-level=info", "--resync=30"]
+    assert ours.pop("imagePullPolicy") == "IfNotPresent"
+    assert ours == theirs
+    assert spec == plain_spec
+
+
+@pytest.mark.parametrize("values", [{}, ALL_OPTIONS, {**ALL_OPTIONS, "watchNamespaces": ["a", "b"]}])
+def test_every_object_is_labelled_and_in_its_place(values: Object) -> None:
+    for obj in render(values):
+        assert SELECTOR.items() <= obj["metadata"]["labels"].items(), obj["kind"]
+        assert obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+        assert obj["metadata"]["labels"]["helm.sh/chart"].startswith("baton-")
+        scoped = {"CustomResourceDefinition": None, "ClusterRole": None, "ClusterRoleBinding": None}
+        if obj["kind"] not in ("Role", "RoleBinding"):
+            assert obj["metadata"].get("namespace") == scoped.get(obj["kind"], NAMESPACE), obj["kind"]
+
+
+def test_no_two_objects_have_the_same_name() -> None:
+    objects = render({**ALL_OPTIONS, "watchNamespaces": ["a", "b"]})
+    identities = [(obj["kind"], obj["metadata"].get("namespace"), obj["metadata"]["name"]) for obj in objects]
+    assert len(set(identities)) == len(identities)
+
+
+def test_the_pod_is_restricted_as_pod_security_wants_it() -> None:
+    spec = pod_spec()
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container()["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    assert [list(volume) for volume in spec["volumes"]] == [["name", "emptyDir"]]
+    assert "runAsUser" not in pod_spec({"runAsUser": None})["securityContext"]
+
+
+def test_the_selector_finds_the_operator_and_not_the_pods_of_services() -> None:
+    deployment = one(render({"podLabels": {"team": "ml", "app.kubernetes.io/component": "gateway"}}), "Deployment")
+    assert deployment["spec"]["selector"]["matchLabels"] == SELECTOR
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert SELECTOR.items() <= labels.items(), "podLabels must not take the selector's labels away"
+    assert labels["team"] == "ml"
+    for role in ("prefill", "decode", "gateway", "coordinator"):
+        assert not SELECTOR.items() <= names.labels("baton", role).items()  # type: ignore[arg-type]
+
+
+TERM = {"key": "pool", "operator": "Exists"}
+SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "expected"),
+    [
+        ({"imagePullSecrets": [{"name": "registry"}]}, "imagePullSecrets", [{"name": "registry"}]),
+        ({"nodeSelector": {"pool": "system"}}, "nodeSelector", {"pool": "system"}),
+        ({"tolerations": [TERM]}, "tolerations", [TERM]),
+        ({"affinity": AFFINITY}, "affinity", AFFINITY),
+        ({"topologySpreadConstraints": [SPREAD]}, "topologySpreadConstraints", [SPREAD]),
+        (
+            {"priorityClassName": "system-cluster-critical"},
+            "priorityClassName",
+            "system-cluster-critical",
+        ),
+        ({"serviceAccount": {"create": False, "name": "mine"}}, "serviceAccountName", "mine"),
+    ],
+)
+def test_an_option_of_the_pod(values: Object, field: str, expected: Any) -> None:
+    assert pod_spec(values)[field] == expected
+    assert field == "serviceAccountName" or field not in pod_spec()
+
+
+def test_annotations_of_the_pod() -> None:
+    template = one(render({"podAnnotations": {"a": "b"}}), "Deployment")["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "baton-operator:0.1.0"),
+        ({"repository": "registry.example/x", "tag": "v2"}, "registry.example/x:v2"),
+        ({"tag": "v2", "digest": "sha256:" + "a" * 64}, "baton-operator@sha256:" + "a" * 64),
+    ],
+)
+def test_the_image(values: Object, expected: str) -> None:
+    assert container({"image": values})["image"] == expected
+
+
+def test_options_of_the_container() -> None:
+    values = {"logLevel": "debug", "resyncSeconds": 120, "image": {"pullPolicy": "Always"}}
+    assert container(values)["args"] == ["--log-level=debug", "--resync=120"]
+    assert container(values)["imagePullPolicy"] == "Always"
+    limits = {"limits": {"memory": "1Gi", "cpu": "2"}}
+    assert container({"resources": limits})["resources"] == {**container()["resources"], **limits}
+
+
+@pytest.mark.parametrize(
+    ("release", "values", "expected"),
+    [
+        ("baton", {}, "baton-operator"),
+        ("prod", {}, "prod-baton-operator"),
+        ("baton-" + "x" * 47, {}, "baton-" + "x" * 47 + "-operator"),
+        ("prod", {"fullnameOverride": "llm"}, "llm"),
+    ],
+)
+def test_names_follow_the_release(release: str, values: Object, expected: str) -> None:
+    objects = [obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"]
+    assert {obj["metadata"]["name"] for obj in objects} == {expected}
+    assert len(expected) <= 63
+
+
+def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
+    objects = render({"watchNamespaces": ["team-a", "team-b"]})
+    assert not {"ClusterRole", "ClusterRoleBinding"} & set(kinds(objects))
+    for kind in ("Role", "RoleBinding"):
+        found = [obj for obj in objects if obj["kind"] == kind]
+        assert [obj["metadata"]["namespace"] for obj in found] == ["team-a", "team-b"]
+    roles = [obj for obj in objects if obj["kind"] == "Role"]
+    bindings = [obj for obj in objects if obj["kind"] == "RoleBinding"]
+    for role, binding in zip(roles, bindings, strict=True):
+        assert role["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
+        assert binding["roleRef"]["kind"] == "Role"
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": "baton-operator", "namespace": NAMESPACE},
+        ]
+    args = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[2:] == ["--namespace=team-a", "--namespace=team-b"]
+
+
+def test_what_others_bring_is_left_to_them() -> None:
+    values = {
+        "crds": {"install": False},
+        "rbac": {"create": False},
+        "serviceAccount": {"create": False, "name": "mine"},
+    }
+    assert kinds(render(values)) == ["Deployment"]
+    binding = one(render({"serviceAccount": {"create": False, "name": "mine"}}), "ClusterRoleBinding")
+    assert binding["subjects"][0]["name"] == "mine"
+
+
+def test_the_crd_is_kept_unless_told_otherwise() -> None:
+    policy = "helm.sh/resource-policy"
+    crd = one(render(), "CustomResourceDefinition")
+    assert crd["metadata"]["annotations"] == {policy: "keep"}
+    assert "annotations" not in one(render({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
+
+
+def test_annotations_of_the_service_account() -> None:
+    account = one(render({"serviceAccount": {"annotations": {"role": "x"}}}), "ServiceAccount")
+    assert account["metadata"]["annotations"] == {"role": "x"}
+
+
+def test_the_disruption_budget() -> None:
+    budget = one(render({"podDisruptionBudget": {"enabled": True, "maxUnavailable": 2}}), "PodDisruptionBudget")
+    assert budget["apiVersion"] == "policy/v1"
+    assert budget["spec"] == {"maxUnavailable": 2, "selector": {"matchLabels": SELECTOR}}
+
+
+def test_the_service_monitor_finds_the_operators_metrics() -> None:
+    values = {"serviceMonitor": {"enabled": True, "interval": "5s", "labels": {"release": "prometheus"}}}
+    objects = render(values)
+    service, monitor = one(objects, "Service"), one(objects, "ServiceMonitor")
+    assert service["spec"]["selector"] == SELECTOR
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    (port,), (endpoint,) = service["spec"]["ports"], monitor["spec"]["endpoints"]
+    assert endpoint == {"port": port["name"], "path": "/metrics", "interval": "5s"}
+    assert port["targetPort"] in [entry["name"] for entry in container()["ports"]]
+
+
+def test_the_pod_monitor_finds_the_pods_of_services() -> None:
+    monitor = one(render({"podMonitor": {"enabled": True, "labels": {"a": "b"}}}), "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= names.labels("demo", "decode").items()
+    assert monitor["spec"]["namespaceSelector"] == {"any": True}
+    assert monitor["metadata"]["labels"]["a"] == "b"
+    values = {"podMonitor": {"enabled": True}, "watchNamespaces": ["a"]}
+    assert one(render(values), "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
+
+
+def test_the_network_policy_lets_out_what_the_operator_needs() -> None:
+    plain = one(render({"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
+    assert plain["podSelector"]["matchLabels"] == SELECTOR
+    assert plain["policyTypes"] == ["Ingress", "Egress"]
+    (metrics,), (dns, api, members) = plain["ingress"], plain["egress"]
+    assert metrics == {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+    assert {(port["port"], port["protocol"]) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert [port["port"] for port in api["ports"]] == [443, 6443]
+    assert "to" not in api
+    assert [port["port"] for port in members["ports"]] == [ENGINE_HTTP_PORT, COORDINATOR_HTTP_PORT]
+    (peer,) = members["to"]
+    assert peer["podSelector"]["matchLabels"].items() <= names.labels("demo", "coordinator").items()
+
+    source = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
+    values = {"enabled": True, "metricsFrom": [source], "apiServerPorts": [8443], "apiServerCIDRs": ["10.0.0.1/32"]}
+    narrow = one(render({"networkPolicy": values}), "NetworkPolicy")["spec"]
+    assert narrow["ingress"][0]["from"] == [source]
+    assert narrow["egress"][1] == {
+        "ports": [{"port": 8443, "protocol": "TCP"}],
+        "to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
+    }
+
+
+def test_the_notes_say_what_to_do_next() -> None:
+    text = notes()
+    assert "rollout status deployment/baton-operator" in text
+    assert "all namespaces" in text
+    assert "names no registry" in text
+    text = notes({"watchNamespaces": ["team-a"], "image": {"repository": "r.example/x"}, "crds": {"install": False}})
+    assert "kubectl -n team-a apply" in text
+    assert "names no registry" not in text
+    assert "not part of this release" in text

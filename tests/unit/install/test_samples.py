@@ -1,0 +1,119 @@
+"""Every sample passes the CRD's schema and its CEL rules, and the operator builds from it what its first lines promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from rendered_chart import ROOT, Object
+
+from baton_local.control_plane.embedded.schema import StructuralSchema
+from baton_operator import api, names
+from baton_operator.builders import config, coordinator, gateway
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Owner
+
+SAMPLES = {path.stem: path for path in sorted((ROOT / "manifests/samples").glob("*.yaml"))}
+CRD = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())
+SCHEMA = StructuralSchema(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+
+
+def sample(name: str) -> Object:
+    document: Object = yaml.safe_load(SAMPLES[name].read_text())
+    return document
+
+
+def owner(name: str) -> Owner:
+    """The service as the API server would store it."""
+    document = SCHEMA.default(sample(name))
+    spec = api.decode_spec(document["spec"])
+    return Owner(name=document["metadata"]["name"], namespace="default", uid="u", spec=spec, coordinator="10.0.0.1")
+
+
+def member(name: str, role: names.MemberRole) -> Object:
+    """The first pod of the role; its one container is called `engine`."""
+    pod = MemberTemplate(owner(name), role).pod(0)
+    (container,) = pod["spec"]["containers"]
+    assert container["name"] == "engine"
+    return pod
+
+
+def gpus(pod: Object) -> int:
+    return int(pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
+
+
+def test_there_is_one_for_each_way_to_start() -> None:
+    assert set(SAMPLES) == {"demo", "experts", "cpu", "one-gpu", "one-node", "many-nodes"}
+    service_names = [sample(name)["metadata"]["name"] for name in SAMPLES]
+    assert len(set(service_names)) == len(service_names), "two samples in one namespace would be one service"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_api_server_takes_it_whole(name: str) -> None:
+    document = sample(name)
+    assert (document["apiVersion"], document["kind"]) == (names.API_VERSION, names.KIND)
+    pruned, unknown = SCHEMA.prune(document)
+    assert unknown == []
+    assert SCHEMA.validate(SCHEMA.default(pruned), None) == []
+
+
+def test_the_check_would_find_a_wrong_one() -> None:
+    document = sample("one-gpu")
+    document["spec"]["decode"]["replica"] = 1
+    document["spec"]["engine"]["device"] = "tpu"
+    assert SCHEMA.prune(document)[1] == ["spec.decode.replica"]
+    assert [error.field for error in SCHEMA.validate(document, None)] == ["spec.engine.device"]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_operator_builds_everything_from_it(name: str) -> None:
+    service = owner(name)
+    roles: list[names.MemberRole] = ["decode", "prefill"] if service.has_prefill else ["decode"]
+    for role in roles:
+        assert member(name, role)["spec"]["containers"][0]["image"] == service.spec.image
+        assert config.engine_config(service, role).model.path
+        size = service.tensor_parallel_size(role)
+        assert gpus(member(name, role)) == (size if service.spec.engine.device == "cuda" else 0)
+    assert gateway.deployment(service)["spec"]["replicas"] == service.spec.gateway.replicas
+    if service.is_expert_parallel:
+        assert coordinator.deployment(service)["spec"]["replicas"] == 1
+
+
+def test_one_gpu_means_one() -> None:
+    service = owner("one-gpu")
+    assert (service.has_prefill, service.replicas("decode"), gpus(member("one-gpu", "decode"))) == (False, 1, 1)
+
+
+def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
+    service = owner("one-node")
+    roles: tuple[names.MemberRole, ...] = ("prefill", "decode")
+    assert sum(service.replicas(role) * gpus(member("one-node", role)) for role in roles) == 8
+    for role in roles:
+        pod = member("one-node", role)
+        (term,) = pod["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        selected: dict[str, Any] = term["labelSelector"]["matchLabels"]
+        assert selected.items() <= pod["metadata"]["labels"].items(), (
+            "the first pod waits for ever unless it is selected itself"
+        )
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert {"/etc/baton", "/models/models", "/tmp"} <= set(mounts), "the overlay adds to what the operator mounts"
+
+
+def test_many_nodes_are_one_group_spread_over_hosts() -> None:
+    service, pod = owner("many-nodes"), member("many-nodes", "decode")
+    assert (service.is_expert_parallel, service.replicas("decode")) == (True, 16)
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    # An engine of a group on a GPU refuses to start without it.
+    assert config.engine_config(service, "decode").cache.num_blocks is not None
+
+
+def test_on_cpus_every_thread_has_a_cpu_of_its_own() -> None:
+    service = owner("cpu")
+    for role in ("prefill", "decode"):
+        resources = member("cpu", role)["spec"]["containers"][0]["resources"]  # type: ignore[arg-type]
+        assert int(resources["requests"]["cpu"]) == service.spec.engine.num_threads
