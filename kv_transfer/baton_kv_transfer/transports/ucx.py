@@ -153,7 +153,8 @@ class UCXTransport(Transport):
         on_device = self._is_vram(local)
         if self._same_host and not on_device and self._same_host.begin(transfer):
             return transfer
-        device = on_device or bool(np.isin(regions, self._device_regions.get(peer, [])).any())
+        theirs = self._device_regions.get(peer)
+        device = on_device or bool(theirs and np.isin(regions, theirs).any())
         if self._ucx and peer in self._peers and (device or self._moves_host_memory):
             self._ucx.begin(transfer, device)
         elif device:

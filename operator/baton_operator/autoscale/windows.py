@@ -1,0 +1,320 @@
+"""From scrapes of /metrics to measurements over a window, per role. Pure: the caller brings the texts and the times.
+
+A window is made of differences between scrapes of one container: what it counted before the first scrape is not in it, and a
+container that restarts counts from zero. Pods come and go: each gives what it was seen to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import fsum, inf, isfinite
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton_operator.names import MEMBER_ROLES, MemberRole
+
+GENERATION_ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+"""Whose requests are demand; reading the list of models, say, is none."""
+
+TTFT = "baton:time_to_first_token_seconds"
+ITL = "baton:inter_token_latency_seconds"
+QUEUE_TIME = "baton:request_queue_time_seconds"
+PREFILL_TIME = "baton:request_prefill_time_seconds"
+RUNNING = "baton:num_requests_running"
+WAITING = "baton:num_requests_waiting"
+WAITING_FOR_REMOTE_KV = "baton:num_requests_waiting_for_remote_kv"
+KV_USAGE = "baton:kv_cache_usage_perc"
+IN_FLIGHT = "baton:requests_in_flight"
+HTTP_REQUESTS = "baton:http_requests"
+
+ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
+ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
+GATEWAY_HISTOGRAMS = (TTFT, ITL)
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """Observations since the process started, or, as a difference, between two scrapes."""
+
+    buckets: dict[float, float] = {}
+    """Upper bound -> observations up to it; the last bound is infinite."""
+    sum: float = 0.0
+
+    @property
+    def count(self) -> float:
+        return self.buckets.get(inf, 0.0)
+
+    @property
+    def mean(self) -> float | None:
+        """None without observations."""
+        return self.sum / self.count if self.count > 0 else None
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """Both; where a bound is not shared, each counts what it knows to lie below: the quantile errs upwards."""
+        bounds = sorted({*self.buckets, *other.buckets})
+        return Histogram({bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum)
+
+    def since(self, before: Histogram) -> Histogram:
+        """What came after `before`, an earlier scrape of the same process."""
+        return Histogram(
+            {bound: count - before.at(bound) for bound, count in self.buckets.items()}, self.sum - before.sum
+        )
+
+    def at(self, bound: float) -> float:
+        """Observations known to be at most `bound`."""
+        if bound in self.buckets:
+            return self.buckets[bound]
+        return max((count for upper, count in self.buckets.items() if upper <= bound), default=0.0)
+
+    def quantile(self, q: float) -> float | None:
+        """Prometheus' `histogram_quantile`: linear inside the bucket, the largest finite bound beyond it.
+
+        Args:
+            q: 0 < q < 1.
+
+        Returns:
+            None without observations.
+        """
+        if self.count <= 0:
+            return None
+        rank, lower, below = q * self.count, 0.0, 0.0
+        for bound, count in sorted(self.buckets.items()):
+            if count >= rank:
+                if not isfinite(bound):
+                    return lower
+                return lower + (bound - lower) * (rank - below) / (count - below)
+            if isfinite(bound):
+                lower, below = bound, count
+        return lower
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One scrape of one container, reduced to what sizes are decided by."""
+
+    role: MemberRole | None
+    """None: a gateway."""
+    gauges: dict[str, float]
+    histograms: dict[str, Histogram]
+    requests: float = 0.0
+    """Generation requests answered since the start; of a gateway."""
+
+    def began_after(self, before: Sample) -> bool:
+        """Whether a counter went back: another process than `before`."""
+        return self.requests < before.requests or any(
+            name in before.histograms and histogram.count < before.histograms[name].count
+            for name, histogram in self.histograms.items()
+        )
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What the pods of one service answered at one time."""
+
+    at: float
+    """Seconds, of the same clock as `now`."""
+    samples: dict[str, Sample]
+    """By container: the pod's uid and the restart count, so that no restart goes unseen."""
+
+
+class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines of one role did in the window. Times are in seconds, gauges means over scrapes and engines."""
+
+    engines: int
+    """That answered of late, and at least twice."""
+    ttft_s: float | None = None
+    """Quantile, from the engine's arrival to its first token. None: there was no first token."""
+    first_tokens: float = 0.0
+    """Observations behind `ttft_s`."""
+    itl_s: float | None = None
+    """Quantile over tokens."""
+    tokens: float = 0.0
+    """Observations behind `itl_s`."""
+    tokens_per_s: float = 0.0
+    """Of all engines, first tokens left out."""
+    requests_per_s: float = 0.0
+    """Of all engines, with a first token in the window."""
+    queue_s: float = 0.0
+    """Mean from arrival to the first step, of requests that ended."""
+    prefill_s: float = 0.0
+    """Mean from the first step to the first token, of requests that ended."""
+    busy: float = 0.0
+    """Mean fraction of time that an engine prefills, 0 to 1: by Little's law the rate of prefill seconds is the mean number of
+    prompts being computed. Prompts computed in the same step count once each, up to 1, so it errs upwards."""
+    running: float = 0.0
+    waiting: float = 0.0
+    """Those that wait for a prefill engine's KV do not count: no decode engine could run them."""
+    waiting_growth_per_s: float = 0.0
+    """Of all engines, from the first scrape to the last."""
+    kv_usage: float = 0.0
+    """0 to 1."""
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurements a size is decided by."""
+
+    start: float
+    """Of the first scrape in it."""
+    end: float
+    """Of the last one."""
+    quantile: float
+    """Of `ttft_s` and `itl_s`."""
+    roles: dict[MemberRole, RoleWindow]
+    gateways: int = 0
+    """That answered of late."""
+    in_flight: float = 0.0
+    """Generation requests the gateways had at their last scrapes, held ones included."""
+    requests_per_s: float = 0.0
+    """Generation requests that the gateways answered."""
+    client_ttft_s: float | None = None
+    """Quantile at the gateways: what clients saw, with what no engine has a part in. For the reader; it decides nothing."""
+    client_itl_s: float | None = None
+
+
+def sample(role: MemberRole | None, text: str) -> Sample:
+    """One scrape. Series that differ in labels only are added up, but KV usage has one per engine.
+
+    Args:
+        role: of the engine; None for a gateway.
+        text: in Prometheus' text format.
+
+    Raises:
+        ValueError: it is not, or a gauge is not a number.
+    """
+    wanted = GATEWAY_HISTOGRAMS if role is None else ENGINE_HISTOGRAMS
+    gauges: dict[str, float] = {}
+    histograms: dict[str, Histogram] = {}
+    requests = 0.0
+    for family in text_string_to_metric_families(text):
+        if family.name in wanted:
+            buckets: dict[float, float] = {}
+            total = 0.0
+            for item in family.samples:
+                if item.name.endswith("_bucket"):
+                    bound = float(item.labels["le"])
+                    buckets[bound] = buckets.get(bound, 0.0) + item.value
+                elif item.name.endswith("_sum"):
+                    total += item.value
+            histograms[family.name] = Histogram(buckets, total)
+        elif family.name == HTTP_REQUESTS:
+            requests = sum(
+                item.value
+                for item in family.samples
+                if item.name.endswith("_total") and item.labels.get("endpoint") in GENERATION_ENDPOINTS
+            )
+        elif family.name in ENGINE_GAUGES or family.name == IN_FLIGHT:
+            gauges[family.name] = sum(item.value for item in family.samples)
+            if not isfinite(gauges[family.name]):
+                raise ValueError(f"{family.name} is {gauges[family.name]}")
+    return Sample(role, gauges, histograms, requests)
+
+
+def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float) -> Window | None:
+    """The measurements since `start`.
+
+    Args:
+        snapshots: in any order.
+        fresh_s: a container that did not answer for so long before the last snapshot is not there any more.
+        quantile: of latencies, between 0 and 1.
+
+    Returns:
+        None: fewer than two snapshots, or all of one time.
+    """
+    inside = sorted((s for s in snapshots if s.at >= start), key=lambda s: s.at)
+    if not inside or inside[0].at == inside[-1].at:
+        return None
+    end = inside[-1].at
+    scrapes: dict[str, list[tuple[float, Sample]]] = {}
+    for snapshot in inside:
+        for container, scraped in snapshot.samples.items():
+            scrapes.setdefault(container, []).append((snapshot.at, scraped))
+    lines = [_line(scrapes[container]) for container in sorted(scrapes)]  # sums must not depend on who answered first
+    live = [line for line in lines if end - line.scrapes[-1][0] <= fresh_s]
+    span = end - inside[0].at
+    gateways = [line for line in lines if line.role is None]
+    answering = [line.scrapes[-1][1] for line in live if line.role is None]
+    return Window(
+        start=inside[0].at,
+        end=end,
+        quantile=quantile,
+        roles={
+            role: _role([i for i in lines if i.role == role], [i for i in live if i.role == role], span, quantile)
+            for role in MEMBER_ROLES
+        },
+        gateways=len(answering),
+        in_flight=sum(last.gauges.get(IN_FLIGHT, 0.0) for last in answering),
+        requests_per_s=sum(line.requests for line in gateways) / span,
+        client_ttft_s=_total(gateways, TTFT).quantile(quantile),
+        client_itl_s=_total(gateways, ITL).quantile(quantile),
+    )
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What one container did: its scrapes in order of time, and what it counted between the first and the last."""
+
+    scrapes: list[tuple[float, Sample]]
+    requests: float
+    histograms: dict[str, Histogram]
+
+    @property
+    def role(self) -> MemberRole | None:
+        return self.scrapes[0][1].role
+
+    @property
+    def seconds(self) -> float:
+        """From the first scrape to the last."""
+        return self.scrapes[-1][0] - self.scrapes[0][0]
+
+    def growth_per_s(self, gauge: str) -> float:
+        first, last = self.scrapes[0][1], self.scrapes[-1][1]
+        return (last.gauges.get(gauge, 0.0) - first.gauges.get(gauge, 0.0)) / self.seconds
+
+    def mean(self, gauge: str) -> float:
+        return _mean(scraped.gauges.get(gauge, 0.0) for _, scraped in self.scrapes)
+
+    def total(self, histogram: str) -> Histogram:
+        return self.histograms.get(histogram, Histogram())
+
+
+def _line(scrapes: list[tuple[float, Sample]]) -> _Line:
+    requests, histograms = 0.0, dict[str, Histogram]()
+    for (_, before), (_, after) in pairwise(scrapes):
+        origin = Sample(after.role, {}, {}) if after.began_after(before) else before
+        requests += after.requests - origin.requests
+        for name, histogram in after.histograms.items():
+            grown = histogram.since(origin.histograms.get(name, Histogram()))
+            histograms[name] = histograms.get(name, Histogram()) + grown
+    return _Line(scrapes, requests, histograms)
+
+
+def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -> RoleWindow:
+    live = [line for line in live if line.seconds > 0]
+    if not live:
+        return RoleWindow(engines=0)
+    ttft, itl = _total(lines, TTFT), _total(lines, ITL)
+    return RoleWindow(
+        engines=len(live),
+        ttft_s=ttft.quantile(quantile),
+        first_tokens=ttft.count,
+        itl_s=itl.quantile(quantile),
+        tokens=itl.count,
+        tokens_per_s=itl.count / span,
+        requests_per_s=ttft.count / span,
+        queue_s=_total(lines, QUEUE_TIME).mean or 0.0,
+        prefill_s=_total(lines, PREFILL_TIME).mean or 0.0,
+        busy=_mean(min(1.0, line.total(PREFILL_TIME).sum / line.seconds) for line in live),
+        running=_mean(line.mean(RUNNING) for line in live),
+        waiting=_mean(max(0.0, line.mean(WAITING) - line.mean(WAITING_FOR_REMOTE_KV)) for line in live),
+        waiting_growth_per_s=fsum(
+            line.growth_per_s(WAITING) - line.growth_per_s(WAITING_FOR_REMOTE_KV) for line in live
+        ),
+        kv_usage=_mean(line.mean(KV_USAGE) for line in live),
+    )
+
+
+def _total(lines: Iterable[_Line], histogram: str) -> Histogram:
+    return sum((line.total(histogram) for line in lines), Histogram())
+
+
+def _mean(values: Iterable[float]) -> float:
+    items = list(values)
+    return fsum(items) / len(items)  # exact, so the same for any order of pods
