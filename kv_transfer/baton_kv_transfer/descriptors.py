@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,9 +52,10 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
     """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
-    if indices.ndim != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(descs)):
-        raise ValueError(f"indices must be a flat list of numbers from 0 to {len(descs) - 1}")
-    return descs[indices]
+    if indices.ndim == 1 and not (indices < 0).any():
+        with contextlib.suppress(IndexError):
+            return descs[indices]
+    raise ValueError(f"indices must be a flat list of numbers from 0 to {len(descs) - 1}")
 
 
 def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[np.int64]:

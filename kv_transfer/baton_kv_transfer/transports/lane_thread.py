@@ -1,7 +1,7 @@
 """The work of the lanes: waits on sockets, runs what others want of it and what is due, and copies in turns of one batch.
 
 A thread does it, except while a user of the transport waits in `waiting`: then the user does what comes up, for nobody has to wake
-up before it then. The thread steps in when that would last: there is more to do than one turn, or the user stays away.
+up before it then. The thread steps in for what is left when there is news for the user, and when the user stays away.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 AWAY_S = 0.001
 """A user who waits again within this time keeps the work: waking the thread would cost more."""
+HELP_S = 0.005
+"""How long a user goes on with what needs more than a turn, while there is no news for it."""
 MAX_PARKED_S = 1.0
 """How late something that is due may be while a user waits."""
 
@@ -68,6 +70,7 @@ class LaneThread:
         self.watch(self._event_fd, lambda: None)
         self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Gets the thread, and nobody else, out of its poll."""
+        self._news = False
         self._worker: int | None = None
         """The thread that does the work at the moment: what it submits, it runs before it waits."""
         self.mailbox = Mailbox(self._signal)
@@ -101,6 +104,10 @@ class LaneThread:
         elif self.mailbox.close():
             self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
+
+    def on_news(self) -> None:
+        """There is something for the user to look at: who does the lanes' work meanwhile goes back to it."""
+        self._news = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[int | None]:
@@ -153,9 +160,11 @@ class LaneThread:
 
     def _give_back(self) -> None:
         more = True
+        until = time.monotonic() + HELP_S
+        self._news = False
         try:
             with self._work:
-                if not self.mailbox.closed:
+                while more and not (self._news or self.mailbox.closed or time.monotonic() > until):
                     more = self._turn()
         except Exception as error:  # the thread's to report: who waits did not cause it
             self._failure = error

@@ -146,9 +146,7 @@ class SameHostClients:
             self.num_refused += outside
             finish(f"{outside} of {len(target)} descriptors are outside the memory registered there")
             return
-        copy = BatchedCopy(process, target, source)
-        process.check()  # still wanted?
-        self._thread.jobs.append(Job(copy, finish, client))
+        self._thread.jobs.append(Job(BatchedCopy(process, target, source), finish, client))
 
     def _drop_client(self, client: _Client) -> None:
         if client not in self._clients:

@@ -209,7 +209,8 @@ class UCXTransport(Transport):
 
     def _deliver(self, sender: str, message: bytes) -> None:
         self._notifs.append((sender, message))
-        self._wakeup()
+        self._wake()
 
     def _wake(self) -> None:
+        self._lanes.on_news()
         self._wakeup()

@@ -88,7 +88,13 @@ def test_the_thread_works_while_nobody_waits(lane: Lane) -> None:
     assert lane.taken[0][1] != threading.get_ident()
 
 
-def test_the_thread_goes_on_where_a_user_leaves_more_than_a_turn(lane: Lane) -> None:
+def test_a_user_goes_on_until_there_is_news(lane: Lane) -> None:
+    lane.wait_as_worker(meanwhile=lambda: lane.send(*range(20)))
+    assert lane.taken == [(number, threading.get_ident()) for number in range(20)]
+
+
+def test_the_thread_goes_on_where_a_user_leaves_for_news(lane: Lane) -> None:
+    lane.act = lambda number: lane.thread.on_news()
     lane.wait_as_worker(meanwhile=lambda: lane.send(*range(100)))
     wait_for("numbers were left", lambda: len(lane.taken) == 100, DEADLINE_S)
     assert lane.numbers == list(range(100))
