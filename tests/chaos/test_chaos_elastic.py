@@ -72,6 +72,7 @@ async def pick_up(load: Load, since: float, what: str) -> None:
     print(f"{what}: all streams go on after {time.monotonic() - since:.2f} s")
 
 
+@pytest.mark.timeout(120 + 60 * CYCLES)
 async def test_scales_under_load(experts: Path, model: torch.nn.Module, tmp_path: Path) -> None:
     with pods(tmp_path, 31) as processes:
         group = ExpertGroup(processes, experts)
@@ -86,7 +87,8 @@ async def test_scales_under_load(experts: Path, model: torch.nn.Module, tmp_path
                 await asyncio.to_thread(group.scale, names)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.timeout(120 + 15 * ROUNDS)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 async def test_deaths_at_random_moments(
     experts: Path, model: torch.nn.Module, tmp_path: Path, how: signal.Signals
 ) -> None:
