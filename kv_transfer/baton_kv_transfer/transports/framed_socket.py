@@ -21,8 +21,8 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<IIQ")
 """Bytes of the payload, kind, number of the operation."""
 _SEND_BYTES = 2**18
-_TURN_BYTES = 2**20
-"""Data moved in one call, then others have their turn."""
+_TURN_BYTES = 4 * 2**20
+"""Data moved in one call, about a millisecond; then others have their turn."""
 _DISCARDED = bytearray(2**16)
 _ZEROS = np.zeros(FRAME_BYTES, dtype=np.uint8)
 
