@@ -38,7 +38,7 @@ from support.token_rule import assert_right_tokens
 
 WIDTH = 32
 SIZES = (4, 3, 6, 2)
-PAUSES = "baton_topology_commit_pause_seconds_bucket"
+PAUSES = "baton:topology_commit_pause_seconds_bucket"
 REST_S = 1.0
 """Between two operations."""
 THROUGHPUT_S = 15.0

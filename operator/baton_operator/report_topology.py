@@ -14,7 +14,7 @@ Verdict = tuple[str, str, str]
 AT_REST = "AtRest"
 SCALE_FAILED = "ScaleFailed"
 UNREACHABLE = "CoordinatorUnreachable"
-STATIONS = {"Forming", "ScalingUp", "ScalingDown", "Recovering", "Rebalancing"}
+STATIONS = {"Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"}
 """Reasons of a group that is on its way."""
 _ACTIVE = {str(phase) for phase in ACTIVE}
 _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"}
@@ -67,6 +67,10 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
 
 
 def _reason(operation: api.OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
+    if (
+        operation.kind == "scale" and ranks == asked_for
+    ):  # some have adopted it already: who came or went is not to be seen
+        return "Committing"
     if operation.kind == "scale":
         return "ScalingUp" if asked_for - ranks else "ScalingDown"
     return _KINDS.get(operation.kind, "ScalingUp")

@@ -132,7 +132,7 @@ async def test_requests_in_flight_stay_where_they_are_while_the_group_grows_shri
     assert_greedy(model, [asked[1]], [part], "given back")
     status, body = group.ranks[names[0]].get(ENGINE_HTTP_PORT, "/ready")
     assert (status, generation) == (200, group.topology().generation), body
-    pauses = group.ranks[names[0]].metric("baton_topology_commit_pause_seconds_count")
+    pauses = group.ranks[names[0]].metric("baton:topology_commit_pause_seconds_count")
     assert pauses == 4, "formed, grown, shrunk and recovered"
 
 

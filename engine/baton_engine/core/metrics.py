@@ -151,7 +151,7 @@ class EngineCollector(Collector):
             phases.add_metric([*self._labels.values(), phase.value], float(stats.phase is phase))
         yield phases
         pauses = HistogramMetricFamily(
-            "baton_topology_commit_pause_seconds",
+            "baton:topology_commit_pause_seconds",
             "No step could run for so long, for the generation changed.",
             labels=["model_name", "kind"],
         )

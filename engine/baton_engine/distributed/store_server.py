@@ -109,7 +109,7 @@ class StoreServer:
                 for request in client.receive():
                     self._serve(client, request)
             self._watch(client)
-        except (OSError, ValueError, EOFError, msgspec.DecodeError) as error:
+        except Exception as error:  # whatever it is, it comes of this client's bytes, and the others must go on
             self._drop(client, error)
 
     def _serve(self, client: _Client, request: Request) -> None:

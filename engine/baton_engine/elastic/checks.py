@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton_engine.elastic.roster import MAX_DIGITS
 from baton_engine.protocol.topology import Placement, Status, TopologyRequest
+
+MAX_EXPERTS = 2**16
+MAX_LAYERS = 2**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ def check_status(status: Status) -> None:
     member = status.member
     if not member.name or not member.instance_id:
         raise ValueError("a rank without a name or an instance id")
+    if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
+        raise ValueError(f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} experts")
     shape = [status.num_experts] * status.num_sparse_layers
     if status.loads is not None and [len(layer) for layer in status.loads.tokens] != shape:
         raise ValueError(
@@ -42,7 +48,7 @@ def check_status(status: Status) -> None:
     for generation in (status.generation, status.committed):
         if generation is None:
             continue
-        if not generation.members or generation.number < 1 or not generation.nonce:
+        if not generation.members or not 1 <= generation.number < 10**MAX_DIGITS or not generation.nonce:
             raise ValueError(f"{member.name}: a generation without members, number or nonce")
         if not _fits(generation.placement, generation.size, status):
             raise ValueError(f"{member.name}: generation {generation.number} has a placement for something else")

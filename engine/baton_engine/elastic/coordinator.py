@@ -168,7 +168,7 @@ class Coordinator:
             (payload,) = frames
             status = self._decoder.decode(payload)
             check_status(status)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, msgspec.DecodeError, RecursionError, OverflowError, MemoryError) as error:
             self.metrics.bad_messages.inc()
             if time.monotonic() - self._bad_message_logged >= BAD_MESSAGE_LOG_S:
                 self._bad_message_logged = time.monotonic()

@@ -24,10 +24,15 @@ def nonce_of(number: int, drawn: str) -> str:
     return f"{number}.{drawn}"
 
 
+MAX_DIGITS = 15
+"""Of a generation's number."""
+
+
 def number_of(nonce: str) -> int:
     """0: it does not say."""
     number, dot, _ = nonce.partition(".")
-    return int(number) if dot and number.isascii() and number.isdecimal() else 0
+    known = dot and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
+    return int(number) if known else 0
 
 
 def serves_in(status: Status) -> Generation | None:

@@ -157,10 +157,16 @@ def test_messages_that_are_no_status_are_counted_and_harm_nobody(
     group = ranks.form("a", "b")
     a = group["a"]
     wrong = msgspec.structs.replace(a.status(), loads=ExpertLoads(((1, 2), (3,))))
-    for message in (b"", b"\xc1", msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode(wrong)):
+    huge = msgspec.structs.replace(a.status(), num_sparse_layers=2**63)
+    fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(msgspec.msgpack.encode(a.status()))]
+    deep = b"\xdc" + (len(fields) + 1).to_bytes(2, "big") + b"".join(fields) + b"\x91" * 5000 + b"\xc0"
+    for message in (b"", b"\xc1", *map(msgspec.msgpack.encode, ({"a": 1}, wrong, huge)), deep):
         ranks.link(a).send(message)
     ranks.link(a).send_multipart([b"two", b"frames"])
-    ranks.until(lambda: "baton:topology_bad_messages_total 5.0" in coordinator.http("GET", "/metrics")[1], "the count")
+    for digits in (20, 5000):  # of a generation that cannot be: as if it named none
+        strange = msgspec.structs.replace(a.status(), prepared="9" * digits + ".x")
+        ranks.link(a).send(msgspec.msgpack.encode(strange))
+    ranks.until(lambda: "baton:topology_bad_messages_total 7.0" in coordinator.http("GET", "/metrics")[1], "the count")
     group["c"] = ranks.add("c")
     coordinator.ask("more", "a", "b", "c")
     ranks.until(lambda: ranks.serve_together("a", "b", "c"), "three ranks")

@@ -90,8 +90,8 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
     assert f"baton:topology_size{{{labels}}} 1.0" in metrics
     assert f'baton:topology_phase{{{labels},phase="serving"}} 1.0' in metrics
     assert f'baton:topology_phase{{{labels},phase="broken"}} 0.0' in metrics
-    assert f'baton_topology_commit_pause_seconds_count{{kind="planned",{labels}}} 2.0' in metrics
-    assert f'baton_topology_commit_pause_seconds_count{{kind="broken",{labels}}} 0.0' in metrics
+    assert f'baton:topology_commit_pause_seconds_count{{kind="planned",{labels}}} 2.0' in metrics
+    assert f'baton:topology_commit_pause_seconds_count{{kind="broken",{labels}}} 0.0' in metrics
     status = coordinator.statuses["a"]
     assert (status.num_sparse_layers, status.num_experts) == (2, 4)
     assert status.member.engine_port == a.engine_port

@@ -232,9 +232,18 @@ def test_it_listens_on_one_address_only(server: StoreServer) -> None:
         connect_store(StoreAddress("127.0.0.2", server.address.port), 0.2)
 
 
+DEEP = b"\x82\xa4type\xa9CountKeys\xa2zz" + b"\x91" * 5000 + b"\xc0"
+
+
 @pytest.mark.parametrize(
     "message",
-    [b"GET / HTTP/1.1\r\n\r\n", LENGTH.pack(MAX_MESSAGE_BYTES + 1), LENGTH.pack(3) + b"\xc1\xc1\xc1", b"\0\0"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        LENGTH.pack(MAX_MESSAGE_BYTES + 1),
+        LENGTH.pack(3) + b"\xc1\xc1\xc1",
+        b"\0\0",
+        LENGTH.pack(len(DEEP)) + DEEP,
+    ],
 )
 def test_who_talks_nonsense_is_dropped_and_the_others_are_served(
     message: bytes, server: StoreServer, store: Store

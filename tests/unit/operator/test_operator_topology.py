@@ -134,6 +134,7 @@ VERDICTS: dict[str, tuple[api.TopologyStatus | None, set[str], int, tuple[str, s
     "growing": (status("a", last=operation("preparing")), {"a", "b"}, 2, ("True", "ScalingUp", "preparing generation 4")),
     "pods that load": (status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2")),
     "shrinking": (status("a", "b", last=operation("committing")), {"a"}, 1, ("True", "ScalingDown", "committing")),
+    "half adopted": (status("a", "b", last=operation("committing")), {"a", "b"}, 2, ("True", "Committing", "committing")),
     "recovering": (status("a", "b", last=operation("preparing", "recover")), {"a"}, 2, ("True", "Recovering", "")),
     "placing anew": (status("a", last=operation("preparing", "rebalance")), {"a"}, 1, ("True", "Rebalancing", "")),
     "failed": (status("a", "b", last=FAILED), {"a", "b", "c"}, 3, ("False", "ScaleFailed", "c: no memory; generation 3 goes on")),
