@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import helm_python as helm
 import pytest
+from kubernetes.client.exceptions import NotFoundException
 from release_cluster import CRD, RELEASE, Cluster
 
 from baton_local.control_plane import ControlPlane
@@ -26,6 +28,6 @@ def releases(cluster: Cluster) -> Iterator[helm.Config]:
             yield releases
         finally:
             releases.uninstall(RELEASE, ignore_not_found=True)
-            if cluster.crd() is not None:
+            with contextlib.suppress(NotFoundException):  # it may be on its way out
                 cluster.definitions.delete_custom_resource_definition(CRD)
             eventually(lambda: cluster.crd() is None, timeout_s=30, what="the CRD to be gone")
