@@ -11,8 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import Pod, pods
 from support.streams import Load
-from support.token_rule import assert_right_tokens
+from support.under_load import under_load
 
 pytestmark = pytest.mark.chaos
 CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))
@@ -45,21 +44,10 @@ def model(experts: Path) -> torch.nn.Module:
     return reference_model(experts)
 
 
-@asynccontextmanager
-async def under_load(group: ExpertGroup, model: torch.nn.Module, width: int) -> AsyncIterator[Load]:
-    """Streams run within; then they end, and all of them must be right."""
+def loaded(group: ExpertGroup, model: torch.nn.Module, width: int) -> AbstractAsyncContextManager[Load]:
     assert group.gateway is not None
-    load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE)
-    running = asyncio.create_task(load.run())
-    try:
-        yield load
-    finally:
-        load.stop()
-        await asyncio.wait_for(running, timeout=300)
-    print(f"{len(load.streams)} streams, longest gap {load.longest_gap_s:.2f} s")
-    failed = [(stream.number, stream.error) for stream in load.failed]
-    assert not failed, f"{len(failed)} of {len(load.streams)} streams failed: {failed[:5]}\n{group.tails()}"
-    assert_right_tokens(model, load.streams, "under load")
+    url = f"http://{group.gateway.address}:8080"
+    return under_load(url, model, width=width, vocab_size=VOCAB_SIZE, tails=group.tails)
 
 
 async def pick_up(load: Load, since: float, what: str) -> None:
@@ -78,7 +66,7 @@ async def test_scales_under_load(experts: Path, model: torch.nn.Module, tmp_path
         group = ExpertGroup(processes, experts)
         await asyncio.to_thread(group.start, 2)
         rng = random.Random(1)
-        async with under_load(group, model, width=32):
+        async with loaded(group, model, width=32):
             for size in [4, 3, 6, 2] * CYCLES:
                 names = sorted(group.ranks)
                 if size < len(names):
@@ -98,7 +86,7 @@ async def test_deaths_at_random_moments(
         await asyncio.to_thread(group.start, 3)
         rng = random.Random(2)
         members = sorted(group.ranks)
-        async with under_load(group, model, width=16) as load:
+        async with loaded(group, model, width=16) as load:
             for round_ in range(ROUNDS):
                 victims = rng.choice([["rank"], ["coordinator"], ["rank", "coordinator"]])
                 if rng.random() < 0.5:  # an operation is under way

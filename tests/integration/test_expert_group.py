@@ -68,18 +68,24 @@ def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) 
     assert_all_right(ask(group, list(range(50, 56)), 6), model, group, "with the successor")
 
 
+async def six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
+    """Long ones, once all of them run."""
+    assert group.gateway is not None
+    url = f"http://{group.gateway.address}:8080"
+    load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
+    streams = asyncio.create_task(load.replay(list(range(6))))
+    async with asyncio.timeout(30):
+        while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
+            await asyncio.sleep(0.02)
+    return streams
+
+
 def test_a_group_that_is_deleted_ends_its_requests_and_goes(group: ExpertGroup, model: torch.nn.Module) -> None:
     """All ranks are told to shut down at once, long before their drain timeout of 30 s."""
     group.start(3)
 
     async def delete_under_load() -> list[Stream]:
-        assert group.gateway is not None
-        url = f"http://{group.gateway.address}:8080"
-        load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
-        streams = asyncio.create_task(load.replay(list(range(6))))
-        async with asyncio.timeout(30):
-            while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
-                await asyncio.sleep(0.02)
+        streams = await six_streams(group)
         for rank in group.ranks.values():
             rank.process.send_signal(signal.SIGTERM)
         return list((await streams).values())
@@ -104,13 +110,7 @@ def test_a_rank_that_hangs_in_a_step_is_left_out_and_its_requests_go_on(
         first, second = group.ranks
 
         async def hang_under_load() -> list[Stream]:
-            assert group.gateway is not None
-            url = f"http://{group.gateway.address}:8080"
-            load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
-            streams = asyncio.create_task(load.replay(list(range(6))))
-            async with asyncio.timeout(30):
-                while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
-                    await asyncio.sleep(0.02)
+            streams = await six_streams(group)
             worker = psutil.Process(group.ranks[second].process.pid).children()[0]
             worker.suspend()
             try:

@@ -13,21 +13,19 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, OperationPhase, TopologyStatus
 from support.expert_group import SHAPE, VOCAB_SIZE
 from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.parity import reference_model
-from support.streams import Load
-from support.token_rule import assert_right_tokens
+from support.under_load import under_load
 from support.waiting import eventually
 
 NAME = "experts"
@@ -134,22 +132,6 @@ class ExpertService:
                 thread.join()
 
 
-@contextlib.asynccontextmanager
-async def under_load(url: str, model: torch.nn.Module) -> AsyncIterator[Load]:
-    """Streams run within; then they end, and all of them must be right."""
-    load = Load(url, width=STREAMS, vocab_size=VOCAB_SIZE)
-    running = asyncio.create_task(load.run())
-    try:
-        yield load
-    finally:
-        load.stop()
-        await asyncio.wait_for(running, timeout=300)
-    print(f"{len(load.streams)} streams, longest gap {load.longest_gap_s:.2f} s")
-    failed = [(stream.number, stream.error) for stream in load.failed]
-    assert not failed, f"{len(failed)} of {len(load.streams)} streams failed: {failed[:5]}"
-    assert_right_tokens(model, load.streams, "under load")
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("control_plane", ["embedded", pytest.param("real", marks=pytest.mark.chaos)])
 async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(control_plane: str, tmp_path: Path) -> None:
@@ -160,7 +142,7 @@ async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(control_plane
         service = ExpertService(cluster)
         await asyncio.to_thread(service.wait_at_rest, 0, 1)
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
-        async with under_load(endpoint, model):
+        async with under_load(endpoint, model, width=STREAMS, vocab_size=VOCAB_SIZE):
             await asyncio.to_thread(a_failing_operation_leaves_the_old_topology, cluster, service, checkpoint)
             await asyncio.to_thread(it_grows_though_the_coordinator_dies, service)
             await asyncio.to_thread(it_shrinks_though_the_coordinator_dies, service)
