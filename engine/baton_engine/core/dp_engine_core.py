@@ -28,7 +28,7 @@ from baton_engine.core.standby_generation import CALL_TIMEOUT_S, POLL_INTERVAL_S
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.step import SchedulerOutput
 from baton_engine.core.topology_stats import TopologyStats, commit_pauses
-from baton_engine.distributed.group import GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.protocol.config import EngineConfig

@@ -9,10 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 
-class GroupBrokenError(RuntimeError):
-    """A member of the group is gone, or the group was aborted: no operation of it will succeed any more."""
-
-
 class Group(Protocol):
     """Ranks that exchange tensors. Operations are collective: every member calls them in the same order.
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.gloo_connections import connections_among, end_connections, open_device
-from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup, ParallelContext
+from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store import connect_store

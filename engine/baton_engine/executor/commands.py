@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.executor.base import WorkerError
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
@@ -77,8 +78,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        from baton_engine.distributed.group import GroupBrokenError  # torch: workers have it, their parent need not
-
         configuration = (type(error), error.reason, error.message) if isinstance(error, ConfigurationError) else None
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
@@ -91,8 +90,6 @@ class Failure:
             doing: what the worker was asked for.
         """
         if self.group_broken:
-            from baton_engine.distributed.group import GroupBrokenError
-
             return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
         if self.configuration is None:
             return WorkerError(f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}")

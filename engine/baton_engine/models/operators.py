@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.models.forward_context import current_context
 from baton_kernels.attention import paged_attention

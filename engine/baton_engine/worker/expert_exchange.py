@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group
 from baton_engine.protocol.topology import Placement
 from baton_engine.worker.expert_weights import Expert, ExpertKey, ExpertStore
 

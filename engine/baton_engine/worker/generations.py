@@ -20,7 +20,8 @@ from typing import Protocol
 
 import torch
 
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_wire import StoreAddress

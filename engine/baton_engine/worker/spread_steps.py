@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group
 from baton_engine.models.forward_context import ForwardContext, forward_context
 from baton_engine.models.layers import CausalLM
 from baton_engine.worker import dummy_steps

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.distributed.group import GroupBrokenError, ParallelContext
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.process_group import create_parallel_context
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import ModelInfo

@@ -11,7 +11,8 @@ import torch
 from model_cases import CPU, DEADLINE_S, Meeting, ThreadGroup, chunk_batch, new_kv_cache
 from torch import Tensor
 
-from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup, ParallelContext
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.layers import CausalLM

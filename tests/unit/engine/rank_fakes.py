@@ -13,7 +13,7 @@ from engine_fakes import FakeExecutor
 
 from baton_engine.core.dp_engine_core import DPEngineCore
 from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.distributed.group import GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig

@@ -24,7 +24,8 @@ from model_cases import CPU, Meeting, ThreadGroup, load, run_model
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.group import GroupBrokenError, ParallelContext
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.models import expert_parallel
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.expert_parallel import ExpertShard, LayerPlacement, uses_masked_layout

@@ -14,7 +14,8 @@ from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runne
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.distributed.group import GroupBrokenError, ParallelContext
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.protocol.config import ParallelConfig
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.generations import ExpertWorker, Generations

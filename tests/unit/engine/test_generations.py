@@ -27,7 +27,8 @@ from model_cases import Meeting, ThreadGroup, load, run_model
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.group import Group, GroupBrokenError, LoneGroup
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.protocol.topology import ExpertLoads, Generation, Placement
 from baton_engine.worker import generations as generations_module

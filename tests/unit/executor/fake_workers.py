@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -147,6 +148,9 @@ class FakeWorker:
 
     def who(self) -> tuple[int, int]:
         return self.rank, os.getpid()
+
+    def has_imported(self, module: str) -> bool:
+        return module in sys.modules
 
     def threads(self) -> tuple[int | None, str | None]:
         return self.config.num_threads, os.environ.get("OMP_NUM_THREADS")

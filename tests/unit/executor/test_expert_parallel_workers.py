@@ -17,7 +17,7 @@ from greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from baton_engine.distributed.group import GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.store_server import open_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import Executor, WorkerDiedError

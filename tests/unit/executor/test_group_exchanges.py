@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from baton_engine.distributed import process_group
-from baton_engine.distributed.group import Group, GroupBrokenError
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import TorchGroup, create_group, generation_store
 from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
 from baton_engine.distributed.store import connect_store

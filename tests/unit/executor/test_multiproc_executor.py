@@ -144,6 +144,7 @@ def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(shared: Mult
     with pytest.raises(Exception, match="pickle"):
         shared.collective_rpc("echo", (lambda: None,))
     assert shared.collective_rpc("echo", (3,)) == [3, 3]
+    assert not any(shared.collective_rpc("has_imported", ("torch",))), "to tell of a failure must not take seconds"
 
 
 def test_a_call_that_takes_too_long_names_the_worker(

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from baton_engine.distributed.group import GroupBrokenError, LoneGroup
+from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group import LoneGroup
 from baton_engine.distributed.process_group import create_group, create_parallel_context
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_server import open_store
