@@ -203,6 +203,9 @@ def _run_status(args: argparse.Namespace) -> int:
     if status is None:
         Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
         return 1
+    from baton_local.service import with_pids
+
+    status = with_pids(status)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
         return 0

@@ -12,14 +12,16 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
+    pids = any(pod.pid for pod in status.pods)
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
-    for column in ("POD", "ROLE", "ADDRESS", "PHASE", "READY", "RESTARTS", "REASON"):
+    for column in ("POD", "ROLE", "ADDRESS", "PHASE", "READY", "RESTARTS", *(["PID"] if pids else []), "REASON"):
         pods.add_column(column, overflow="fold")  # a name that is cut cannot be copied
     for pod in status.pods:
         ready = Text("yes", "green") if pod.ready else Text("no", "yellow")
         # Text: what others wrote may hold brackets, which a plain string would turn into markup.
         plain = (pod.name, pod.role, pod.ip, pod.phase)
-        pods.add_row(*map(Text, plain), ready, str(pod.restarts), Text(pod.reason))
+        pid = [str(pod.pid or "")] if pids else []
+        pods.add_row(*map(Text, plain), ready, str(pod.restarts), *pid, Text(pod.reason))
     conditions = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in ("CONDITION", "STATUS", "REASON", "MESSAGE"):
         conditions.add_column(column)

@@ -16,6 +16,7 @@ from kubernetes.aio.client import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_local.kubelet.runtime import container_pids
 from baton_local.loopback import served_port
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
@@ -36,6 +37,10 @@ class PodStatus(msgspec.Struct):
     restarts: int
     reason: str
     """Why it is not ready, as far as its containers say."""
+    container_id: str = ""
+    """Of its container, the first if it has several; empty before it started."""
+    pid: int | None = None
+    """Of the container's process, where it was looked for."""
 
 
 class Condition(msgspec.Struct):
@@ -132,9 +137,11 @@ class ClusterApi:
                 return f"-H 'Host: {host}' http://127.0.0.1:{port}"
         return ""
 
-    async def log(self, namespace: str, pod: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
-        """The pod's log, chunk by chunk."""
-        options: JsonObject = {} if tail is None else {"tail_lines": tail}
+    async def log(
+        self, namespace: str, pod: str, *, follow: bool, tail: int | None, previous: bool = False
+    ) -> AsyncIterator[bytes]:
+        """The pod's log, chunk by chunk; with `previous` that of the container before its last restart."""
+        options: JsonObject = {"previous": previous} | ({} if tail is None else {"tail_lines": tail})
         response = await self._core.read_namespaced_pod_log_without_preload_content(
             pod, namespace, follow=follow, **options
         )
@@ -224,4 +231,12 @@ def _pod_status(pod: client.V1Pod) -> PodStatus:
         ready=any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or []),
         restarts=sum(c.restart_count or 0 for c in containers),
         reason=": ".join(filter(None, (reason, message))) if reason else "",
+        container_id=next((c.container_id for c in containers if c.container_id), ""),
     )
+
+
+def with_pids(status: ServiceStatus) -> ServiceStatus:
+    """`status` with the pids of containers that are processes of this machine."""
+    pids = container_pids()
+    pods = [msgspec.structs.replace(pod, pid=pids.get(pod.container_id)) for pod in status.pods]
+    return msgspec.structs.replace(status, pods=pods)

@@ -217,13 +217,14 @@ async def _wait_ready(
     console.print(service_tables(status))
     for pod in status.pods:
         if not pod.ready:
-            console.print(f"\n[bold]last lines of {pod.name}[/]")
+            ended = pod.restarts > 0  # the container that runs now has not failed yet
+            console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
             try:
-                async for chunk in api.log(namespace, pod.name, follow=False, tail=10):
+                async for chunk in api.log(namespace, pod.name, follow=False, tail=10, previous=ended):
                     console.out(chunk.decode(errors="replace"), end="")
             except ApiException as error:
                 console.print(escape(api_message(error)), style="dim")
-    raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; see `baton logs` and {cluster.state.logs}")
+    raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}")
 
 
 class _Progress:
@@ -286,7 +287,7 @@ def _print_next_steps(status: ServiceStatus, elapsed_s: float, console: Console)
         f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
         f"curl {status.endpoint}/v1/models",
         f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{status.model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
+    -d '{{"model": "{status.model}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
     ]
     if status.ingress:
         lines.append(f"curl {status.ingress}/v1/models")
@@ -318,7 +319,7 @@ async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, co
         highlight=False,
     )
     if has_prefill and moved == 0:
-        raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen; see `baton logs`")
+        raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen")
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

@@ -20,6 +20,8 @@ FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
 FORGIVEN_AFTER = timedelta(seconds=5)
 """A container that has run this long since its last failure has got past it."""
 CRASH_LOOP_RESTARTS = 2
+SIGNALLED = 128
+"""Exit codes beyond it are those of a process that a signal ended: the signal's number is added."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 
 PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero", *STATIONS}
@@ -141,13 +143,11 @@ def _failure(container: Object, now: datetime) -> Object | None:
 
 
 def _ending(terminated: Object) -> str:
-    """`with exit code 1: <last line>`."""
-    how = (
-        f"by signal {terminated['signal']}"
-        if terminated.get("signal")
-        else f"with exit code {terminated.get('exitCode')}"
-    )
+    """`with exit code 1: <last line>`. Who was killed could not say why: its last line is about something else."""
+    code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
-        how = "because it used more memory than its limit"
+        return "ended because it used more memory than its limit"
+    if signal := terminated.get("signal") or max(code - SIGNALLED, 0):
+        return f"ended by signal {signal}"
     lines = (terminated.get("message") or "").strip().splitlines()
-    return f"ended {how}" + (f": {lines[-1]}" if lines else "")
+    return f"ended with exit code {code}" + (f": {lines[-1]}" if lines else "")

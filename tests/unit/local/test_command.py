@@ -15,7 +15,8 @@ from rich.console import Console
 
 from baton_local.ask import AskError, ask
 from baton_local.display import service_tables
-from baton_local.service import Condition, PodStatus, ServiceStatus, load_documents
+from baton_local.kubelet.runtime import CONTAINER_MARKER
+from baton_local.service import Condition, PodStatus, ServiceStatus, load_documents, with_pids
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
 from support.waiting import eventually
 
@@ -147,6 +148,27 @@ def test_tables_show_brackets_as_they_are_and_whole_names():
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(service_tables(status))
     assert "…" not in console.export_text()
+
+
+def test_status_shows_the_pid_of_a_pods_container():
+    sleeper = ["sleep", "60"]
+    process = subprocess.Popen(sleeper, env={**os.environ, CONTAINER_MARKER: "process://a1"}, start_new_session=True)
+    try:
+        pods = [
+            PodStatus("demo-decode-0", "decode", "127.77.0.2", "Running", True, 0, "", container_id="process://a1"),
+            PodStatus("demo-decode-1", "decode", "", "Pending", False, 0, ""),
+        ]
+        status = ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k")
+        found = eventually(
+            lambda: [pod.pid for pod in with_pids(status).pods if pod.pid], timeout_s=30, what="the container's process"
+        )
+        assert found == [process.pid]
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(service_tables(with_pids(status)))
+        assert str(process.pid) in console.export_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):

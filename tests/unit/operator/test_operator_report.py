@@ -54,6 +54,10 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(state=BACK_OFF, last={"exitCode": 137, "signal": 9}, restarts=0)]),
         "False", "ContainerTerminated", "by signal 9",
     ),
+    "killed, as kubelets without a signal field say": (
+        decode([pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0)]),
+        "False", "ContainerTerminated", "by signal 9; 0 of",
+    ),
     "out of memory": (
         decode([pod(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})]),
         "False", "ContainerTerminated", "more memory",
