@@ -81,7 +81,7 @@ class Dispatcher:
         """
         journey = Journey(sequence, sequence.data_parallel_rank)
         while not sequence.is_used_up:
-            placement = await self._placer.place(journey, with_group=not self._wants_leg(sequence))
+            placement = await self._placer.place(journey, with_group=not self._takes_leg(sequence))
             attempt_id = f"{sequence.request_id}-{journey.attempts}"
             journey.sent_to(placement)
             if journey.failure is not None:
@@ -110,20 +110,24 @@ class Dispatcher:
             self._metrics.resumed.labels(failure.reason).inc()
             self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
 
-    def _wants_leg(self, sequence: Sequence) -> bool:
-        long_enough = len(sequence.prompt_token_ids) >= self._threshold
-        return sequence.may_take_leg and long_enough and bool(self._pool.available("prefill"))
+    def _suits_leg(self, sequence: Sequence) -> bool:
+        return sequence.may_take_leg and len(sequence.prompt_token_ids) >= self._threshold
+
+    def _takes_leg(self, sequence: Sequence) -> bool:
+        return self._suits_leg(sequence) and bool(self._pool.available("prefill"))
 
     def _attempt(
         self, sequence: Sequence, placement: Placement, attempt_id: str, journey: Journey
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         decode = placement.member
-        if self._wants_leg(sequence):
+        if self._takes_leg(sequence):
             prefill = self._pool.pick_prefill(decode)
             if prefill is not None:
                 return self._disaggregated(sequence, prefill, decode, attempt_id, journey)
             self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
             return self._aggregated(sequence, placement, attempt_id, journey, group_id="")
+        if self._suits_leg(sequence) and self._pool.expects("prefill"):
+            self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
         together = sequence.group is not None and placement in sequence.group.placements.values()
         group_id = sequence.group.group_id if sequence.group is not None and together and not sequence.begun else ""
         return self._aggregated(sequence, placement, attempt_id, journey, group_id=group_id)

@@ -79,7 +79,7 @@ class Placer:
             return self._resume_wait_s  # what was accepted is not dropped; a successor may be starting
         if failure.code is ErrorCode.DRAINING:
             return self._queue_wait_s
-        if failure.code is ErrorCode.OVERLOADED or not self._pool.expects_decode():
+        if failure.code is ErrorCode.OVERLOADED or not self._pool.expects("decode"):
             return 0.0
         return self._resume_wait_s if sequence.begun else self._queue_wait_s
 

@@ -163,9 +163,9 @@ class EnginePool:
         except TimeoutError:
             return None
 
-    def expects_decode(self) -> bool:
-        """Whether some decode engine is known that is not available now: it may be soon."""
-        return any(member.endpoint.role == "decode" and not member.available for member in self._members.values())
+    def expects(self, role: str) -> bool:
+        """Whether some engine of this role is known that is not available now: it may be soon."""
+        return any(member.endpoint.role == role and not member.available for member in self._members.values())
 
     @property
     def max_model_len(self) -> int | None:

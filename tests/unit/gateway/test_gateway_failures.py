@@ -43,6 +43,7 @@ async def test_a_prefill_engine_that_dies_leaves_the_work_to_decode(stand: Stand
     await stand.connected(decode)
     assert await complete(stand) == TEXT
     assert decode.adds[-1].kv_transfer is None
+    assert stand.metric("baton:prefill_fallbacks_total", reason="no_ready_engine") == 1
 
 
 async def test_a_prefill_engine_that_makes_no_progress_is_given_up(make_stand: MakeStand):
