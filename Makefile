@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/so
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
 	@echo "installing into $(VENV): a minute or two the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,ray,nixl,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,fetch,ray,nixl,dev]"
 	@$(BIN)/python -m baton_kernels.cpu.build
 	@touch $(STAMP)
 
@@ -38,7 +38,7 @@ test: $(STAMP)
 	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/e2e/service/test_rolling_update.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
 	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)

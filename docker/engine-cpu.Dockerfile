@@ -7,7 +7,7 @@ ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
 # torch of this index is the one without CUDA: its version, +cpu, comes before PyPI's.
-RUN python docker/requirements.py engine gateway > requirements.txt \
+RUN python docker/requirements.py engine gateway fetch > requirements.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt -r requirements.txt
 
 FROM dependencies AS package

@@ -9,7 +9,7 @@ ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
 # A CUDA build of torch names the one Triton it works with; that of constraints.txt is what tests on CPUs use.
-RUN python docker/requirements.py engine gateway > requirements.txt \
+RUN python docker/requirements.py engine gateway fetch > requirements.txt \
     && grep -v '^triton==' constraints.txt > constraints-cuda.txt \
     && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
 

@@ -6,7 +6,7 @@ RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
-RUN python docker/requirements.py gateway > requirements.txt \
+RUN python docker/requirements.py gateway fetch > requirements.txt \
     && pip install --no-cache-dir -c constraints.txt -r requirements.txt
 
 FROM dependencies AS package

@@ -97,8 +97,9 @@ def _serve(config: EngineConfig) -> int:
         return 1
     model_name = config.model.served_name or Path(config.model.path).name
     registry = engine_registry(proc.stats, proc.request_metrics, model_name, proc.commit_pauses)
+    registry.register(proc.access.refusals)
     try:
-        admin = AdminServer(host, config.http_port, proc, registry)
+        admin = AdminServer(host, config.http_port, proc, registry, proc.access)
     except OSError as error:
         logger.error("cannot bind %s:%d: %s", host, config.http_port, error)
         proc.io.close()

@@ -48,7 +48,6 @@ FLAGS = [
     Flag("--kv-load-timeout-s", "kv_transfer.load_timeout_s", float, "a consumer's wait without progress"),
     Flag("--kv-lease-s", "kv_transfer.lease_s", float, "a producer's wait for its consumer"),
     Flag("--kv-mode", "kv_transfer.mode", str, "pull or push: who moves the blocks that this engine loads"),
-    Flag("--kv-token-file", "kv_transfer.token_file", str, "file with the secret that all engines of a service share"),
     Flag("--kv-max-inflight-bytes", "kv_transfer.max_inflight_bytes", int, "of the transfers with one peer at a time"),
     Flag("--kv-staging-bytes", "kv_transfer.staging_bytes", int, "host memory through which KV of a GPU travels"),
     Flag("--watermark", "cache.watermark", float, "fraction of blocks that admission leaves free"),
@@ -100,6 +99,7 @@ FLAGS = [
     Flag("--bind-threads", "bind_threads", bool, "worker processes of one host keep to their own cores"),
     Flag("--engine-port", "engine_port", int, "port of the engine's ROUTER"),
     Flag("--http-port", "http_port", int, "port of health, metrics and drain"),
+    Flag("--service-key-file", "service_key_file", str, "file with the key that all processes of a service share"),
     Flag("--drain-timeout-s", "drain_timeout_s", float, "how long running requests may take to end after SIGTERM"),
 ]
 

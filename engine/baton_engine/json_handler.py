@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 
 import msgspec
@@ -20,9 +21,19 @@ class JSONHandler(BaseHTTPRequestHandler):
     def _tell(self, status: int, reason: str, message: str) -> None:
         self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
 
-    def _answer(self, status: int, body: bytes, content_type: str = "application/json") -> None:
+    def _unauthorized(self) -> None:
+        """The request lacks the service's key. Its body is not read, so its connection ends: that header sees to it."""
+        message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
+        body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
+        self._answer(401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"})
+
+    def _answer(
+        self, status: int, body: bytes, content_type: str = "application/json", headers: Mapping[str, str] | None = None
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

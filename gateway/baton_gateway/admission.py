@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
@@ -13,10 +14,13 @@ class Admission:
 
     Args:
         limit: sequences in flight; a request for n samples counts n times.
+        client_limit: of those, sequences of one client with an API key. None: no limit of its own.
     """
 
-    def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, limit: int, metrics: GatewayMetrics, *, client_limit: int | None = None) -> None:
         self._limit = limit
+        self._client_limit = client_limit
+        self._by_client: Counter[str] = Counter()
         self._metrics = metrics
         self._sequences = 0
         self._requests = 0
@@ -41,22 +45,41 @@ class Admission:
         if self._requests == 0:
             self._idle.set()
 
-    def take(self, sequences: int) -> None:
+    def take(self, sequences: int, client: str | None = None) -> None:
         """Raises APIError: 400 if it can never fit, 429 if it does not fit now. `give` must follow."""
-        if sequences > self._limit:
-            raise APIError(400, f"One request may ask for {self._limit} sequences at most, got {sequences}.", param="n")
+        client_limit = None if client is None else self._client_limit
+        most = self._limit if client_limit is None else min(self._limit, client_limit)
+        if sequences > most:
+            raise APIError(400, f"One request may ask for {most} sequences at most, got {sequences}.", param="n")
         if self._sequences + sequences > self._limit:
             raise overloaded(f"{self._sequences} sequences are being served already; retry later.")
+        if client is not None:
+            if client_limit is not None and self._by_client[client] + sequences > client_limit:
+                raise overloaded(f"{self._by_client[client]} sequences of this API key are being served; retry later.")
+            self._by_client[client] += sequences
         self._sequences += sequences
 
-    def give(self, sequences: int) -> None:
+    def give(self, sequences: int, client: str | None = None) -> None:
+        """As many as were taken, and for the same client."""
         self._sequences -= sequences
+        if client is not None:
+            self._by_client[client] -= sequences
+            if not self._by_client[client]:
+                del self._by_client[client]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being served."""
+        return self._idle.is_set()
+
+    async def until_idle(self) -> None:
+        await self._idle.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """False if requests are still being served after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self.until_idle()
         except TimeoutError:
             return False
         return True

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from baton_engine.protocol.config import GatewayConfig, container_path, pod_ip
+from baton_engine.protocol.service_key import ServiceKeyError
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.discovery import Discovery, make_discovery
 from baton_gateway.server import Gateway
@@ -38,8 +39,17 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--heartbeat-timeout-s": ("heartbeat_timeout_s", float, "an engine that is silent for so long counts as dead"),
     "--queue-wait-s": ("queue_wait_s", float, "new requests wait so long for a decode engine; then 503"),
     "--resume-wait-s": ("resume_wait_s", float, "requests whose engine was lost wait so long for another"),
+    "--hold-s": ("hold_s", float, "requests wait so long for a service that is scaled to zero; 0: it never is"),
+    "--max-held-requests": ("max_held_requests", int, "requests that wait so at once; more get 503"),
     "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
+    "--api-keys-dir": ("access.api_keys_dir", str, "folder with one file per client, which holds its API key"),
+    "--tls-dir": ("access.tls_dir", str, "folder with tls.crt and tls.key: serve HTTPS"),
+    "--max-concurrent-per-client": ("access.max_concurrent_per_client", int, "sequences of one API key at once"),
+    "--max-prompt-tokens": ("access.max_prompt_tokens", int, "longer prompts are refused"),
+    "--max-completion-tokens": ("access.max_completion_tokens", int, "longer answers are refused, or end there"),
+    "--service-key-file": ("service_key_file", str, "file with the engines' key"),
     "--drain-timeout-s": ("drain_timeout_s", float, "after SIGTERM, running requests may take this long to end"),
+    "--drain-quiet-s": ("drain_quiet_s", float, "after SIGTERM, serve until nobody has sent a request for so long"),
 }
 
 
@@ -58,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(sys.argv[1:] if argv is None else argv)
         tokenizer = load_tokenizer(config)
         discovery = _discovery(config)
+        gateway = make_gateway(config, tokenizer, discovery)
     except ConfigurationError as error:
         print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
         return EX_CONFIG
-    asyncio.run(Gateway(config, tokenizer, discovery).serve_until_signal(pod_ip()))
+    asyncio.run(gateway.serve_until_signal(pod_ip()))
     return 0
 
 
@@ -91,9 +102,18 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
         if getattr(config, name) <= 0:
             raise ConfigurationError("InvalidConfig", f"{name} must be positive, got {getattr(config, name)}")
-    for name in ("queue_wait_s", "resume_wait_s"):
+    for name in ("queue_wait_s", "resume_wait_s", "hold_s", "max_held_requests", "drain_quiet_s"):
         if getattr(config, name) < 0:
             raise ConfigurationError("InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}")
+    for name in ("max_concurrent_per_client", "max_prompt_tokens", "max_completion_tokens"):
+        limit = getattr(config.access, name)
+        if limit is not None and limit <= 0:
+            raise ConfigurationError("InvalidConfig", f"access.{name} must be positive, got {limit}")
+    if config.access.max_concurrent_per_client is not None and not config.access.api_keys_dir:
+        raise ConfigurationError(
+            "InvalidConfig",
+            "access.max_concurrent_per_client needs access.api_keys_dir: without keys nobody is told apart",
+        )
     if config.heartbeat_timeout_s < MIN_HEARTBEATS * config.heartbeat_interval_s:
         raise ConfigurationError(
             "InvalidConfig",
@@ -117,6 +137,16 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
         raise ConfigurationError("ModelNotFound", str(error)) from error
     except ValueError as error:
         raise ConfigurationError("InvalidTokenizer", str(error)) from error
+
+
+def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> Gateway:
+    """Raises ConfigurationError: InvalidAccess, for API keys or a certificate that cannot be read; ServiceKeyInvalid."""
+    try:
+        return Gateway(config, tokenizer, discovery)
+    except OSError as error:
+        raise ConfigurationError("InvalidAccess", f"API keys or certificate: {error}") from error
+    except ServiceKeyError as error:
+        raise ConfigurationError("ServiceKeyInvalid", str(error)) from error
 
 
 def _discovery(config: GatewayConfig) -> Discovery:

@@ -45,6 +45,8 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from baton_engine.protocol.config import AccessConfig
 from baton_engine.protocol.messages import EngineCoreOutput, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.text.chat_template import ChatTemplateError
@@ -53,8 +54,16 @@ _Event = tuple[Choice, TextOutput] | Exception | None
 class GenerationService:
     """What both endpoints have in common, apart from their JSON."""
 
-    def __init__(self, tokenizer: Tokenizer, pool: EnginePool, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: EnginePool,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+        limits: AccessConfig,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._limits = limits
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -294,12 +303,14 @@ class GenerationService:
         fewest = self.tokenizer.fewest_tokens(text)
         if limit is not None and fewest >= limit:
             raise prompt_too_long(limit, fewest, field)
+        self._check_prompt(fewest, field)  # before it costs anything, and again when it is known
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _max_tokens(self, request: GenerationRequest, prompt_len: int, field: str) -> int:
         """Tokens to generate at most, so that prompt and answer fit the model."""
         if prompt_len == 0:
             raise RequestError(f"{field} must not be empty", param=field)
+        self._check_prompt(prompt_len, field)
         limit = self._pool.max_model_len
         if limit is None:
             raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
@@ -308,8 +319,18 @@ class GenerationService:
         needed = requested if requested is not None and explicit else 1
         if prompt_len + needed > limit:
             raise context_length_exceeded(limit, prompt_len, needed, field)
-        room = limit - prompt_len
+        room, most = limit - prompt_len, self._limits.max_completion_tokens
+        if most is not None:
+            if explicit and needed > most:
+                raise RequestError(f"this server generates {most} tokens at most, got {needed}", param="max_tokens")
+            room = min(room, most)
         return room if requested is None else min(requested, room)
+
+    def _check_prompt(self, num_tokens: int, field: str) -> None:
+        most = self._limits.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            message = f"this server takes prompts of {most} tokens at most, got {num_tokens} or more"
+            raise RequestError(message, param=field, code="prompt_too_long")
 
     def _check_rank(self, rank: int | None) -> None:
         size = self._pool.data_parallel_size

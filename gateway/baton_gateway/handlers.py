@@ -33,9 +33,12 @@ from baton_engine.text.responses import (
 )
 from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from baton_engine.text.tokenizer import Tokenizer
+from baton_gateway.access import CLIENT, client_name
 from baton_gateway.admission import Admission
 from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
+from baton_gateway.event_stream import LAST_WORDS_S, EventStream
 from baton_gateway.generation import GenerationService
+from baton_gateway.holding import HoldingRoom
 from baton_gateway.jobs import Choice, Job
 
 logger = logging.getLogger(__name__)
@@ -53,9 +56,6 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 INLINE_LOGPROBS = 1024
 """Positions. An answer with the log-probabilities of more is written in a thread."""
 
-_LAST_WORDS_S = 1.0
-"""A stream that failed waits this long for its client to take the error."""
-
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
@@ -66,10 +66,17 @@ class Endpoint(abc.ABC, Generic[_Request]):
     kind: type[_Request]
 
     def __init__(
-        self, service: GenerationService, admission: Admission, *, served_name: str, request_timeout_s: float
+        self,
+        service: GenerationService,
+        admission: Admission,
+        room: HoldingRoom,
+        *,
+        served_name: str,
+        request_timeout_s: float,
     ) -> None:
         self._service = service
         self._admission = admission
+        self._room = room
         self._served_name = served_name
         self._timeout_s = request_timeout_s
         self._encode = msgspec.json.Encoder().encode
@@ -95,15 +102,24 @@ class Endpoint(abc.ABC, Generic[_Request]):
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)
-        self._admission.take(request.num_sequences)  # before the prompts cost anything
+        client = http.get(CLIENT)
+        self._admission.take(request.num_sequences, client)  # before the prompts cost anything
+        stream = EventStream(http, is_wanted=bool(request.stream))
         try:
+            await self._room.wait(stream.keep_alive)
             job = await self.prepare(request, started)
             async with aclosing(self._service.run(job)) as events:
                 if request.stream:
-                    return await self._stream(http, request, job, events, deadline)
+                    return await self._stream(http, request, job, events, deadline, stream)
                 return await self._answer(request, job, events, deadline)
+        except (RequestError, APIError) as failure:
+            if not stream.is_open:
+                raise
+            error = bad_request(failure) if isinstance(failure, RequestError) else failure
+            http[FINAL_STATUS] = error.status
+            return await stream.fail(self._encode(error.body))
         finally:
-            self._admission.give(request.num_sequences)
+            self._admission.give(request.num_sequences, client)
 
     async def _read(self, http: web.Request, deadline: float) -> bytes:
         """The body. Raises APIError: it does not come, or not as its headers say."""
@@ -134,15 +150,14 @@ class Endpoint(abc.ABC, Generic[_Request]):
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(
-        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
+        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float, stream: EventStream
     ) -> web.StreamResponse:
         try:
             async with asyncio.timeout_at(deadline):
                 first = await anext(events)  # a failure up to here is an HTTP status, later an event of the stream
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(http)
+        response = await stream.open()
 
         async def send(chunk: msgspec.Struct) -> None:
             await response.write(b"data: " + self._encode(chunk) + b"\n\n")
@@ -155,19 +170,21 @@ class Endpoint(abc.ABC, Generic[_Request]):
                     await response.write_eof()
             except (APIError, TimeoutError) as failure:
                 error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
-                logger.warning("request %s failed while it was streamed: %s", job.id, error.message)
+                logger.warning(
+                    "request %s%s failed while it was streamed: %s", job.id, client_name(http), error.message
+                )
                 http[FINAL_STATUS] = error.status
                 if isinstance(failure, TimeoutError) and _unread(http):
                     raise
-                async with asyncio.timeout(_LAST_WORDS_S):
+                async with asyncio.timeout(LAST_WORDS_S):
                     await send(error.body)
                     await response.write_eof()
         except TimeoutError:  # a client that reads nothing must not hold its place for ever
-            logger.warning("request %s: the client does not read, closing its connection", job.id)
+            logger.warning("request %s%s: the client does not read, closing its connection", job.id, client_name(http))
             if http.transport is not None:
                 http.transport.abort()
         except ConnectionError:
-            logger.info("request %s: the client went away", job.id)
+            logger.info("request %s%s: the client went away", job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
         return response
 

@@ -18,7 +18,16 @@ class GatewayMetrics:
         self.requests = Counter(
             "baton:http_requests", "HTTP requests answered.", ["endpoint", "status"], registry=self.registry
         )
+        self.client_requests = Counter(
+            "baton:client_requests",
+            "HTTP requests of each API key, by the key's name.",
+            ["client", "status"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge("baton:requests_in_flight", "Generation requests being served.", registry=self.registry)
+        self.held = Gauge(
+            "baton:requests_held", "Of these: held until a decode engine has started.", registry=self.registry
+        )
         self.time_to_first_token = Histogram(
             "baton:time_to_first_token_seconds",
             "From the request's arrival to its first token.",

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError
+from baton_engine.protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_engine.protocol.config import EngineEndpoint
 from baton_engine.protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from baton_engine.protocol.messages import Ready
+from baton_engine.protocol.service_key import ServiceKey
 from baton_gateway.discovery import Discovery
 from baton_gateway.metrics import GatewayMetrics
 
@@ -104,12 +105,14 @@ class EnginePool:
         discovery: Discovery,
         metrics: GatewayMetrics,
         *,
+        service_key: ServiceKey | None = None,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics
+        self._service_key = service_key
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_backoff_s = max_backoff_s
@@ -213,13 +216,14 @@ class EnginePool:
     async def _maintain(self, member: Member) -> None:
         """Keeps `member` connected until it has left and its requests have ended."""
         backoff_s = MIN_BACKOFF_S
-        last_failure = ""
+        last_failure, warned = "", False
         while not member.has_left():
             endpoint = member.endpoint
             client = EngineClient(
                 endpoint.host,
                 endpoint.engine_port,
                 client_id=self._client_id,
+                service_key=self._service_key,
                 heartbeat_interval_s=self._heartbeat_interval_s,
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
                 on_available=self._notify,
@@ -240,8 +244,11 @@ class EnginePool:
                     logger.warning("engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason)
             except (EngineDeadError, TimeoutError, OSError) as error:
                 if str(error) != last_failure:
-                    last_failure = str(error)
+                    last_failure, warned = str(error), False
                     logger.info("engine %s is not there yet: %s", endpoint.name, error)
+                elif isinstance(error, HandshakeFailedError) and not warned:
+                    warned = True
+                    logger.warning("engine %s is there, but of no use to this gateway: %s", endpoint.name, error)
             except Exception:  # no file descriptor left, say: nobody else would ever connect to this engine again
                 logger.exception("connecting to engine %s failed, trying again", endpoint.name)
             finally:

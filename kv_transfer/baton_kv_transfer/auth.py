@@ -1,4 +1,4 @@
-"""The token all engines of a service share, and how a peer proves in the handshake that it knows it.
+"""How a peer proves in the handshake that it knows the token all engines of a service share: its `ServiceKey.secret("kv")`.
 
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
 
@@ -12,28 +12,15 @@ import hashlib
 import hmac
 import secrets
 
-from baton_engine.protocol.config import container_path
+from baton_engine.protocol.service_key import ServiceKey
 
 PRODUCER = "producer"
 CONSUMER = "consumer"
 NONCE_BYTES = 32
 
 
-def read_token(token_file: str) -> bytes:
-    """The token in `token_file`, without white space around it; b"" if no file is named.
-
-    Raises:
-        ValueError: the file cannot be read, or is empty.
-    """
-    if not token_file:
-        return b""
-    try:
-        token = container_path(token_file).read_bytes().strip()
-    except OSError as error:
-        raise ValueError(f"kv_transfer.token_file {token_file} cannot be read: {error.strerror}") from None
-    if not token:
-        raise ValueError(f"kv_transfer.token_file {token_file} is empty: put the service's shared secret there")
-    return token
+def token_of(service_key: ServiceKey | None) -> bytes:
+    return service_key.secret("kv") if service_key is not None else b""
 
 
 def new_nonce() -> bytes:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import zmq
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.blocks import BlockMover
@@ -55,7 +56,7 @@ class ConsumerSide:
         *,
         instance_id: str,
         compatibility_hash: str,
-        token: bytes,
+        service_key: ServiceKey | None,
         push: bool,
         max_inflight_bytes: int,
         load_timeout_s: float,
@@ -68,7 +69,7 @@ class ConsumerSide:
     ) -> None:
         """
         Args:
-            token: the service's; see `auth`.
+            service_key: that of the producers; None if they have none.
             push: producers write the blocks; otherwise they are read.
             max_inflight_bytes: of the reads from one peer at a time.
             load_timeout_s: a load ends after this long without blocks and without word that more will come.
@@ -92,7 +93,7 @@ class ConsumerSide:
             agent,
             instance_id=instance_id,
             compatibility_hash=compatibility_hash,
-            token=token,
+            service_key=service_key,
             push=push,
             stats=stats,
         )

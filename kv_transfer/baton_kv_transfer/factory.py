@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton_engine.protocol.config import KVTransferConfig
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.connector import KVConnectorWorker
 
 TRANSPORTS = ("ucx", "nixl", "inproc")
@@ -10,7 +11,13 @@ MODES = ("pull", "push")
 
 
 def create_connector(
-    config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str, rank: int = 0
+    config: KVTransferConfig,
+    *,
+    instance_id: str,
+    compatibility_hash: str,
+    host: str,
+    rank: int = 0,
+    service_key: ServiceKey | None = None,
 ) -> KVConnectorWorker:
     """The worker side of the connector; it serves once register_kv_cache was called.
 
@@ -20,9 +27,10 @@ def create_connector(
         host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the others
             any free port: see `port`.
         rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.
+        service_key: peers that do not have it are refused. None: those that have one are.
 
     Raises:
-        ValueError: role none, unknown transport or mode, or a token file that is empty or cannot be read.
+        ValueError: role none, unknown transport or mode.
         OSError: the side channel's address is taken or not this machine's.
         UCXError: UCX is missing or does not start.
     """
@@ -33,5 +41,10 @@ def create_connector(
     from baton_kv_transfer.transfer_connector import TransferConnector
 
     return TransferConnector(
-        config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=host, rank=rank
+        config,
+        instance_id=instance_id,
+        compatibility_hash=compatibility_hash,
+        host=host,
+        rank=rank,
+        service_key=service_key,
     )

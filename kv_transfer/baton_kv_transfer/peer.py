@@ -12,7 +12,9 @@ address, has another instance id and is another peer.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
+from baton_engine.protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import Agent, DlistHandle
 from baton_kv_transfer.connector import ConnectorStats, FailureReason, HeadRange, KVCacheLayout, RankAddress
@@ -53,7 +56,7 @@ class Introduction:
 
     instance_id: str
     compatibility_hash: str
-    token: bytes = field(repr=False)
+    service_key: ServiceKey | None
     layout: KVCacheLayout
     memory: MemoryDescription | None
     """Given to producers that are to push."""
@@ -96,6 +99,7 @@ class Peer:
         self._agent = agent
         self._agent_name = ""
         self._introduction = introduction
+        self._token = auth.token_of(introduction.service_key)
         self._stats = stats
         self.peer_instance_id = peer_instance_id
         self._nonce = auth.new_nonce()
@@ -107,7 +111,11 @@ class Peer:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        if introduction.service_key is not None:
+            introduction.service_key.protect_client(self.socket)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
+        )
         try:
             self.socket.connect(f"tcp://{host}:{port}")
         except zmq.ZMQError:
@@ -177,7 +185,9 @@ class Peer:
             if self.error:
                 break
         while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            recv_monitor_message(self.monitor)
+            event = recv_monitor_message(self.monitor)
+            if event["event"] & HANDSHAKE_FAILED:
+                self._handshake_failed(event)
             state = "failed" if self._state is PeerState.GREETED else "lost"
             self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
         if self._state is not PeerState.READY and now >= self.handshake_deadline:
@@ -195,6 +205,13 @@ class Peer:
         if self._agent_name:
             self._agent.remove_remote_agent(self._agent_name)
 
+    def _handshake_failed(self, event: Mapping[str, Any]) -> None:
+        why = f"{self.name} {why_handshake_failed(event, self._introduction.service_key)}"
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self.fail(FailureReason.PEER_LOST, why)
+        else:
+            self._refuse(why)
+
     def _check_welcome(self, welcome: side_channel.Welcome) -> None:
         if self._state is not PeerState.GREETED:
             self._out_of_order(welcome)
@@ -209,14 +226,14 @@ class Peer:
                 self._refuse(f"{name} differs: {theirs} at {self.name}, {ours} expected here")
                 return
         if not auth.proof_holds(self._proof(auth.PRODUCER, welcome.nonce), welcome.proof):
-            self._refuse(f"{self.name} has another token: kv_transfer.token_file must be the same for all engines")
+            self._refuse(f"{self.name} has another token: service_key_file must be the same for all engines")
             return
         self._state = PeerState.PROVED
         self.send(side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), mine.layout, mine.memory))
 
     def _proof(self, role: str, producer_nonce: bytes) -> bytes:
         return auth.proof(
-            self._introduction.token,
+            self._token,
             role,
             consumer_nonce=self._nonce,
             producer_nonce=producer_nonce,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.memory import KVMemory
@@ -18,14 +19,14 @@ class Peers:
         *,
         instance_id: str,
         compatibility_hash: str,
-        token: bytes,
+        service_key: ServiceKey | None,
         push: bool,
         stats: ConnectorStats,
     ) -> None:
         self._agent = agent
         self._instance_id = instance_id
         self._compatibility_hash = compatibility_hash
-        self._token = token
+        self._service_key = service_key
         self._push = push
         self._stats = stats
         self._known: dict[tuple[str, int, str], Peer] = {}
@@ -46,7 +47,7 @@ class Peers:
         self._introduction = Introduction(
             self._instance_id,
             self._compatibility_hash,
-            self._token,
+            self._service_key,
             memory.layout,
             offered if self._push else None,
         )

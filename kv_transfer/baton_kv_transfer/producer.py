@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from baton_engine.protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.connector import BlockSave, ConnectorStats, RankAddress
@@ -36,6 +37,8 @@ MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
 """ZMQ's own probes between the I/O threads: finds hosts that vanished. Leases end earlier; this only ends the session."""
+ZMQ_HANDSHAKE_MS = 10_000
+"""A connection that has not become one of ZMQ by then is closed."""
 STALL_S = 2.0
 """If the thread did not run for this long, what was sent meanwhile may not have reached the socket yet ..."""
 STALL_GRACE_S = 0.5
@@ -44,8 +47,11 @@ MAX_UNREAD_S = 10.0
 """If the socket was not read empty for this long, leases end all the same: it hears its consumers in turn."""
 
 
-def open_router(address: str) -> zmq.Socket[bytes]:
+def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
     """A socket that consumers connect to, bound.
+
+    Args:
+        service_key: consumers that do not have it are not let in. None: anyone is.
 
     Raises:
         zmq.ZMQError: the address is taken, or not this machine's.
@@ -57,6 +63,9 @@ def open_router(address: str) -> zmq.Socket[bytes]:
     router.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     router.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.HANDSHAKE_IVL, ZMQ_HANDSHAKE_MS)
+    if service_key is not None:
+        service_key.protect_server(router)
     try:
         router.bind(address)
     except zmq.ZMQError:
@@ -73,7 +82,7 @@ class ProducerSide:
         *,
         instance_id: str,
         compatibility_hash: str,
-        token: bytes,
+        service_key: ServiceKey | None,
         lease_s: float,
         max_inflight_bytes: int,
         stats: ConnectorStats,
@@ -87,6 +96,8 @@ class ProducerSide:
             finished: called exactly once per offer, with its transfer id: nobody reaches its blocks any more.
         """
         self._router = router
+        self._stats = stats
+        self._handshakes = watch_handshakes(router) if service_key is not None else None
         self._unreachable: set[bytes] = set()
         self._writes = Writes(
             agent,
@@ -109,7 +120,7 @@ class ProducerSide:
             agent,
             instance_id=instance_id,
             compatibility_hash=compatibility_hash,
-            token=token,
+            service_key=service_key,
             lease_s=lease_s,
             stats=stats,
             send=self._send,
@@ -141,6 +152,9 @@ class ProducerSide:
         self._transfers.end_all(reason)
 
     def close(self) -> None:
+        if self._handshakes is not None:
+            self._router.monitor(None, 0)  # ends it
+            self._handshakes.close()
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
@@ -169,6 +183,8 @@ class ProducerSide:
         self._sessions.refuse_failed(self._writes.any_to)
         while self._unreachable:
             self._sessions.forget(self._unreachable.pop(), "the connection is lost")
+        if self._handshakes is not None:
+            self._stats.handshakes_refused += count_refused(self._handshakes)
 
     def next_deadline(self) -> float | None:
         """When `advance` has to be called if nothing else happens; None: no need."""

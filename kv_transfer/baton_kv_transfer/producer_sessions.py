@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import Agent, DlistHandle
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, RankAddress
@@ -64,7 +65,7 @@ class Sessions:
         *,
         instance_id: str,
         compatibility_hash: str,
-        token: bytes,
+        service_key: ServiceKey | None,
         lease_s: float,
         stats: ConnectorStats,
         send: Send,
@@ -77,7 +78,7 @@ class Sessions:
         self._agent = agent
         self._instance_id = instance_id
         self._compatibility_hash = compatibility_hash
-        self._token = token
+        self._token = auth.token_of(service_key)
         self._lease_s = lease_s
         self._stats = stats
         self._send = send
@@ -144,7 +145,7 @@ class Sessions:
         if session is None:
             self.refuse(identity, "HELLO must come first, and DESCRIBE once")
         elif not auth.proof_holds(self._proof(session, auth.CONSUMER), message.proof):
-            self.refuse(identity, "the consumer did not prove the producer's token: kv_transfer.token_file differs")
+            self.refuse(identity, "the consumer did not prove the producer's token: service_key_file differs")
         elif self._memory is None:
             self.refuse(identity, "the producer has no KV memory registered yet: try again")
         elif mismatch := (

@@ -19,7 +19,7 @@ import zmq
 
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import auth
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
@@ -41,17 +41,23 @@ MAX_SLEEP_S = 1.0
 
 class TransferConnector(KVConnectorWorker):
     def __init__(
-        self, config: KVTransferConfig, *, instance_id: str, compatibility_hash: str, host: str, rank: int = 0
+        self,
+        config: KVTransferConfig,
+        *,
+        instance_id: str,
+        compatibility_hash: str,
+        host: str,
+        rank: int = 0,
+        service_key: ServiceKey | None = None,
     ) -> None:
         """Binds the side channel if the role produces; nothing is served before register_kv_cache.
 
         Raises:
-            ValueError: role none, unknown transport, or a token file that is empty or cannot be read.
+            ValueError: role none, or unknown transport.
             OSError: the side channel's address is taken or not this machine's.
         """
         if config.role is KVRole.NONE:
             raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
-        token = auth.read_token(config.token_file)
         self._agent = create_agent(f"{instance_id}/{rank}", config.transport, host)
         self._lock = threading.Lock()
         self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = deque()
@@ -70,7 +76,7 @@ class TransferConnector(KVConnectorWorker):
         self.port = 0
         if config.role in (KVRole.PRODUCER, KVRole.BOTH):
             try:
-                self._router = self._bind(host, config.port if rank == 0 else 0)
+                self._router = self._bind(host, config.port if rank == 0 else 0, service_key)
             except OSError:
                 self._agent.close()
                 os.close(self._wake_fd)
@@ -80,7 +86,7 @@ class TransferConnector(KVConnectorWorker):
                 self._agent,
                 instance_id=instance_id,
                 compatibility_hash=compatibility_hash,
-                token=token,
+                service_key=service_key,
                 lease_s=config.lease_s,
                 max_inflight_bytes=config.max_inflight_bytes,
                 stats=self._stats,
@@ -91,7 +97,7 @@ class TransferConnector(KVConnectorWorker):
                 self._agent,
                 instance_id=instance_id,
                 compatibility_hash=compatibility_hash,
-                token=token,
+                service_key=service_key,
                 push=config.mode == "push",
                 load_timeout_s=config.load_timeout_s,
                 # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
@@ -302,9 +308,9 @@ class TransferConnector(KVConnectorWorker):
             self._producer.close()
         self._agent.close()
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+    def _bind(self, host: str, port: int, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
         try:
-            router = open_router(f"tcp://{host}:{port or '*'}")
+            router = open_router(f"tcp://{host}:{port or '*'}", service_key)
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}") from error
         self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

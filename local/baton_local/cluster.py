@@ -68,6 +68,8 @@ class LocalCluster:
         self.control_plane = control_plane
         self.ingress_port = ingress_port
         self.kubeconfig = state.root / "control-plane" / "kubeconfig"
+        self.operator_kubeconfig = self.kubeconfig.with_name("operator.kubeconfig")
+        """Of the operator's account; written by who makes it."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._components: dict[str, Component] = {}
         self._restarts: dict[str, _Restarts] = {}
@@ -105,7 +107,7 @@ class LocalCluster:
 
     def start_operator(self) -> None:
         operator = str(Path(sys.executable).parent / "baton-operator")
-        command = [operator, "--kubeconfig", str(self.kubeconfig), "--http-port", "0"]
+        command = [operator, "--kubeconfig", str(self.operator_kubeconfig), "--http-port", "0"]
         self._spawn(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 
     def check(self) -> None:

@@ -245,6 +245,7 @@ class _Server:
             discovery=DiscoveryConfig(file=str(discovery)),
             port=self._options.port,
             drain_timeout_s=self._options.drain_timeout_s,
+            drain_quiet_s=0.0,  # there is no other gateway to which requests could go instead
         )
         for name in ("max_concurrent_requests", "request_timeout_s"):
             if (value := getattr(self._options, name)) is not None:

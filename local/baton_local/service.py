@@ -23,6 +23,7 @@ GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
 ENGINES_READY = "baton:engines_ready"
+ACCOUNT_TOKEN_S = 365 * 86400
 
 JsonObject = dict[str, Any]
 """A Kubernetes object as JSON: its schema is the API server's."""
@@ -101,6 +102,18 @@ class ClusterApi:
                     ("fieldValidation", "Strict")
                 ],  # a misspelt field is refused; servers before 1.25 drop it
             )
+
+    async def account_token(self, namespace: str, account: str) -> str:
+        """A token of a ServiceAccount, for as long as a local cluster may run."""
+        spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        answer = await self._core.create_namespaced_service_account_token(account, namespace, request)
+        return str(answer.status.token)
+
+    async def knows_rules(self) -> bool:
+        """Whether schemas may have CEL rules: since Kubernetes 1.25."""
+        version = await client.VersionApi(self._api).get_code()
+        return (int(version.major), int(version.minor.rstrip("+"))) >= (1, 25)
 
     async def crd_established(self) -> bool:
         api = client.ApiextensionsV1Api(self._api)
@@ -213,8 +226,9 @@ async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
 
 def _reachable(endpoint: str) -> str:
     """The endpoint with the port under which this machine's proxy serves it."""
-    port = served_port(80)
-    return f"{endpoint}:{port}" if endpoint and port != 80 else endpoint
+    usual = 443 if endpoint.startswith("https:") else 80
+    port = served_port(usual)
+    return f"{endpoint}:{port}" if endpoint and port != usual else endpoint
 
 
 def _pod_status(pod: client.V1Pod) -> PodStatus:

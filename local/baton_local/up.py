@@ -24,6 +24,7 @@ from rich.markup import escape
 
 from baton_local.ask import AskError, ask
 from baton_local.cluster import ComponentError, LocalCluster
+from baton_local.control_plane.kubeconfig import write_account_kubeconfig
 from baton_local.display import service_tables
 from baton_local.networks import NetworksInUseError
 from baton_local.service import (
@@ -36,6 +37,7 @@ from baton_local.service import (
     load_documents,
 )
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+from baton_operator import names, rbac
 from baton_operator.crd import custom_resource_definition
 
 DEMO_MODEL_URI = "file:///models/demo"
@@ -122,8 +124,11 @@ async def _bring_up(
         await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
         namespace, name = service["metadata"].setdefault("namespace", "default"), service["metadata"]["name"]
         async with ClusterApi.connect(cluster.kubeconfig) as api:
-            await api.apply([custom_resource_definition()])
+            # The operator has the rights that it has in a cluster, which a real control plane enforces.
+            await api.apply([custom_resource_definition(rules=await api.knows_rules()), *rbac.objects()])
             await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
+            token = await api.account_token(rbac.NAMESPACE, names.MANAGER)
+            write_account_kubeconfig(cluster.kubeconfig, cluster.operator_kubeconfig, token)
             # Only now: so many starting at once would hold up the two requests above by a second or two.
             cluster.start_operator()
             cluster.start_node()

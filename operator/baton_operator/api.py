@@ -11,45 +11,37 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
+from baton_operator.api_autoscaling import AutoscalingStatus as AutoscalingStatus
+from baton_operator.api_autoscaling import DecodeAutoscaling, PrefillAutoscaling
+from baton_operator.api_gateway import Gateway as Gateway
+from baton_operator.api_gateway import Ingress as Ingress
+from baton_operator.api_model import CacheField, CredentialsSecret, Uri
+from baton_operator.api_security import Security as Security
+from baton_operator.api_status import Condition as Condition
+from baton_operator.api_status import DecodeStatus as DecodeStatus
+from baton_operator.api_status import GroupStatus as GroupStatus
+from baton_operator.api_status import OperationSeconds as OperationSeconds
+from baton_operator.api_status import OperationStatus as OperationStatus
+from baton_operator.api_status import PrefillStatus as PrefillStatus
+from baton_operator.api_status import RankStatus as RankStatus
+from baton_operator.api_status import Status as Status
+from baton_operator.api_status import TopologyStatus as TopologyStatus
+from baton_operator.api_types import QUANTITY, ApiStruct
+from baton_operator.api_types import Resources as Resources
+from baton_operator.api_types import Template as Template
+from baton_operator.api_update import UpdateStrategy as UpdateStrategy
+
 DEFAULT_IMAGE = "baton:0.1.0"
 MAX_NAME_LENGTH = 40
 """Of the resource: leaves room for `-prefill-<ordinal>` and hashes in a DNS label."""
 
-MODEL_URI = r"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+)$"
-QUANTITY = r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$"
-DNS_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
-
-class _Api(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    pass
-
-
-def _object(description: str) -> Meta:
-    return Meta(description=description, extra_json_schema=FREE_FORM)
-
-
-Resources = Annotated[dict[str, Any], _object("Container resources: requests and limits, as in a pod.")]
-Template = Annotated[
-    dict[str, Any],
-    _object(
-        "Pod template overlay (metadata, spec), merged over what the operator builds; lists of named items merge by name. "
-        "The container is called engine in prefill and decode pods, gateway in gateway pods."
-    ),
-]
-
-
-class Model(_Api, frozen=True):
+class Model(ApiStruct, frozen=True):
     """What is served."""
 
-    uri: Annotated[
-        str,
-        Meta(
-            pattern=MODEL_URI,
-            description="file:///DIR on every node, or pvc://CLAIM/DIR in a PersistentVolumeClaim of the namespace: a folder "
-            "with config.json, safetensors and tokenizer.json.",
-        ),
-    ]
+    uri: Uri
+    cache: CacheField = None
+    credentials_secret: CredentialsSecret = None
     served_name: (
         Annotated[
             str, Meta(min_length=1, max_length=253, description="Name clients use; the resource's own name if unset.")
@@ -93,16 +85,25 @@ Tensor = Annotated[
 ]
 
 
-class PrefillParallelism(_Api, frozen=True):
+class PrefillParallelism(ApiStruct, frozen=True):
     """How one prefill rank is spread over devices."""
 
     tensor: Tensor = 1
 
 
-class DecodeParallelism(_Api, frozen=True):
+class DecodeParallelism(ApiStruct, frozen=True):
     """How decode ranks are spread over devices."""
 
     tensor: Tensor = 1
+    pipeline: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Pipeline stages: the layers are spread over so many times as many workers of the pod. Not together with "
+            "prefill, whose KV blocks only workers with all layers can take, nor with expert.",
+        ),
+    ] = 1
     expert: Annotated[
         bool,
         Meta(
@@ -121,27 +122,29 @@ class DecodeParallelism(_Api, frozen=True):
     ] = 0
 
 
-class Prefill(_Api, frozen=True):
+class Prefill(ApiStruct, frozen=True):
     """The group that runs the first leg of a request."""
 
     replicas: Annotated[
         int, Meta(ge=0, le=256, description="Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.")
     ] = 1
+    autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
     resources: Resources | None = None
     template: Template | None = None
 
 
-class Decode(_Api, frozen=True):
+class Decode(ApiStruct, frozen=True):
     """The group that generates; the scale subresource points here."""
 
     replicas: Annotated[int, Meta(ge=0, le=256, description="Data-parallel ranks, one pod each.")] = 1
+    autoscaling: DecodeAutoscaling | None = None
     parallelism: DecodeParallelism = DecodeParallelism()
     resources: Resources | None = None
     template: Template | None = None
 
 
-class KVTransfer(_Api, frozen=True):
+class KVTransfer(ApiStruct, frozen=True):
     """How KV blocks travel from prefill to decode pods."""
 
     transport: Annotated[
@@ -164,34 +167,7 @@ class KVTransfer(_Api, frozen=True):
     ] = "recompute"
 
 
-class Ingress(_Api, frozen=True):
-    """Access by host name."""
-
-    host: Annotated[str, Meta(pattern=DNS_NAME, max_length=253, description="Host name clients use.")]
-    class_name: (
-        Annotated[str, Meta(min_length=1, max_length=253, description="IngressClass; the cluster's default if unset.")]
-        | None
-    ) = None
-
-
-class Gateway(_Api, frozen=True):
-    """The OpenAI-compatible HTTP server in front."""
-
-    replicas: Annotated[int, Meta(ge=1, le=64, description="Pods of the gateway Deployment.")] = 1
-    ingress: Ingress | None = None
-    max_concurrent_requests: (
-        Annotated[int, Meta(ge=1, le=10**6, description="Per gateway pod; more are answered 429 with Retry-After.")]
-        | None
-    ) = None
-    prefill_threshold_tokens: (
-        Annotated[int, Meta(ge=0, le=2**24, description="Shorter prompts are prefilled by the decode pod itself.")]
-        | None
-    ) = None
-    resources: Resources | None = None
-    template: Template | None = None
-
-
-class Engine(_Api, frozen=True):
+class Engine(ApiStruct, frozen=True):
     """Tuning of every engine of the service. What is unset has the engine's own default."""
 
     device: (
@@ -236,7 +212,7 @@ class Engine(_Api, frozen=True):
     ) = None
 
 
-class Spec(_Api, frozen=True):
+class Spec(ApiStruct, frozen=True):
     """What the user wants."""
 
     model: Model
@@ -248,6 +224,7 @@ class Spec(_Api, frozen=True):
     kv_transfer: KVTransfer = KVTransfer()
     gateway: Gateway = Gateway()
     engine: Engine = Engine()
+    security: Security = Security()
     drain_timeout_seconds: Annotated[
         int,
         Meta(
@@ -256,91 +233,25 @@ class Spec(_Api, frozen=True):
             description="How long a member that leaves may take to finish what it runs, before it is deleted.",
         ),
     ] = 120
+    update_strategy: UpdateStrategy = UpdateStrategy()
+    progress_deadline_seconds: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=86400,
+            description="A pod of a new revision that is not ready for so long counts as stalled: condition Updating is False with "
+            "reason RolloutStalled, and the pods that are left of the earlier revision serve on.",
+        ),
+    ] = 600
+    paused: Annotated[
+        bool,
+        Meta(
+            description="true: edits wait, but for replicas, and pods that die are replaced by what was asked for before the pause."
+        ),
+    ] = False
 
 
-class Condition(_Api, frozen=True):
-    """One aspect of the state, in Kubernetes' usual form."""
-
-    type: Annotated[str, Meta(min_length=1, max_length=316)]
-    status: Literal["True", "False", "Unknown"]
-    reason: Annotated[str, Meta(min_length=1, max_length=1024)]
-    message: Annotated[str, Meta(max_length=32768)]
-    last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
-    observed_generation: Annotated[int, Meta(ge=0)]
-
-
-class GroupStatus(_Api, frozen=True):
-    """Pods of one group."""
-
-    desired: Annotated[int, Meta(ge=0)]
-    ready: Annotated[int, Meta(ge=0)]
-
-
-class RankStatus(_Api, frozen=True):
-    """One rank of the present generation."""
-
-    name: Annotated[str, Meta(description="Of the pod.")]
-    rank: Annotated[int, Meta(ge=0)]
-    phase: Annotated[str, Meta(description="loading, standby, serving or broken.")]
-
-
-class OperationSeconds(_Api, frozen=True):
-    """How long each phase took; what is under way is not counted yet."""
-
-    waiting: Annotated[float, Meta(ge=0)] | None = None
-    preparing: Annotated[float, Meta(ge=0)] | None = None
-    committing: Annotated[float, Meta(ge=0)] | None = None
-
-
-class OperationStatus(_Api, frozen=True):
-    """The operation on the topology that runs, or ran last."""
-
-    id: Annotated[str, Meta(description="As it was asked for by; - if the ranks did so by themselves.")]
-    kind: Annotated[str, Meta(description="form, scale, recover or rebalance.")]
-    phase: Annotated[str, Meta(description="waiting, preparing, committing, done, failed or superseded.")]
-    generation: Annotated[int, Meta(ge=0, description="That it leads to; 0: not drawn yet.")]
-    seconds: OperationSeconds
-    reason: str | None = None
-
-
-class TopologyStatus(_Api, frozen=True):
-    """The expert-parallel group as its coordinator reports it; what was reported last while it does not answer."""
-
-    coordinator: Annotated[str, Meta(description="Address that the ranks report to.")]
-    generation: Annotated[int, Meta(ge=0, description="Number of the present topology; 0: none was formed yet.")]
-    ranks: list[RankStatus]
-    operation: OperationStatus | None = None
-
-
-class DecodeStatus(_Api, frozen=True):
-    """Pods of the decode group, as the scale subresource reads them."""
-
-    desired: Annotated[int, Meta(ge=0)]
-    ready: Annotated[int, Meta(ge=0, description="With expert: ranks that serve in the present generation.")]
-    replicas: Annotated[int, Meta(ge=0, description="Pods that exist, those that drain included.")]
-    selector: Annotated[str, Meta(description="Finds the decode pods; for autoscalers.")]
-    topology: TopologyStatus | None = None
-
-
-class Status(_Api, frozen=True):
-    """What the operator saw last."""
-
-    observed_generation: Annotated[int, Meta(ge=0)] | None = None
-    endpoint: Annotated[str, Meta(description="URL of the gateway, from nodes and pods.")] | None = None
-    ingress_endpoint: Annotated[str, Meta(description="URL through the Ingress, if one was asked for.")] | None = None
-    conditions: (
-        Annotated[
-            list[Condition],
-            Meta(extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
-        ]
-        | None
-    ) = None
-    prefill: GroupStatus | None = None
-    decode: DecodeStatus | None = None
-    gateway: GroupStatus | None = None
-
-
-class LLMService(_Api, frozen=True):
+class LLMService(ApiStruct, frozen=True):
     """A large language model served on this cluster: prefill and decode pods and a gateway in front."""
 
     spec: Spec

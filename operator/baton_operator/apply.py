@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from datetime import datetime
 from typing import Any
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_operator import names
-from baton_operator.builders import kv_token
+from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
@@ -28,16 +28,28 @@ class NameConflict(Exception):  # noqa: N818 - the reason of the condition
         )
 
 
+class GatewayAPIMissing(Exception):  # noqa: N818 - the reason of the condition
+    """A route was asked for, but the API server has none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "spec.gateway.httpRoute: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API, or use "
+            "spec.gateway.ingress"
+        )
+
+
 async def apply_objects(
     kube: Kube, owner: Owner, desired: Desired
-) -> tuple[dict[tuple[str, str], Object], list[NameConflict | KubeError]]:
+) -> tuple[dict[tuple[str, str], Object], list[NameConflict | GatewayAPIMissing | KubeError]]:
     """Creates, updates and deletes the objects beside the members.
 
     Returns:
         What exists now by (kind, name), and what was refused: one that is does not keep the others from being right.
     """
     existing: dict[tuple[str, str], Object] = {}
-    errors: list[NameConflict | KubeError] = []
+    errors: list[NameConflict | GatewayAPIMissing | KubeError] = []
+    if owner.spec.gateway.http_route is not None and not kube.http_routes:
+        errors.append(GatewayAPIMissing())
     for obj in desired.objects:
         key = (obj["kind"], obj["metadata"]["name"])
         try:
@@ -54,24 +66,42 @@ async def apply_objects(
     return existing, errors
 
 
-async def ensure_kv_token(kube: Kube, owner: Owner) -> None:
-    """Makes the engines' shared secret if there is none; never changes one. Raises NameConflict, KubeError."""
-    name = names.kv_token_name(owner.name)
-    present = await kube.get("Secret", owner.namespace, name)
+class ServiceKeyUnusable(Exception):  # noqa: N818 - the reason of the condition
+    """The Secret with the service's key holds none."""
+
+    def __init__(self, name: str, why: object) -> None:
+        super().__init__(f"Secret {name}: {why}; delete it, and another key is drawn")
+
+
+async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -> ServiceKey:
+    """The service's key; draws one if there is no Secret, and never changes one.
+
+    Args:
+        present: the Secret as observed.
+
+    Raises:
+        NameConflict, ServiceKeyUnusable, KubeError
+    """
+    name = names.service_key_name(owner.name)
     if present is None:
-        try:
-            present = await kube.create(kv_token.secret(owner, secrets.token_hex(32).encode()))
-        except KubeError as error:
-            if error.reason != "AlreadyExists":
-                raise
-            present = await kube.get("Secret", owner.namespace, name)
-    if present is not None and not controlled_by(present, owner.uid):
+        # What the engines shared before this key was for all: here, for it is looked for only once.
+        former = await kube.get("Secret", owner.namespace, names.former_secret_name(owner.name))
+        if former is not None and controlled_by(former, owner.uid):
+            await kube.delete("Secret", owner.namespace, former["metadata"]["name"], former["metadata"]["uid"])
+        present = await kube.create(service_key.secret(owner, service_key.draw()))
+    if not controlled_by(present, owner.uid):
         raise NameConflict("Secret", name)
+    try:
+        return service_key.read(present)
+    except ValueError as error:
+        raise ServiceKeyUnusable(name, error) from error
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object) -> Object:
     name = obj["metadata"]["name"]
     present = await kube.get(obj["kind"], owner.namespace, name)
+    if present is None:  # a cache has only what is labelled as ours
+        present = await kube.read(obj["kind"], owner.namespace, name)
     if present is not None and not controlled_by(present, owner.uid):
         raise NameConflict(obj["kind"], name)
     digest = names.content_hash(obj)
@@ -124,7 +154,10 @@ async def apply_members(
             await kube.create(pod)
         except KubeError as error:
             if error.reason == "AlreadyExists":
-                errors.append(NameConflict("Pod", pod["metadata"]["name"]))
+                try:
+                    await _adopt_taken(kube, owner, pod)
+                except (NameConflict, KubeError) as conflict:
+                    errors.append(conflict)
                 continue
             await events.warning(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}")
             errors.append(error)
@@ -132,6 +165,25 @@ async def apply_members(
         await events.normal(observed.service, "Created", f"pod {pod['metadata']['name']}")
     if errors:
         raise errors[0]
+
+
+async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
+    """What has the name of the pod we wanted to create may be ours: the answer to its creation was lost, or its labels were.
+
+    Raises NameConflict, KubeError.
+    """
+    name = pod["metadata"]["name"]
+    present = await kube.read("Pod", owner.namespace, name)
+    if present is None:
+        return
+    if not controlled_by(present, owner.uid):
+        raise NameConflict("Pod", name)
+    # Its revision is not known from what is wanted now.
+    ours = {label: value for label, value in pod["metadata"]["labels"].items() if label != names.LABEL_REVISION}
+    if not ours.items() <= (present["metadata"].get("labels") or {}).items():
+        await kube.merge(
+            "Pod", owner.namespace, name, {"metadata": {"uid": present["metadata"]["uid"], "labels": ours}}
+        )
 
 
 async def collect_config_maps(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> None:

@@ -7,7 +7,9 @@ import logging
 import aiohttp
 import msgspec
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
+from baton_operator.drain import authorization
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
@@ -20,19 +22,21 @@ class CoordinatorClient:
         self._session = session
         self._port = port
 
-    async def topology(self, host: str) -> TopologyStatus | None:
-        return await self._ask(host, "GET", None)
+    async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:
+        return await self._ask(host, "GET", None, key)
 
-    async def ask_for(self, host: str, request: TopologyRequest) -> TopologyStatus | None:
+    async def ask_for(
+        self, host: str, request: TopologyRequest, key: ServiceKey | None = None
+    ) -> TopologyStatus | None:
         """Repeating a request changes nothing."""
-        return await self._ask(host, "PUT", msgspec.json.encode(request))
+        return await self._ask(host, "PUT", msgspec.json.encode(request), key)
 
-    async def _ask(self, host: str, method: str, body: bytes | None) -> TopologyStatus | None:
+    async def _ask(self, host: str, method: str, body: bytes | None, key: ServiceKey | None) -> TopologyStatus | None:
         authority = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.request(
-                method, f"http://{authority}/topology", data=body, timeout=timeout
+                method, f"http://{authority}/topology", data=body, headers=authorization(key), timeout=timeout
             ) as response:
                 answer = await response.read()
                 if response.status != 200:

@@ -1,7 +1,7 @@
 """The CustomResourceDefinition, made from the structs of `api.py`.
 
-The schema is structural and plain OpenAPI v3 without CEL rules, so that every API server since Kubernetes 1.19 accepts it
-whichever way it is applied.
+The schema is structural; the CEL rules of `rules.py` are in it. API servers before Kubernetes 1.25 drop them, but their server-side
+apply, and clients that validate against their schema, refuse them: there it is applied without, or with `--validate=false`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import msgspec
 
 from baton_operator import api
 from baton_operator.names import GROUP, KIND, PLURAL, VERSION
+from baton_operator.rules import add_rules
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 _REF = "#/$defs/"
 
 
-def custom_resource_definition() -> dict[str, Any]:
-    """The CustomResourceDefinition of LLMService, ready to apply."""
+def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
+    """The CustomResourceDefinition of LLMService, ready to apply. `rules`: False for a server that does not know them."""
     schema = openapi_schema(api.LLMService)
+    if rules:
+        add_rules(schema["properties"]["spec"])
     schema["properties"] = {
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
@@ -79,8 +82,8 @@ def openapi_schema(struct: type[msgspec.Struct]) -> dict[str, Any]:
 def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     node = dict(node)
     if "anyOf" in node:  # what may be None in Python is what may be absent in the API
-        (present,) = [branch for branch in node.pop("anyOf") if branch != {"type": "null"}]
-        node = {**present, **node}
+        present = [branch for branch in node.pop("anyOf") if branch != {"type": "null"}]
+        node = {**(_int_or_string(present) if len(present) == 2 else present[0]), **node}
     if "$ref" in node:
         node = {**definitions[node.pop("$ref").removeprefix(_REF)], **node}
     if "enum" in node:
@@ -103,6 +106,12 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
     if not node.get("required", True):
         del node["required"]
     return _ordered(node)
+
+
+def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
+    """As a structural schema says it: bounds hold for numbers, patterns for strings."""
+    bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
+    return {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}], **bounds}
 
 
 def _ordered(node: dict[str, Any]) -> dict[str, Any]:

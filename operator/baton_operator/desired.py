@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator import names
-from baton_operator.builders import config, coordinator, gateway, members_service
+from baton_operator.builders import (
+    access,
+    config,
+    coordinator,
+    engine_account,
+    gateway,
+    members_service,
+    network_policy,
+)
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner
@@ -22,12 +30,21 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """A role that is missing is not to be touched yet."""
 
 
-def desired(owner: Owner, policy_api: str | None, *, keep_coordinator: bool = False) -> Desired:
+def desired(
+    owner: Owner,
+    policy_api: str | None,
+    *,
+    keep_coordinator: bool = False,
+    operator_namespace: str | None = None,
+    http_routes: bool = False,
+) -> Desired:
     """Pure. Decode pods of an expert-parallel group have no template before the coordinator's Service has an address.
 
     Args:
         policy_api: version of the policy API as served, None if the server has none.
         keep_coordinator: pods that need it exist, though the service is no expert-parallel group any more.
+        operator_namespace: where network policies find the operator; None: it is no pod of the cluster.
+        http_routes: whether the server has them.
 
     Raises:
         ValueError: a template overlay cannot be merged.
@@ -36,6 +53,17 @@ def desired(owner: Owner, policy_api: str | None, *, keep_coordinator: bool = Fa
     postponed = owner.is_expert_parallel and owner.coordinator is None
     objects: list[Object] = [config.config_map(owner, role) for role in roles if not (role == "decode" and postponed)]
     absent: list[tuple[str, str]] = []
+    # What keeps others out comes before what is to be kept.
+    has_coordinator = owner.is_expert_parallel or keep_coordinator
+    for policy, wanted in (
+        (network_policy.members_policy(owner, operator_namespace), True),
+        (network_policy.coordinator_policy(owner, operator_namespace), has_coordinator),
+    ):
+        if wanted and owner.spec.security.network_policy:
+            objects.append(policy)
+        else:
+            absent.append((policy["kind"], policy["metadata"]["name"]))
+    objects.append(engine_account.service_account(owner))
     if owner.is_expert_parallel:
         objects += [coordinator.service(owner), coordinator.deployment(owner)]
     elif not keep_coordinator:
@@ -49,12 +77,18 @@ def desired(owner: Owner, policy_api: str | None, *, keep_coordinator: bool = Fa
         gateway.service(owner),
         gateway.deployment(owner),
     ]
-    if ingress := gateway.ingress(owner):
+    if ingress := access.ingress(owner):
         objects.append(ingress)
     else:
         absent.append(("Ingress", names.gateway_name(owner.name)))
+    if http_routes:
+        if route := access.http_route(owner):
+            objects.append(route)
+        else:
+            absent.append(("HTTPRoute", names.gateway_name(owner.name)))
     if policy_api:
-        for role in ("decode", "gateway"):
+        budgeted: tuple[names.ConfiguredRole, ...] = ("prefill", "decode", "gateway")
+        for role in budgeted:
             if budget := disruption_budget(owner, role, policy_api):
                 objects.append(budget)
             else:

@@ -24,7 +24,7 @@ SIGNALLED = 128
 """Exit codes beyond it are those of a process that a signal ended: the signal's number is added."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 
-PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero", *STATIONS}
+PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", *STATIONS}
 """Reasons that are stations on the way, not failures."""
 
 
@@ -43,7 +43,7 @@ def diagnose(pods: list[Object], now: datetime) -> Diagnosis | None:
     return None
 
 
-def _fatal(pod: Object, now: datetime) -> Diagnosis | None:
+def fatal(pod: Object, now: datetime) -> Diagnosis | None:
     """The component said itself what is wrong."""
     for container in _containers(pod):
         terminated = _failure(container, now)
@@ -109,7 +109,7 @@ def _ended(pod: Object, now: datetime) -> Diagnosis | None:
 
 
 _POLICIES: tuple[Callable[[Object, datetime], Diagnosis | None], ...] = (
-    _fatal,
+    fatal,
     _image_pull,
     _volume,
     _no_capacity,

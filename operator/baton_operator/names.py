@@ -26,6 +26,8 @@ ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
 """On ranks of an expert-parallel group: names those that can be in one topology. Absent: an engine of its own."""
+ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
+"""On pods: names the service's key that they were made with."""
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 """Hash of what was last applied: tells a field we stopped setting from one that someone else added."""
 
@@ -76,8 +78,19 @@ def coordinator_name(service: str) -> str:
     return f"{service}-coordinator"
 
 
-def kv_token_name(service: str) -> str:
+def service_key_name(service: str) -> str:
+    """Of the Secret."""
+    return f"{service}-key"
+
+
+def former_secret_name(service: str) -> str:
+    """Of the Secret that engines shared before there was a key for all."""
     return f"{service}-kv-token"
+
+
+def engine_account_name(service: str) -> str:
+    """Of the ServiceAccount of engines and coordinator."""
+    return f"{service}-engine"
 
 
 def members_service_name(service: str) -> str:

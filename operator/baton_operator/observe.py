@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from baton_engine.protocol.progress import Health
+from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import TopologyStatus
 from baton_operator import names
+from baton_operator.builders import service_key
 from baton_operator.builders.member import CONTAINER
+from baton_operator.builders.owner import controlled_by as controlled_by
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
+from baton_operator.history import kept_spec
 from baton_operator.kube import Kube
 from baton_operator.plan import Member
 
 Object = dict[str, Any]
+
+_TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
+"""What the scheduler says of nodes on which others have what the pod needs; a selector that no node matches is another matter."""
 
 
 class Observation(msgspec.Struct, kw_only=True):
@@ -28,11 +37,19 @@ class Observation(msgspec.Struct, kw_only=True):
     foreign_pods: list[str]
     """Names of member-like pods that the service does not control."""
     config_maps: list[Object]
+    key_secret: Object | None
+    """Whatever has the name of the Secret with the service's key."""
+    key: ServiceKey | None
+    """None: there is none yet, or none that is the service's own."""
     members: dict[names.MemberRole, list[Member]]
     coordinator: str | None = None
     """Address of the coordinator's Service. None: there is none, it has no address yet, or it was not looked for."""
     topology: TopologyStatus | None = None
     """As the coordinator says. None: it did not answer, or was not asked."""
+    loading: dict[str, Health] = {}
+    """What members say that fetch or load the model, by pod name."""
+    nothing_to_keep: bool = False
+    """It is paused, and nothing is known to have been rolled out before. (Else a paused service has the spec of before.)"""
 
     @property
     def uid(self) -> str:
@@ -54,11 +71,16 @@ async def observe(
     service = await kube.get("LLMService", namespace, name)
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
+    kept = await kept_spec(kube, service) if _is_paused(service) else service["spec"]
+    service = {**service, "spec": kept or service["spec"]}
     mine = {names.LABEL_SERVICE: name}
-    found, config_maps = await asyncio.gather(
-        kube.list_all("Pod", namespace, mine), kube.list_all("ConfigMap", namespace, mine)
+    found, config_maps, key_secret = await asyncio.gather(
+        kube.list_all("Pod", namespace, mine),
+        kube.list_all("ConfigMap", namespace, mine),
+        kube.get("Secret", namespace, names.service_key_name(name)),
     )
     uid = service["metadata"]["uid"]
+    key = _key(key_secret, uid)
     pods: list[Object] = []
     foreign: list[str] = []
     for pod in found:
@@ -69,16 +91,34 @@ async def observe(
             foreign.append(pod["metadata"]["name"])
     # Topology first: what stands by according to it was no member when it is asked how much is unfinished.
     coordinator = await _coordinator(kube, service) if _is_expert_parallel(service) else None
-    topology = await coordinators.topology(coordinator) if coordinator else None
+    topology = await coordinators.topology(coordinator, key) if coordinator else None
     return Observation(
         service=service,
         pods=pods,
         foreign_pods=foreign,
         config_maps=[item for item in config_maps if controlled_by(item, uid)],
-        members={role: await _members(pods, role, drainer) for role in names.MEMBER_ROLES},
+        key_secret=key_secret,
+        key=key,
+        members={role: await _members(pods, role, drainer, key) for role in names.MEMBER_ROLES},
         coordinator=coordinator,
         topology=topology,
+        nothing_to_keep=kept is None,
     )
+
+
+def _key(secret: Object | None, uid: str) -> ServiceKey | None:
+    if secret is None or not controlled_by(secret, uid):
+        return None
+    try:
+        return service_key.read(secret)
+    except ValueError:  # `apply.ensure_service_key` says so
+        return None
+
+
+def _is_paused(service: Object) -> bool:
+    """As the spec says, which need not be valid."""
+    spec = service.get("spec")
+    return isinstance(spec, dict) and spec.get("paused") is True
 
 
 def _is_expert_parallel(service: Object) -> bool:
@@ -98,14 +138,16 @@ async def _coordinator(kube: Kube, service: Object) -> str | None:
     return found["spec"].get("clusterIP") or None
 
 
-async def _members(pods: list[Object], role: names.MemberRole, drainer: Drainer) -> list[Member]:
+async def _members(
+    pods: list[Object], role: names.MemberRole, drainer: Drainer, key: ServiceKey | None
+) -> list[Member]:
     members = [member(pod) for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
     addresses = {pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in pods}
 
     async def asked(observed: Member) -> Member:
         if not (observed.draining and observed.serving and observed.deletion is None):
             return observed
-        unfinished = await drainer.drain(addresses[observed.name])
+        unfinished = await drainer.drain(addresses[observed.name], key)
         return msgspec.structs.replace(observed, unfinished=unfinished)
 
     return list(await asyncio.gather(*map(asked, members)))
@@ -128,7 +170,19 @@ def member(pod: Object) -> Member:
         deletion=parse_time(metadata.get("deletionTimestamp")),
         created=parse_time(metadata.get("creationTimestamp")),
         expert_group=annotations.get(names.ANNOTATION_EXPERT_GROUP, ""),
+        no_room_since=no_room_since(pod),
     )
+
+
+def no_room_since(pod: Object) -> datetime | None:
+    """Since when the scheduler finds no room for it that a pod that leaves could make."""
+    for condition in pod.get("status", {}).get("conditions") or []:
+        unscheduled = condition["type"] == "PodScheduled" and condition["status"] == "False"
+        if unscheduled and _TAKEN.search(condition.get("message") or ""):
+            return parse_time(condition.get("lastTransitionTime")) or parse_time(
+                pod["metadata"].get("creationTimestamp")
+            )
+    return None
 
 
 def _started(container: Object) -> bool:
@@ -142,11 +196,6 @@ def is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
     return ready and not pod["metadata"].get("deletionTimestamp")
-
-
-def controlled_by(obj: Object, uid: str) -> bool:
-    references = obj["metadata"].get("ownerReferences") or []
-    return any(reference.get("controller") and reference["uid"] == uid for reference in references)
 
 
 def parse_time(text: str | None) -> datetime | None:

@@ -1,8 +1,12 @@
 """What to do next with the members of one group. Pure: no client and no clock.
 
 A member leaves in three steps, each seen in the cluster before the next: it is marked as draining (the gateway sends it nothing
-new), it is asked to drain until nothing is unfinished or the time is up, it is deleted. A new member takes its place when
-it is gone, so a group never needs more room than its size.
+new), it is asked to drain until nothing is unfinished or the time is up, it is deleted.
+
+Members of an earlier revision are replaced within two bounds: no more than `desired + max_surge` members exist, those that leave
+included, and no fewer than `desired - max_unavailable` serve. A new member that is not ready counts against what may leave, so a
+revision that never gets ready stops there and the others serve on. A new member that no node has room for takes the place of an
+old one after a while, so a full cluster is no dead end.
 """
 
 from __future__ import annotations
@@ -39,6 +43,20 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     created: datetime | None = None
     expert_group: str = ""
     """Of a rank of an expert-parallel group: which others it can be in one topology with."""
+    no_room_since: datetime | None = None
+    """Since when no node has had room for it, though one would if another pod left."""
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """How members of an earlier revision are replaced."""
+
+    max_surge: int = 1
+    max_unavailable: int = 0
+    """Both zero: nothing is replaced."""
+    surge_timeout_s: float = 30.0
+    """A new member that had no room for so long takes the place of an old one."""
+    paused: bool = False
+    """Members of earlier revisions are as good as new ones."""
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -59,11 +77,10 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_group(
-    members: list[Member], *, desired: int, revision: str, drain_timeout_s: float, now: datetime
+    members: list[Member], *, desired: int, revision: str, update: Update, drain_timeout_s: float, now: datetime
 ) -> GroupPlan:
     """The next step towards `desired` members of `revision`."""
     present = [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
-    ordinals_in_use = {m.ordinal for m in members}
     staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
     draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
 
@@ -72,18 +89,44 @@ def plan_group(
     delete = [Delete(m.name, "it failed") for m in failed if m not in held]
     delete += [Delete(m.name, why) for m in draining if (why := may_go(m, drain_timeout_s, now))]
 
-    leavers = _surplus(staying, desired, revision)
-    if not leavers and len(present) == len(staying):  # one replacement at a time
-        leavers = _outdated(staying, desired, revision)
+    newest = [m for m in staying if update.paused or m.revision == revision]
+    outdated = [m for m in staying if m not in newest]
+    waits = [POLL_DRAIN_S] if draining else []
+    if held:
+        waits.append(FAILED_HOLD.total_seconds())
+    max_unavailable = update.max_unavailable
+    if outdated and (wait_s := waits_for_room(newest, update, now)) is not None:
+        if wait_s > 0:
+            waits.append(wait_s)
+        else:
+            max_unavailable = max(1, max_unavailable)
+
+    revisions = {m.revision for m in present}
+    # A pause keeps even the members that were made to surge.
+    leavers = _surplus(newest, desired + (update.max_surge if update.paused and len(revisions) > 1 else 0), revision)
+    kept = [m for m in newest if m not in leavers]
+    leavers += _replaced(kept, outdated, desired - max_unavailable)
     # Marked by someone else, without a time from which to count: it drains like any other.
     drain = [m.name for m in draining if m.serving and m.drain_started is None]
     drain += [m.name for m in leavers if m.serving]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
+    if drain:
+        waits.append(POLL_DRAIN_S)
 
+    ordinals_in_use = {m.ordinal for m in members}
     free = (ordinal for ordinal in range(len(ordinals_in_use) + desired) if ordinal not in ordinals_in_use)
-    create = [next(free) for _ in range(desired - len(present))]
-    waits = [POLL_DRAIN_S] if drain or draining else [FAILED_HOLD.total_seconds()] if held else []
+    surge = update.max_surge if revisions - {revision} and not update.paused else 0
+    room = desired + surge - len(present)
+    create = [next(free) for _ in range(min(desired - len(newest), room))]
     return GroupPlan(create=create, drain=drain, delete=delete, revisit_s=min(waits, default=None))
+
+
+def waits_for_room(newest: list[Member], update: Update, now: datetime) -> float | None:
+    """Seconds until a member of the newest revision may take an old one's place, 0: it may; None: none waits for room."""
+    since = min((m.no_room_since for m in newest if m.no_room_since is not None), default=None)
+    if since is None:
+        return None
+    return max(0.0, (since + timedelta(seconds=update.surge_timeout_s) - now).total_seconds())
 
 
 def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
@@ -97,15 +140,20 @@ def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
     return ""
 
 
-def _surplus(staying: list[Member], desired: int, revision: str) -> list[Member]:
+def _surplus(newest: list[Member], desired: int, revision: str) -> list[Member]:
     """Who leaves when there are too many: those that serve nothing, then old revisions, then the highest ordinals."""
-    ranked = sorted(staying, key=lambda m: (m.ready, m.revision == revision, -m.ordinal))
-    return ranked[: max(0, len(staying) - desired)]
+    ranked = sorted(newest, key=lambda m: (m.ready, m.revision == revision, -m.ordinal))
+    return ranked[: max(0, len(newest) - desired)]
 
 
-def _outdated(staying: list[Member], desired: int, revision: str) -> list[Member]:
-    """The next member to replace by a new revision: one that serves nothing, else one that the others can spare."""
-    outdated = [m for m in staying if m.revision != revision]
-    idle = [m for m in outdated if not m.ready]
-    spared = outdated if sum(m.ready for m in staying) >= desired else []
-    return sorted(idle or spared, key=lambda m: -m.ordinal)[:1]
+def _replaced(newest: list[Member], outdated: list[Member], wanted_ready: int) -> list[Member]:
+    """The members to replace by a new revision now: those that serve nothing, then those that the others can spare."""
+    num_ready = sum(m.ready for m in [*newest, *outdated])
+    if not num_ready and not newest:
+        return outdated  # nothing serves: nothing can be lost
+    # New members that are not ready yet may never be: what they should replace stays, even if it serves nothing now.
+    budget = len(newest) + len(outdated) - wanted_ready - sum(not m.ready for m in newest)
+    highest_first = sorted(outdated, key=lambda m: -m.ordinal)
+    idle = [m for m in highest_first if not m.ready][: max(0, budget)]
+    spared = min(budget - len(idle), num_ready - wanted_ready)
+    return idle + [m for m in highest_first if m.ready][: max(0, spared)]

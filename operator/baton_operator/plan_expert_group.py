@@ -4,7 +4,8 @@ for, whom to delete. Pure: no client and no clock.
 A member joins when its container has started: the coordinator is asked for a topology with it. It leaves in the opposite order:
 the coordinator is asked for a topology without it; when it stands by it is marked as draining, and deleted when nothing is
 unfinished. While a topology is being prepared or committed, and while the coordinator does not answer, nobody is deleted but pods
-that failed. A new revision is rolled out one member at a time: its pod joins first (a surge of one), then an outdated one leaves.
+that failed. A new revision is rolled out as the update strategy says: with a surge its pods join first, then outdated ones leave;
+a pod that no node has room for takes the place of an outdated one after a while.
 
 No topology is without members. So the last rank of a group that is scaled to zero drains as a rank, when the others have gone.
 Pods of another expert group (another model, say) can be in no topology with the new ones: when a new pod has started, the others
@@ -19,10 +20,19 @@ import msgspec
 
 from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
 from baton_operator import api, names
-from baton_operator.plan import FAILED_HOLD, POLL_DRAIN_S, STUCK_TERMINATING, Delete, GroupPlan, Member, may_go
+from baton_operator.plan import (
+    FAILED_HOLD,
+    POLL_DRAIN_S,
+    STUCK_TERMINATING,
+    Delete,
+    GroupPlan,
+    Member,
+    Update,
+    may_go,
+    waits_for_room,
+)
 from baton_operator.topology import ACTIVE, TopologyView
 
-SURGE = 1
 REVISIT_S = 1.0
 JOIN_TOGETHER = timedelta(seconds=30)
 """Members that have started wait so long for others that were made with them, to join in one operation."""
@@ -44,6 +54,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     recorded: api.TopologyStatus | None = None
     """As the status of the service says."""
     drain_timeout_s: float
+    update: Update = Update()
 
 
 class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
@@ -59,13 +70,17 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     failed = [m for m in alive if m.deletion is None and m.failed]
     held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
-    staying, leaving, current = _divide(alive, group, view)
+    room_in_s = waits_for_room([m for m in alive if _is_newest(m, group)], group.update, now)
+    may_lack = max(group.update.max_unavailable, 1 if room_in_s == 0 else 0)
+    staying, leaving, current = _divide(alive, group, view, may_lack)
 
-    create = _create(members, alive, staying, len(current) + len(held), group.desired)
+    create = _create(members, alive, staying, len(current) + len(held), group)
     delete = [Delete(m.name, "it failed") for m in failed if m not in held]
     waits = [REVISIT_S] if leaving else []
     if held:
         waits.append(FAILED_HOLD.total_seconds())
+    if room_in_s:
+        waits.append(room_in_s)
     if view is None:
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
     wanted = _wanted(alive, staying, leaving, group.name, view, now)
@@ -99,10 +114,19 @@ def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus
     return names.content_hash([group.service_uid, topology.generation, before, wanted])
 
 
+def _is_newest(m: Member, group: ExpertGroup) -> bool:
+    usable = m.deletion is None and not m.failed and not m.draining
+    return usable and (group.update.paused or m.revision == group.revision) and m.expert_group == group.name
+
+
 def _divide(
-    alive: list[Member], group: ExpertGroup, view: TopologyView | None
+    alive: list[Member], group: ExpertGroup, view: TopologyView | None, may_lack: int
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Who stays for now, who leaves, and who of those that stay are up to date."""
+    """Who stays for now, who leaves, and who of those that stay are up to date.
+
+    Args:
+        may_lack: ranks of which the group may be short while members are replaced.
+    """
     able = [m for m in alive if m.deletion is None and not m.failed]
     usable = [m for m in able if not m.draining]
 
@@ -110,24 +134,28 @@ def _divide(
         asked_for, is_rank = (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
         return asked_for, is_rank, m.serving, -m.ordinal
 
-    newest = [m for m in usable if m.revision == group.revision and m.expert_group == group.name]
-    current = sorted(newest, key=rank, reverse=True)[: group.desired]
+    newest = [m for m in usable if _is_newest(m, group)]
+    # A pause keeps even the members that were made to surge.
+    surplus = group.update.max_surge if group.update.paused and len({m.revision for m in newest}) > 1 else 0
+    current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
     # Another group goes when a pod of this one has started, so that a revision that cannot start takes nobody's place.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
-    kept_others = [] if any(m.serving for m in current) else others[: group.desired]
+    kept_others = [] if any(m.serving for m in current) else others[: max(0, group.desired - may_lack)]
     outdated = [m for m in usable if m not in newest and m not in others]
     serving = sum(view.serves(m.name) for m in current) if view else 0
     ranked = sorted(outdated, key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal), reverse=True)
-    kept = ranked[: max(0, group.desired - serving - len(kept_others))]
+    kept = ranked[: max(0, group.desired - may_lack - serving - len(kept_others))]
     staying = [*current, *kept, *kept_others]
     return staying, [m for m in able if m not in staying], current
 
 
 def _create(
-    members: list[Member], alive: list[Member], staying: list[Member], num_current: int, desired: int
+    members: list[Member], alive: list[Member], staying: list[Member], num_current: int, group: ExpertGroup
 ) -> list[int]:
     """Ordinals. If nobody stays one is made however many leave: they leave only when a topology without them can be."""
-    room = max(desired + SURGE - len(alive), 0 if staying else 1)
+    desired = group.desired
+    rolling = any(not _is_newest(m, group) for m in alive)
+    room = max(desired + (group.update.max_surge if rolling else 0) - len(alive), 0 if staying else 1)
     in_use = {m.ordinal for m in members}
     free = (ordinal for ordinal in range(len(in_use) + desired) if ordinal not in in_use)
     return [next(free) for _ in range(min(desired - num_current, room))]
@@ -174,7 +202,8 @@ def _last_rank(alive: list[Member], staying: list[Member], view: TopologyView) -
     ranks = [m for m in alive if view.is_rank(m.name)]
     if len(ranks) != 1 or ranks[0] in staying or view.is_changing:
         return None
-    successors = any(m.expert_group == ranks[0].expert_group for m in staying)
+    # One that waits for room may be waiting for this very place.
+    successors = any(m.expert_group == ranks[0].expert_group and m.no_room_since is None for m in staying)
     return None if successors else ranks[0]
 
 

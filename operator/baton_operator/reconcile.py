@@ -6,43 +6,82 @@ The work queue calls it, never twice at the same time for one key.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from baton_operator import names
+from baton_operator import logs, names
 from baton_operator.api import Status, decode_spec
-from baton_operator.apply import NameConflict, apply_members, apply_objects, collect_config_maps, ensure_kv_token
+from baton_operator.api_update import surge_and_unavailable
+from baton_operator.apply import (
+    GatewayAPIMissing,
+    NameConflict,
+    ServiceKeyUnusable,
+    apply_members,
+    apply_objects,
+    collect_config_maps,
+    ensure_service_key,
+)
+from baton_operator.autoscale.autoscaler import Autoscaler
+from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.desired import Desired, desired
 from baton_operator.drain import Drainer
 from baton_operator.events import Events
+from baton_operator.history import record as record_spec
+from baton_operator.history import recorded_name
 from baton_operator.kube import Kube, KubeError
+from baton_operator.loading import LoadingPods
 from baton_operator.observe import Observation, controlled_by, observe
-from baton_operator.plan import GroupPlan, plan_group
+from baton_operator.plan import GroupPlan, Update, plan_group
 from baton_operator.plan_expert_group import ExpertGroup, plan_expert_group
 from baton_operator.report import Group, Problem, new_failures, report
 from baton_operator.report_topology import GroupTopology, operation_events
-from baton_operator.topology import record, recorded_for
+from baton_operator.rules import violations
+from baton_operator.topology import of_the_key, record, recorded_for
 from baton_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 CONFLICT_REVISIT_S = 5.0
+UNSETTLED_REVISIT_S = 20.0
+"""A service that is not Ready may get on, or get worse, by the passing of time alone."""
+LOADING_REVISIT_S = 3.0
+"""While pods tell how far they are, which no event does."""
 
 
 class InvalidSpec(Exception):  # noqa: N818 - the reason of the condition
     """The spec passed the schema of the CRD that is installed, but this operator cannot use it."""
 
 
+class Paused(Exception):  # noqa: N818 - the reason of the condition
+    """Nothing is to be done."""
+
+
 class Reconciler:
     """Brings services to their desired state, one step per call."""
 
-    def __init__(self, kube: Kube, drainer: Drainer, coordinators: CoordinatorClient) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        drainer: Drainer,
+        coordinators: CoordinatorClient,
+        operator_namespace: str | None = None,
+        autoscaler: Autoscaler | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        loading: LoadingPods | None = None,
+    ) -> None:
+        """`operator_namespace`: of this process's pod, for network policies; None if it is no pod. `autoscaler`: with a task that
+        runs it; None: sizes stay."""
+        self._autoscaler = autoscaler or Autoscaler()
+        self._clock = clock
+        self._loading = loading
+        self._operator_namespace = operator_namespace
         self._kube = kube
         self._drainer = drainer
         self._coordinators = coordinators
@@ -60,23 +99,32 @@ class Reconciler:
         # 1. What exists?
         observed = await observe(self._kube, self._drainer, self._coordinators, key.namespace, key.name)
         if observed is None:
+            self._autoscaler.forget(key)
             return None
-        now = datetime.now(UTC)
+        now = self._clock()
         owner: Owner | None = None
         wanted: Desired | None = None
         problem: Problem | None = None
         failure: Exception | None = None
         revisit_s: float | None = None
         existing: dict[tuple[str, str], Object] = {}
+        spec_revision = recorded_name(observed.service)
         try:
             # 2. What should exist?
-            owner, wanted = _wanted(observed, self._kube.policy_api)
+            if observed.nothing_to_keep:
+                raise Paused("spec.paused is true, and nothing was rolled out before")
+            owner = self._autoscaler.sized(_owner(observed), observed.service)
+            observed.key = await ensure_service_key(self._kube, owner, observed.key_secret)
+            owner = msgspec.structs.replace(owner, key_name=service_key.name_of(observed.key))
+            if owner.spec.gateway.http_route is not None:
+                await self._kube.serves_http_routes()
+            wanted = _wanted(owner, observed, self._kube, self._operator_namespace)
+            if not owner.spec.paused:  # a pause keeps to what is recorded here
+                spec_revision = await record_spec(self._kube, owner, observed.service)
             # 3. The objects beside the members.
             existing, errors = await apply_objects(self._kube, owner, wanted)
             if any(obj["kind"] == "ConfigMap" and _key(obj) not in existing for obj in wanted.objects):
                 raise errors[0]  # pods would start with a configuration that is missing, or someone else's
-            if owner.has_prefill:
-                await ensure_kv_token(self._kube, owner)
             # 4. The next step of each group of members; what was refused beside them, or to another group, does not hold it up.
             for role, template in wanted.members.items():
                 plan = await self._plan(owner, role, template, observed, now)
@@ -91,8 +139,10 @@ class Reconciler:
             await collect_config_maps(self._kube, owner, wanted, observed)
         except InvalidSpec as error:
             problem = Problem("InvalidSpec", f"spec: {error}")
-        except NameConflict as error:
-            problem, revisit_s = Problem("NameConflict", str(error)), revisit_s or CONFLICT_REVISIT_S
+        except Paused as error:
+            problem = Problem("Paused", str(error))
+        except (NameConflict, GatewayAPIMissing, ServiceKeyUnusable) as error:
+            problem, revisit_s = Problem(type(error).__name__, str(error)), revisit_s or CONFLICT_REVISIT_S
         except KubeError as error:
             problem, failure = Problem("ReconcileError", str(error)), error
         except OSError as error:
@@ -101,10 +151,13 @@ class Reconciler:
                 error,
             )
         # 6. Say so, even when a step failed.
-        await self._report(observed, owner, wanted, existing, problem, now)
+        is_ready = await self._report(observed, owner, wanted, existing, problem, now, spec_revision)
         if failure is not None:
             raise failure
-        return revisit_s
+        if is_ready:
+            return revisit_s
+        unsettled_s = LOADING_REVISIT_S if observed.loading else UNSETTLED_REVISIT_S
+        return min(revisit_s or unsettled_s, unsettled_s)
 
     async def _plan(
         self, owner: Owner, role: names.MemberRole, template: MemberTemplate, observed: Observation, now: datetime
@@ -114,7 +167,12 @@ class Reconciler:
         drain_timeout_s = float(owner.spec.drain_timeout_seconds)
         if not template.expert_group:
             return plan_group(
-                members, desired=desired, revision=template.revision, drain_timeout_s=drain_timeout_s, now=now
+                members,
+                desired=desired,
+                revision=template.revision,
+                update=_update(owner, role),
+                drain_timeout_s=drain_timeout_s,
+                now=now,
             )
         assert owner.coordinator is not None, "a template of ranks needs it"
         group = ExpertGroup(
@@ -123,12 +181,14 @@ class Reconciler:
             desired=desired,
             revision=template.revision,
             topology=observed.topology,
-            recorded=recorded_for(observed.service, owner.coordinator),
+            recorded=of_the_key(recorded_for(observed.service, owner.coordinator), observed.pods, owner.key_name),
             drain_timeout_s=drain_timeout_s,
+            update=_update(owner, role),
         )
         plan = plan_expert_group(members, group, now)
         if plan.request is not None:
-            observed.topology = await self._coordinators.ask_for(owner.coordinator, plan.request)
+            logs.operation.set(plan.request.operation_id)
+            observed.topology = await self._coordinators.ask_for(owner.coordinator, plan.request, observed.key)
             if observed.topology is not None:
                 words = (
                     f"operation {plan.request.operation_id}: the topology shall be {', '.join(plan.request.members)}"
@@ -144,10 +204,13 @@ class Reconciler:
         existing: dict[tuple[str, str], Object],
         problem: Problem | None,
         now: datetime,
-    ) -> None:
+        spec_revision: str | None,
+    ) -> bool:
+        """Writes the status and what there is to tell. Whether the service is Ready."""
         groups: dict[names.Role, Group] = {}
         cluster_ip = None
         if owner is not None and wanted is not None:
+            observed.loading = await self._loading.ask(observed.pods) if self._loading else {}
             for role, template in wanted.members.items():
                 groups[role] = Group(
                     role=role,
@@ -155,6 +218,8 @@ class Reconciler:
                     pods=observed.role_pods(role),
                     revision=template.revision,
                     topology=_topology(observed, owner) if template.expert_group else None,
+                    autoscaling=self._autoscaler.status(owner, role),
+                    loading=observed.loading,
                 )
             deployment = await self._owned(existing, "Deployment", owner)
             groups["gateway"] = Group(
@@ -162,11 +227,24 @@ class Reconciler:
                 desired=owner.spec.gateway.replicas,
                 pods=observed.role_pods("gateway"),
                 updated=deployment is not None and _rolled_out(deployment),
+                template_revision=_gateway_revision(wanted),
             )
             service = await self._owned(existing, "Service", owner)
             cluster_ip = service["spec"].get("clusterIP") if service else None
-        status = report(observed.service, owner, groups, cluster_ip=cluster_ip, problem=problem, now=now)
+            self._autoscaler.observe(owner, groups, observed.pods)
+        status = report(
+            observed.service,
+            owner,
+            groups,
+            cluster_ip=cluster_ip,
+            problem=problem,
+            now=now,
+            spec_revision=spec_revision,
+        )
         await self._write_status(observed.service, status)
+        for news in self._autoscaler.take_news(owner) if owner is not None else ():
+            emit = self._events.warning if news.warning else self._events.normal
+            await emit(observed.service, news.reason, news.message)
         for condition in new_failures(observed.service, status):
             await self._events.warning(observed.service, condition.reason, condition.message)
         if owner is not None and owner.coordinator is not None and status.decode is not None:
@@ -174,6 +252,7 @@ class Reconciler:
             for warning, reason, message in operation_events(before, status.decode.topology):
                 emit = self._events.warning if warning else self._events.normal
                 await emit(observed.service, reason, message)
+        return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _owned(self, existing: dict[tuple[str, str], Object], kind: str, owner: Owner) -> Object | None:
         """The gateway's object of this kind, also when a failed step left `existing` empty."""
@@ -196,6 +275,18 @@ class Reconciler:
         except KubeError as error:
             if error.status != 404:  # deleted meanwhile
                 raise
+
+
+def _update(owner: Owner, role: names.MemberRole) -> Update:
+    """How the spec wants the members of `role` to be replaced."""
+    strategy = owner.spec.update_strategy.decode if role == "decode" else owner.spec.update_strategy.prefill
+    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
+    return Update(
+        max_surge=max_surge,
+        max_unavailable=max_unavailable,
+        surge_timeout_s=float(strategy.surge_timeout_seconds),
+        paused=owner.spec.paused,
+    )
 
 
 def _key(obj: Object) -> tuple[str, str]:
@@ -221,20 +312,44 @@ def _topology(observed: Observation, owner: Owner) -> GroupTopology:
     )
 
 
-def _wanted(observed: Observation, policy_api: str | None) -> tuple[Owner, Desired]:
+def _owner(observed: Observation) -> Owner:
     """Raises InvalidSpec naming the field."""
     metadata = observed.service["metadata"]
     try:
-        owner = Owner(
-            name=metadata["name"],
-            namespace=metadata["namespace"],
-            uid=metadata["uid"],
-            spec=decode_spec(observed.service["spec"]),
-            coordinator=observed.coordinator,
-        )
-        return owner, desired(owner, policy_api, keep_coordinator=observed.has_ranks)
+        spec = decode_spec(observed.service["spec"])
     except ValueError as error:  # msgspec.ValidationError is one
         raise InvalidSpec(str(error)) from error
+    if broken := violations(spec):
+        raise InvalidSpec("; ".join(broken))
+    return Owner(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        spec=spec,
+        coordinator=observed.coordinator,
+    )
+
+
+def _wanted(owner: Owner, observed: Observation, kube: Kube, operator_namespace: str | None) -> Desired:
+    """Raises InvalidSpec naming the field."""
+    try:
+        return desired(
+            owner,
+            kube.policy_api,
+            keep_coordinator=observed.has_ranks,
+            operator_namespace=operator_namespace,
+            http_routes=kube.http_routes,
+        )
+    except ValueError as error:
+        raise InvalidSpec(str(error)) from error
+
+
+def _gateway_revision(wanted: Desired) -> str | None:
+    for obj in wanted.objects:
+        labels = obj["metadata"]["labels"]
+        if obj["kind"] == "Deployment" and labels[names.LABEL_ROLE] == "gateway":
+            return str(obj["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
+    return None
 
 
 def _rolled_out(deployment: Object) -> bool:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from baton_engine.protocol.progress import Health
 from baton_operator import names
-from baton_operator.api import Condition, DecodeStatus, GroupStatus, Status
+from baton_operator.api import AutoscalingStatus, Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
+from baton_operator.builders import access
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving
 from baton_operator.observe import is_ready
-from baton_operator.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, Verdict, scaling_verdict
+from baton_operator.report_model import model_status, model_verdict, still_loading
+from baton_operator.report_topology import AT_REST, SCALE_FAILED, UNREACHABLE, GroupTopology, Verdict, scaling_verdict
+from baton_operator.report_update import PAUSED, STALLED, UP_TO_DATE, rollout, updating_verdict
 
 Object = dict[str, Any]
+
+
+MODEL_AVAILABLE = "ModelAvailable"
+ON_TARGET = "OnTarget"
+BLIND_REASONS = ("MetricsMissing", "MetricsStale")
+"""Of the autoscaler, when it cannot judge."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -34,8 +45,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Of members that are up to date. None: a Deployment's pods, judged by `updated`."""
     updated: bool = True
     """Whether the Deployment has no pod of an old revision left."""
+    template_revision: str | None = None
+    """Of the Deployment's newest pods."""
     topology: GroupTopology | None = None
     """Of an expert-parallel group: its ranks serve, not its pods."""
+    autoscaling: AutoscalingStatus | None = None
+    """Of a group that the autoscaler sizes."""
+    loading: Mapping[str, Health] = {}
+    """What pods say that fetch or load the model, by name."""
 
     @property
     def current(self) -> list[Object]:
@@ -51,10 +68,27 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(is_ready, self.current))
 
     @property
+    def newest_revision(self) -> str | None:
+        return self.revision or self.template_revision
+
+    @property
+    def newest(self) -> list[Object]:
+        """Pods of the newest revision; all, if that is not known."""
+        return [pod for pod in self.pods if self.newest_revision in (None, revision_of(pod))]
+
+    @property
+    def num_updated(self) -> int:
+        return sum(pod in self.newest for pod in self.current)
+
+    @property
     def outdated(self) -> int:
         if self.revision is None:
             return 0 if self.updated or self.ready < self.desired else 1  # while it starts, that is what to say
-        return sum(pod["metadata"]["labels"].get(names.LABEL_REVISION) != self.revision for pod in self.current)
+        return sum(revision_of(pod) != self.revision for pod in self.current)
+
+
+def revision_of(pod: Object) -> str | None:
+    return pod["metadata"]["labels"].get(names.LABEL_REVISION)
 
 
 def group_verdict(group: Group, now: datetime) -> Verdict:
@@ -62,6 +96,8 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
     if group.desired == 0:
         if group.role == "prefill":
             return "True", "NotRequested", "no prefill pods are wanted: decode pods prefill for themselves"
+        if group.autoscaling is not None:
+            return "True", "ScaledToZero", f"no {group.role} pods are wanted: the next request starts one"
         return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
     what = "ranks serve" if group.topology is not None else "pods are ready"
     counts = f"{group.ready} of {group.desired} {group.role} {what}"
@@ -81,7 +117,26 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
         return "False", "Draining", f"{counts}; {going} on the way out"
     if group.outdated:
         return "False", "Progressing", f"{counts}; pods of an earlier revision are being replaced"
+    if under_way := still_loading(group.current, group.loading):
+        return "False", under_way[0], f"{under_way[1]}; {counts}"
     return "False", "Starting", counts
+
+
+def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
+    """Scaling: what the topology says while it changes or cannot tell, else what the autoscaler does. None: neither exists."""
+    if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
+        return of_topology
+    told = [group.autoscaling for group in sized if group.autoscaling is not None]
+    messages = " ".join(status.message for status in told)
+    for group in sized:
+        if len(group.pods) != group.desired or group.ready != group.desired:
+            reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
+            return "True", reason, f"{group.ready} of {group.desired} {group.role} pods serve. {messages}"
+    reasons = [status.reason for status in told]
+    blind = next((reason for reason in reasons if reason in BLIND_REASONS), None)
+    if blind is not None:
+        return "Unknown", blind, messages
+    return "False", next((reason for reason in reasons if reason != ON_TARGET), ON_TARGET), messages
 
 
 def report(
@@ -92,6 +147,7 @@ def report(
     cluster_ip: str | None,
     problem: Problem | None,
     now: datetime,
+    spec_revision: str | None = None,
 ) -> Status:
     """The status to write.
 
@@ -106,39 +162,66 @@ def report(
         verdicts[f"{role.capitalize()}Ready"] = (
             group_verdict(group, now) if group else ("Unknown", "NotObserved", f"{role} pods were not observed yet")
         )
-    conditions = {"Ready": _summary(verdicts, problem), **verdicts}
+    updating = _updating(owner, groups, now)
+    conditions = {"Ready": _summary(verdicts, problem, updating), **verdicts, "Updating": updating}
     decode = groups.get("decode")
     topology = decode.topology if decode else None
-    if decode and topology:
-        conditions["Scaling"] = scaling_verdict(topology, decode.desired)
+    of_topology = scaling_verdict(topology, decode.desired) if decode and topology else None
+    if scaling := autoscaling_verdict([group for group in groups.values() if group.autoscaling], of_topology):
+        conditions["Scaling"] = scaling
+    members = [pod for group in groups.values() if group.role in names.MEMBER_ROLES for pod in group.current]
+    loading = {pod: health for group in groups.values() for pod, health in group.loading.items()}
+    model = None
+    if owner is not None:
+        refusal = problem.message if problem else None
+        conditions[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, loading, refusal, now)
+        model = model_status(owner.spec.model, members, (service.get("status") or {}).get("model"))
+    else:
+        conditions[MODEL_AVAILABLE] = ("Unknown", "NotObserved", "the spec names no model that could be looked for")
     ingress = owner.spec.gateway.ingress if owner else None
     return Status(
         observed_generation=service["metadata"]["generation"],
-        endpoint=_url(cluster_ip) if cluster_ip else None,
-        ingress_endpoint=_url(ingress.host) if ingress else None,
+        spec_revision=spec_revision,
+        endpoint=_url(access.scheme(owner), cluster_ip) if owner and cluster_ip else None,
+        ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host) if ingress else None,
         conditions=[_condition(service, type_, verdict, now) for type_, verdict in conditions.items()],
-        prefill=_counts(groups.get("prefill")),
+        model=model,
+        prefill=_prefill_status(groups["prefill"]) if "prefill" in groups else None,
         decode=DecodeStatus(
             desired=decode.desired,
             ready=decode.ready,
+            updated=decode.num_updated,
+            revision=decode.newest_revision,
             replicas=len(decode.pods),
             selector=names.serialized(names.selector(service["metadata"]["name"], "decode")),
             topology=topology.status if topology else None,
+            autoscaling=decode.autoscaling,
         )
         if decode
         else None,
-        gateway=_counts(groups.get("gateway")),
+        gateway=_counts(groups["gateway"]) if "gateway" in groups else None,
     )
 
 
-def _summary(verdicts: dict[str, Verdict], problem: Problem | None) -> Verdict:
+def _updating(owner: Owner | None, groups: dict[names.Role, Group], now: datetime) -> Verdict:
+    if owner is None or not groups:
+        return "Unknown", "NotObserved", "pods were not observed yet"
+    rollouts = [rollout(group.role, group.desired, group.pods, group.newest, now) for group in groups.values()]
+    spec = owner.spec
+    return updating_verdict(
+        rollouts, progress_deadline_s=float(spec.progress_deadline_seconds), paused=spec.paused, now=now
+    )
+
+
+def _summary(verdicts: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
     """Ready: the problem, else the first failure, else the first station, else all is well."""
     if problem:
         return "False", problem.reason, problem.message
     bad = [verdict for verdict in verdicts.values() if verdict[0] != "True"]
     if not bad:
         return "True", "AllGroupsReady", "; ".join(message for _, _, message in verdicts.values())
-    return min(bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS))
+    first = min(bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS))
+    return updating if updating[1] == STALLED and first[1] in PROGRESS_REASONS else first
 
 
 def _condition(service: Object, type_: str, verdict: Verdict, now: datetime) -> Condition:
@@ -167,17 +250,26 @@ def new_failures(service: Object, status: Status) -> list[Condition]:
     return [
         condition
         for condition in status.conditions or []
-        if condition.type not in ("Ready", "Scaling")  # the one sums up, of the other operations tell
+        if condition.type not in ("Ready", "Scaling", MODEL_AVAILABLE)  # sums of others; of scaling, operations tell
         and condition.reason != SCALE_FAILED
         and condition.status == "False"
-        and condition.reason not in PROGRESS_REASONS
+        and condition.reason not in {*PROGRESS_REASONS, UP_TO_DATE, PAUSED}
         and before.get(condition.type) != ("False", condition.reason)
     ]
 
 
-def _counts(group: Group | None) -> GroupStatus | None:
-    return GroupStatus(desired=group.desired, ready=group.ready) if group else None
+def _counts(group: Group) -> GroupStatus:
+    return GroupStatus(
+        desired=group.desired,
+        ready=group.ready,
+        updated=group.num_updated,
+        revision=group.newest_revision,
+    )
 
 
-def _url(host: str) -> str:
-    return f"http://[{host}]" if ":" in host else f"http://{host}"
+def _prefill_status(group: Group) -> PrefillStatus:
+    return PrefillStatus(**msgspec.structs.asdict(_counts(group)), autoscaling=group.autoscaling)
+
+
+def _url(scheme: str, host: str) -> str:
+    return f"{scheme}://[{host}]" if ":" in host else f"{scheme}://{host}"

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from baton_operator.workqueue import Key, Work
 
+_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
 
 class Metrics:
     """Counts of one operator process."""
@@ -21,10 +23,48 @@ class Metrics:
             "baton_operator_reconciles", "Reconciles by result", ["result"], registry=self.registry
         )
         self._seconds = Histogram(
-            "baton_operator_reconcile_seconds", "Duration of one reconcile", registry=self.registry
+            "baton_operator_reconcile_seconds",
+            "Duration of one reconcile",
+            buckets=_RECONCILE_BUCKETS,
+            registry=self.registry,
         )
-        self.services = Gauge("baton_operator_services", "LLMServices at the last resync", registry=self.registry)
+        self._requests = Counter(
+            "baton_operator_api_requests",
+            "Requests to the API server; code 0: no answer",
+            ["verb", "kind", "code"],
+            registry=self.registry,
+        )
+        self._restarts = Counter(
+            "baton_operator_watch_restarts",
+            "Watches that ended before their time: a status, connection or silence",
+            ["kind", "why"],
+            registry=self.registry,
+        )
+        self._silence = Gauge(
+            "baton_operator_watch_silent_seconds",
+            "Since the API server last said something about this kind",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "baton_operator_retries", "Reconciles that failed and are repeated", registry=self.registry
+        )
+        self.services = Gauge("baton_operator_services", "LLMServices as far as is known", registry=self.registry)
         self.queue = Gauge("baton_operator_queue_depth", "Keys that wait for a worker", registry=self.registry)
+        self.scrapes = Counter(
+            "baton_operator_scrapes", "Scrapes of pods for the autoscaler by result", ["result"], registry=self.registry
+        )
+        self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=self.registry)
+
+    def requested(self, verb: str, kind: str, code: int) -> None:
+        self._requests.labels(verb, kind, code).inc()
+
+    def watch_restarted(self, kind: str, why: str) -> None:
+        self._restarts.labels(kind, why).inc()
+
+    def watch_silence(self, kind: str, seconds: Callable[[], float]) -> None:
+        """`seconds` is asked at every scrape."""
+        self._silence.labels(kind).set_function(seconds)
 
     def measured(self, work: Work) -> Work:
         """`work`, counted and timed."""
@@ -44,29 +84,18 @@ class Metrics:
         return timed
 
 
-class Liveness:
-    """Whether the resync goes on: without one for `limit_s` the operator is stuck, and restarting it helps."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._last = time.monotonic()
-
-    def beat(self) -> None:
-        self._last = time.monotonic()
-
-    @property
-    def stale_s(self) -> float:
-        return time.monotonic() - self._last
-
-
 @asynccontextmanager
-async def serve(host: str, port: int, metrics: Metrics, liveness: Liveness) -> AsyncIterator[int]:
-    """Serves inside the context; yields the port, which is `port` unless that is 0. Raises OSError if it is taken."""
+async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]) -> AsyncIterator[int]:
+    """Serves inside the context; yields the port, which is `port` unless that is 0. Raises OSError if it is taken.
+
+    Args:
+        stuck: why restarting this process would help; empty: it would not, however bad the API server is. A process whose event
+            loop stands still does not answer, which says the same.
+    """
 
     async def health(_: web.Request) -> web.Response:
-        if liveness.stale_s > liveness.limit_s:
-            return web.Response(status=503, text=f"no resync for {liveness.stale_s:.0f} s\n")
-        return web.Response(text="ok\n")
+        why = stuck()
+        return web.Response(status=503, text=f"{why}\n") if why else web.Response(text="ok\n")
 
     async def expose(_: web.Request) -> web.Response:
         return web.Response(

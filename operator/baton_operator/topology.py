@@ -19,7 +19,7 @@ from baton_engine.protocol.topology import (
     RankPhase,
     TopologyStatus,
 )
-from baton_operator import api
+from baton_operator import api, names
 
 PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
 ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
@@ -120,6 +120,26 @@ def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatu
     except msgspec.ValidationError:  # another version of the operator wrote it
         return None
     return recorded if recorded.coordinator == coordinator else None
+
+
+def of_the_key(
+    recorded: api.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
+) -> api.TopologyStatus | None:
+    """`recorded` without ranks whose pods were made with another key: a coordinator with the new one will never hear of them.
+
+    Args:
+        pods: those that exist.
+        key_name: names the key of the service.
+    """
+    if recorded is None:
+        return None
+    strangers = {
+        pod["metadata"]["name"]
+        for pod in pods
+        if (pod["metadata"].get("annotations") or {}).get(names.ANNOTATION_SERVICE_KEY, "") != key_name
+    }
+    ranks = [rank for rank in recorded.ranks if rank.name not in strangers]
+    return msgspec.structs.replace(recorded, ranks=ranks)
 
 
 def _operation(operation: OperationStatus) -> api.OperationStatus:

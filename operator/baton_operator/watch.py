@@ -1,196 +1,205 @@
-"""Watches, by kopf: every event about a service, or about what belongs to one, makes the service's key due. Nothing else.
+"""Fills the stores: one list and then a watch per kind (and namespace), for ever.
 
-Only `on.event` handlers are registered, so kopf writes nothing into any object: no finalizer, no annotation, no Event.
-It has a thread and an event loop of its own: when it ends, it also ends whatever tasks it finds on its loop.
+A watch that ends goes on where it was, without a list. Everything is listed anew when the server has forgotten that place (410) and
+at every resync: that heals what a watch lost without a word. A watch on which not even a bookmark comes is begun again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
-
-import kopf
-from kubernetes.aio import client
+import random
+import time
+from collections.abc import Callable, Collection
+from contextlib import aclosing
 
 from baton_operator import names
-from baton_operator.workqueue import Key
+from baton_operator.cache import Store
+from baton_operator.cached_kube import CachedKube
+from baton_operator.kube import KubeError
 
 log = logging.getLogger(__name__)
 
-RESTART_S = 2.0
-END_TIMEOUT_S = 10.0
+SILENCE_S = 150.0
+"""API servers send a bookmark every minute."""
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+FILL_TIMEOUT_S = 30.0
+SETTLE_S = 2.0
+END_GRACE_S = 5.0
+MAX_FAILURES = 3
+"""Of a watch from one version, in a row: then a list gives another."""
 
-_OWNED = (
-    ("", "v1", "pods"),
-    ("", "v1", "services"),
-    ("", "v1", "configmaps"),
-    ("apps", "v1", "deployments"),
-    ("networking.k8s.io", "v1", "ingresses"),
-)
+Restarted = Callable[[str, str], None]
+"""(kind, why)"""
 
 
-async def watch(
-    add: Callable[[Key], None],
-    *,
-    configuration: client.Configuration,
-    in_cluster: bool,
-    namespaces: Collection[str],
-    stop: asyncio.Event,
-) -> None:
-    """Runs until `stop` is set; `add` is called on this event loop.
-
-    An answer that kopf takes for the end (an error inside a watch, a 401, a CRD that is gone for a while) only means that
-    everything is listed anew.
+class Watches:
+    """All of them.
 
     Args:
-        configuration: of the API server, as `kube.connect` loaded it.
-        in_cluster: whether credentials are the pod's own; they are read anew when they expire.
+        kube: with open stores.
         namespaces: empty for all.
+        resync_s: seconds between two lists of a kind, more or less: not all at the same time.
+        restarted: called when a watch has to begin anew before the server ended it.
     """
-    loop = asyncio.get_running_loop()
-
-    def due(key: Key) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(add, key)
-
-    stopped = asyncio.ensure_future(stop.wait())
-    while not stop.is_set():
-        kopf_thread = _KopfThread(due, configuration=configuration, in_cluster=in_cluster, namespaces=namespaces)
-        waits: list[asyncio.Future[Any]] = [stopped, kopf_thread.over]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            kopf_thread.end()
-        if not stop.is_set():
-            why = kopf_thread.over.result()
-            log.warning("the watches ended, starting them again in %g s: %s", RESTART_S, why)
-        # Its thread takes seconds to end; nobody waits for it, for its late events are harmless.
-        await asyncio.wait([stopped], timeout=RESTART_S)
-    await stopped
-
-
-class _KopfThread:
-    """One run of kopf. It is over when kopf ended, or asks for credentials again: with the same ones it would wait for ever."""
 
     def __init__(
         self,
-        due: Callable[[Key], None],
-        *,
-        configuration: client.Configuration,
-        in_cluster: bool,
+        kube: CachedKube,
         namespaces: Collection[str],
+        resync_s: float,
+        restarted: Restarted = lambda kind, why: None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[str] = self._loop.create_future()
-        """Why."""
-        self._end = threading.Event()
-        self._logins = 0
+        scopes: list[str | None] = [*namespaces] or [None]
+        self._kube = kube
+        self._feeds = {
+            kind: [_Feed(kube, store, scope, resync_s, restarted) for scope in scopes]
+            for kind, store in kube.stores.items()
+        }
+        kube.complete = lambda kind: all(feed.filled.is_set() for feed in self._feeds[kind])
 
-        def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-            self._logins += 1
-            if self._logins > 1:
-                self._tell("the API server refused the credentials")
-            return kopf.login_with_service_account(**kwargs) if in_cluster else _connection_info(configuration)
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for feeds in self._feeds.values():
+                for feed in feeds:
+                    group.create_task(feed.run())
+            group.create_task(self._settle())
 
-        self._own_loop = asyncio.new_event_loop()
-        operator = _operator(due, login=login, namespaces=namespaces, end=self._end)
-        # A daemon: nothing in it needs to be finished, and a process that ends must not wait for it.
-        threading.Thread(target=self._run, args=[operator], name="kopf", daemon=True).start()
-
-    def end(self) -> None:
-        """Asks kopf to end; what has not ended after END_TIMEOUT_S is stopped, so that threads do not pile up."""
-        self._end.set()
-        self._loop.call_later(END_TIMEOUT_S, self._stop_loop)
-
-    def _stop_loop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._own_loop.call_soon_threadsafe(self._own_loop.stop)
-
-    def _run(self, operator: Coroutine[Any, Any, None]) -> None:
-        why = "kopf ended"
-        loop = self._own_loop
-        asyncio.set_event_loop(loop)
+    async def filled(self) -> None:
+        """Returns when all kinds were listed or refused, or after FILL_TIMEOUT_S: what is missing then is read by name."""
+        waits = [feed.answered.wait() for feeds in self._feeds.values() for feed in feeds]
         try:
-            loop.run_until_complete(operator)
-        except Exception as error:  # whatever it was: without watches every change waits for the resync
-            why = str(error) or type(error).__name__
-        self._tell(why)
-        if pending := asyncio.all_tasks(loop):
-            for task in pending:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
-        loop.close()
+            async with asyncio.timeout(FILL_TIMEOUT_S):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            pass
+        if missing := [kind for kind in self._feeds if not self._kube.complete(kind)]:
+            log.warning("could not list %s; reading these objects one by one", ", ".join(missing))
 
-    def _tell(self, why: str) -> None:
-        def tell() -> None:
-            if not self.over.done():
-                self.over.set_result(why)
+    def silent_s(self, kind: str) -> float:
+        """Seconds since the API server last said something about this kind, if only that nothing is new."""
+        return max(feed.silent_s for feed in self._feeds[kind])
 
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            self._loop.call_soon_threadsafe(tell)
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._feeds)
+
+    async def _settle(self) -> None:
+        """Reads anew what the watches should have shown long ago."""
+        while True:
+            await asyncio.sleep(SETTLE_S)
+            for kind, store in self._kube.stores.items():
+                for namespace, name in store.overdue():
+                    try:
+                        await self._kube.read(kind, namespace, name)
+                    except (KubeError, OSError, TimeoutError) as error:
+                        log.warning("%s %s/%s could not be read anew: %s", kind, namespace, name, error)
 
 
-async def _operator(
-    due: Callable[[Key], None],
-    *,
-    login: Callable[..., kopf.ConnectionInfo | None],
-    namespaces: Collection[str],
-    end: threading.Event,
-) -> None:
-    """kopf until `end` is set. Raises whatever ends it before."""
-    registry = kopf.OperatorRegistry()
+class _Feed:
+    """One kind in one namespace, or in all."""
 
-    def on_service(namespace: str, name: str, **_: Any) -> None:
-        due(Key(namespace, name))
+    def __init__(
+        self, kube: CachedKube, store: Store, namespace: str | None, resync_s: float, restarted: Restarted
+    ) -> None:
+        self.filled = asyncio.Event()
+        self.answered = asyncio.Event()
+        """Filled, or refused: then nobody need wait."""
+        self._kube = kube
+        self._store = store
+        self._namespace = namespace
+        self._selector = None if store.kind == names.KIND else {names.LABEL_MANAGED_BY: names.MANAGER}
+        self._resync_s = resync_s
+        self._restarted = restarted
+        self._heard = time.monotonic()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._failures = 0
+        """In a row."""
 
-    def on_owned(namespace: str, labels: dict[str, str], **_: Any) -> None:
-        if service := labels.get(names.LABEL_SERVICE):
-            due(Key(namespace, service))
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard
 
-    kopf.on.login(registry=registry, id="login")(login)
-    kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry, id="service")(on_service)
-    settings = kopf.OperatorSettings()
-    for group, version, plural in _OWNED:
-        kopf.on.event(group, version, plural, registry=registry, id=f"owned-{plural}")(on_owned)
-        settings.watching.label_selectors[group, version, plural] = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
-    settings.posting.enabled = False
-    settings.peering.standalone = True
-    settings.scanning.disabled = (
-        True  # the CRD is there before this starts; no right to watch CRDs or namespaces is needed
-    )
-    settings.watching.server_timeout = 300
-    settings.watching.connect_timeout = 10
-    settings.persistence.finalizer = f"{names.GROUP}/finalizer"  # never written; should that change, it is our own
-    # What ends it is raised here; its dead tasks would say it a second time, whenever they are collected.
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
-    try:
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            clusterwide=not namespaces,
-            namespaces=list(namespaces),
-            stop_flag=end,
-            identity="baton-operator",  # else kopf asks for the user's name, which not every user id has
+    async def run(self) -> None:
+        while True:
+            relist_at = time.monotonic() + self._resync_s * random.uniform(0.9, 1.1)
+            version = await self._list()
+            while version is not None and time.monotonic() < relist_at:
+                version = await self._watch(version, relist_at)
+
+    async def _list(self) -> str | None:
+        """The version from which to watch; None: there was no list, try again."""
+        kind = self._store.kind
+        try:
+            with self._store.listing(self._namespace) as listing:
+                items, version = await self._kube.list_versioned(kind, self._namespace, self._selector)
+                self._store.listed(listing, items)
+        except KubeError as error:
+            if error.status == 404:  # the API server does not have this kind, so there are none
+                with self._store.listing(self._namespace) as listing:
+                    self._store.listed(listing, [])
+                self.filled.set()
+            log.warning("%s could not be listed: %s", kind, error)
+            self.answered.set()
+            absent_for_long = error.status == 404 and kind != names.KIND
+            await self._back_off(self._resync_s if absent_for_long else error.retry_after_s)
+            return None
+        except (OSError, TimeoutError) as error:
+            log.warning("%s could not be listed: %s", kind, error or type(error).__name__)
+            await self._back_off()
+            return None
+        self._said_something()
+        self.filled.set()
+        self.answered.set()
+        return version
+
+    async def _watch(self, version: str, until: float) -> str | None:
+        """One watch. The version from which to go on; None: list anew."""
+        began = time.monotonic()
+        timeout_s = max(1.0, until - began)
+        events = self._kube.watch(
+            self._store.kind, self._namespace, self._selector, version, timeout_s=timeout_s, silence_s=SILENCE_S
         )
-    finally:
-        end.set()  # a thread of kopf waits for it
+        # The server is asked to end it; the timeout is for one that does not.
+        limit = asyncio.timeout(timeout_s + END_GRACE_S)
+        try:
+            async with limit, aclosing(events):
+                async for event in events:
+                    self._said_something()
+                    obj = event["object"]
+                    if event["type"] != "BOOKMARK":
+                        self._store.event(event["type"], obj)
+                    version = obj["metadata"]["resourceVersion"]
+        except KubeError as error:
+            self._restarted(self._store.kind, str(error.status))
+            if error.status == 410:
+                return None
+            log.warning("the watch of %s was refused: %s", self._store.kind, error)
+            self._failures += 1
+            await self._back_off(error.retry_after_s)
+            return version if self._failures < MAX_FAILURES else None
+        except TimeoutError:
+            if limit.expired():
+                return version
+            self._restarted(self._store.kind, "silence")
+            log.warning("no word about %s for %g s, watching anew", self._store.kind, SILENCE_S)
+        except OSError as error:
+            self._restarted(self._store.kind, "connection")
+            log.warning("the watch of %s broke: %s", self._store.kind, error)
+            await self._back_off()
+        else:
+            if time.monotonic() < began + 1.0 < until:  # something between us and the server ends connections at once
+                await self._back_off()
+        return version
 
+    def _said_something(self) -> None:
+        self._heard = time.monotonic()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._failures = 0
 
-def _connection_info(configuration: client.Configuration) -> kopf.ConnectionInfo:
-    """kopf's form of the same credentials."""
-    scheme, _, token = configuration.api_key.get("BearerToken", "").partition(" ")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        username=configuration.username or None,
-        password=configuration.password or None,
-        scheme=scheme if token else None,
-        token=token or scheme or None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
-    )
+    async def _back_off(self, at_least_s: float | None = None) -> None:
+        """Jittered: all watches break at the same moment, when the server goes."""
+        delay_s = self._backoff_s * random.uniform(0.5, 1.5)
+        self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+        await asyncio.sleep(max(delay_s, at_least_s or 0.0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
+WORK_TIMEOUT_S = 300.0
+"""Work that takes longer is cancelled and counts as failed."""
+LONGEST_PAUSE_S = 60.0
 
 
 class Key(NamedTuple):
@@ -32,19 +36,33 @@ Work = Callable[[Key], Awaitable[float | None]]
 
 
 class WorkQueue:
-    """`add` from anywhere on the event loop; `run` works until cancelled."""
+    """`add` from anywhere on the event loop; `run` works until cancelled.
 
-    def __init__(self, work: Work, workers: int = 4) -> None:
+    When the API server asks to be left alone (Retry-After), all workers pause: it means every client, not one key.
+
+    Args:
+        retried: called for each failure.
+    """
+
+    def __init__(self, work: Work, workers: int = 4, retried: Callable[[], None] = lambda: None) -> None:
         self._work = work
         self._workers = workers
         self._queue: asyncio.Queue[Key] = asyncio.Queue()
         self._due: set[Key] = set()
-        self._working: set[Key] = set()
+        self._working: dict[Key, float] = {}
+        """Since when."""
+        self._retried = retried
+        self._paused_until = 0.0
         self._failures: dict[Key, int] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
 
     def __len__(self) -> int:
         return self._queue.qsize()
+
+    @property
+    def longest_s(self) -> float:
+        """How long the oldest work under way has taken so far."""
+        return time.monotonic() - min(self._working.values(), default=time.monotonic())
 
     def add(self, key: Key) -> None:
         """Makes `key` due now. Added while it is worked on, it is worked on once more afterwards."""
@@ -82,12 +100,20 @@ class WorkQueue:
     async def _worker(self) -> None:
         while True:
             key = await self._queue.get()
+            while (pause_s := self._paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
             self._due.discard(key)
-            self._working.add(key)
+            self._working[key] = time.monotonic()
             try:
-                delay_s = await self._work(key)
+                async with asyncio.timeout(WORK_TIMEOUT_S):
+                    delay_s = await self._work(key)
             except Exception as error:  # whatever went wrong with one key, the others go on
                 delay_s = self._backoff(key)
+                self._retried()
+                if isinstance(error, KubeError) and error.retry_after_s is not None:
+                    pause_s = min(error.retry_after_s, LONGEST_PAUSE_S)
+                    self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
+                    delay_s = max(delay_s, pause_s)
                 log.warning(
                     "%s failed, again in %.1f s: %s",
                     key,
@@ -98,7 +124,7 @@ class WorkQueue:
             else:
                 self._failures.pop(key, None)
             finally:
-                self._working.discard(key)
+                del self._working[key]
             if delay_s is not None:
                 self.add_after(key, delay_s)
             if key in self._due:

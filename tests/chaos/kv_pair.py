@@ -227,7 +227,6 @@ def start_pair(
     checkpoint: Path,
     decoders: dict[str, dict[str, Any]],
     *,
-    token_file: str = "",
     networks: Sequence[Network] = (),
     proxy_host: str = "",
 ) -> Pair:
@@ -237,7 +236,7 @@ def start_pair(
         networks: of the prefill engine, then of each decode engine; empty: the test's own.
         proxy_host: the proxy's address, if not the prefill engine's.
     """
-    common: dict[str, Any] = {"lease_s": LEASE_S, "load_timeout_s": LOAD_TIMEOUT_S, "token_file": token_file}
+    common: dict[str, Any] = {"lease_s": LEASE_S, "load_timeout_s": LOAD_TIMEOUT_S}
     places: Iterator[Network | None] = iter(networks) if networks else itertools.repeat(None)
     prefill = group.engine(
         "prefill",

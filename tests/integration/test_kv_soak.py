@@ -44,17 +44,21 @@ def run(soak: Soak) -> None:
     assert not any(unexpected.values()), unexpected
 
 
+def with_key(folder: Path) -> dict[str, str]:
+    (folder / "key").write_text("the service key of the soak")
+    return {"service_key_file": str(folder / "key")}
+
+
 def test_soak(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("soak")
-    token = {"token_file": str(tmp_path / "token")}
+    keyed = with_key(tmp_path)
     one_process = [
         producer("p0", "inproc", 2, 2),
         consumer("pull0", "inproc", "pull", 4),
         consumer("push0", "inproc", "push", 1, 3, num_slots=40),
     ]
     apart = [
-        [producer("p1", "ucx", 4, **token)],
-        [consumer("pull1", "ucx", "pull", 2, 2, **token), consumer("push1", "ucx", "push", 4, **token)],
+        [producer("p1", "ucx", 4, **keyed)],
+        [consumer("pull1", "ucx", "pull", 2, 2, **keyed), consumer("push1", "ucx", "push", 4, **keyed)],
     ]
     run(Soak([one_process, *apart], seed=SEED, num_transfers=300, kills=3, freezes=1))
 
@@ -62,8 +66,7 @@ def test_soak(tmp_path: Path) -> None:
 @pytest.mark.skipif(not NUM_TRANSFERS, reason="set BATON_SOAK_TRANSFERS to run it")
 @pytest.mark.timeout(NUM_TRANSFERS * 0.2 + 600)
 def test_long_soak(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("soak")
-    token = {"token_file": str(tmp_path / "token")}
+    keyed = with_key(tmp_path)
     processes = [
         [
             producer("p0", "inproc", 2, 2),
@@ -71,18 +74,18 @@ def test_long_soak(tmp_path: Path) -> None:
             consumer("pull0", "inproc", "pull", 1, 1, 1, 1),
             consumer("push0", "inproc", "push", 3, 1, num_slots=50),
         ],
-        [producer("p2", "ucx", 4, **token)],
-        [producer("p3", "ucx", 2, 2, num_slots=64, **token)],
-        [consumer("pull1", "ucx", "pull", 4, **token)],
-        [consumer("push1", "ucx", "push", 4, **token)],
-        [consumer("pull2", "ucx", "pull", 2, 2, num_slots=48, **token)],
-        [consumer("push2", "ucx", "push", 1, 3, num_slots=48, **token)],
+        [producer("p2", "ucx", 4, **keyed)],
+        [producer("p3", "ucx", 2, 2, num_slots=64, **keyed)],
+        [consumer("pull1", "ucx", "pull", 4, **keyed)],
+        [consumer("push1", "ucx", "push", 4, **keyed)],
+        [consumer("pull2", "ucx", "pull", 2, 2, num_slots=48, **keyed)],
+        [consumer("push2", "ucx", "push", 1, 3, num_slots=48, **keyed)],
     ]
     if importlib.util.find_spec("nixl_cu12") is not None:
         processes += [
-            [producer("p4", "nixl", 4, **token)],
-            [consumer("pull3", "nixl", "pull", 4, **token)],
-            [consumer("push3", "nixl", "push", 2, 2, **token)],
+            [producer("p4", "nixl", 4, **keyed)],
+            [consumer("pull3", "nixl", "pull", 4, **keyed)],
+            [consumer("push3", "nixl", "push", 2, 2, **keyed)],
         ]
     soak = Soak(
         processes,

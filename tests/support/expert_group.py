@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from baton_engine.protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
+from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import (
     COORDINATOR_HTTP_PORT,
     COORDINATOR_PORT,
@@ -38,7 +39,16 @@ SHAPE: dict[str, Any] = {
 class ExpertGroup:
     """Ranks are called rank-0, rank-1 and so on, and never twice the same name."""
 
-    def __init__(self, pods: Pods, checkpoint: Path, *, num_redundant_experts: int = 0, tensor_parallel_size: int = 1):
+    def __init__(
+        self,
+        pods: Pods,
+        checkpoint: Path,
+        *,
+        num_redundant_experts: int = 0,
+        tensor_parallel_size: int = 1,
+        service_key_file: str = "",
+    ) -> None:
+        """`service_key_file`: of all processes, and of the topologies that are asked for."""
         self._pods = pods
         self._checkpoint = checkpoint
         self._parallel = ParallelConfig(
@@ -49,7 +59,9 @@ class ExpertGroup:
         self._names = (f"rank-{number}" for number in itertools.count())
         self._operations = itertools.count(1)
         self._request = TopologyRequest(operation_id="", members=[])
-        self.coordinator = pods.coordinator()
+        self._key_file = service_key_file
+        self._key = ServiceKey.load(service_key_file)
+        self.coordinator = pods.coordinator(service_key_file=service_key_file)
         self.ranks: dict[str, Pod] = {}
         """Those that run, by name."""
         self.gateway: Pod | None = None
@@ -57,13 +69,13 @@ class ExpertGroup:
     def start(self, size: int, *, timeout_s: float = 120.0) -> None:
         """Ranks, then a gateway, then waits until it serves."""
         names = [self.add_rank() for _ in range(size)]
-        self.gateway = self._pods.gateway("gateway", self._checkpoint, self._roles())
+        self.gateway = self._pods.gateway("gateway", self._checkpoint, self._roles(), service_key_file=self._key_file)
         self.put(names)
         self.wait_for(names, timeout_s=timeout_s)
         self.gateway.wait_ready(8080, timeout_s=timeout_s)
 
-    def add_rank(self) -> str:
-        """Starts a rank's process; it stands by until a topology names it."""
+    def add_rank(self, service_key_file: str | None = None) -> str:
+        """Starts a rank's process; it stands by until a topology names it. `service_key_file`: None: the group's."""
         name = next(self._names)
         self.ranks[name] = self._pods.engine(
             name,
@@ -73,6 +85,7 @@ class ExpertGroup:
             parallel=msgspec.structs.replace(
                 self._parallel, coordinator=f"{self.coordinator.address}:{COORDINATOR_PORT}", rank_name=name
             ),
+            service_key_file=self._key_file if service_key_file is None else service_key_file,
         )
         self._discover()
         return name
@@ -99,7 +112,10 @@ class ExpertGroup:
     def _send(self) -> bool:
         body = msgspec.json.encode(self._request)
         url = f"http://{self.coordinator.address}:{COORDINATOR_HTTP_PORT}/topology"
-        request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = self._key.bearer
+        request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=5):
                 return True

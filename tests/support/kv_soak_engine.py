@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from baton_engine.executor.connector_outputs import OutputAggregator
 from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import create_connector
 from baton_kv_transfer.connector import (
     BlockLoad,
@@ -56,7 +57,7 @@ class EngineSpec:
     """Share of the blocks in which a word changes on the way."""
     cancel: float = 0.0
     """Share of the transfers that this side cancels."""
-    token_file: str = ""
+    service_key_file: str = ""
 
 
 def chain_hash(sequence: int, index: int) -> bytes:
@@ -236,7 +237,6 @@ class SoakEngine:
             port=port,
             lease_s=LEASE_S,
             load_timeout_s=LOAD_TIMEOUT_S,
-            token_file=spec.token_file,
             max_inflight_bytes=2**18,
         )
         first, ranges = 0, []
@@ -244,7 +244,14 @@ class SoakEngine:
             ranges.append(HeadRange(first, count))
             first += count
         self._connectors = [
-            create_connector(config, instance_id=self.instance_id, compatibility_hash="soak", host=HOST, rank=rank)
+            create_connector(
+                config,
+                instance_id=self.instance_id,
+                compatibility_hash="soak",
+                host=HOST,
+                rank=rank,
+                service_key=ServiceKey.load(spec.service_key_file),
+            )
             for rank in range(len(ranges))
         ]
         self._outputs = OutputAggregator(len(ranges))

@@ -111,9 +111,10 @@ class Pods:
         # The pid keeps test runs side by side apart.
         return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
 
-    def coordinator(self, name: str = "coordinator") -> Pod:
+    def coordinator(self, name: str = "coordinator", service_key_file: str = "") -> Pod:
         """Of an expert-parallel group."""
-        return self._start(name, [str(BIN / "baton-coordinator")])
+        key = ["--service-key-file", service_key_file] if service_key_file else []
+        return self._start(name, [str(BIN / "baton-coordinator"), *key])
 
     def _run(self, name: str, command: str, config: msgspec.Struct, network: Network | None = None) -> Pod:
         path = self._folder / f"{name}.json"
@@ -139,6 +140,7 @@ class Pods:
         kv_transfer: KVTransferConfig | None = None,
         parallel: ParallelConfig | None = None,
         network: Network | None = None,
+        service_key_file: str = "",
     ) -> Pod:
         """`network`: where the process runs; without it in the test's own network, with an address of its own."""
         config = EngineConfig(
@@ -149,16 +151,25 @@ class Pods:
             parallel=parallel or ParallelConfig(),
             num_threads=1,
             drain_timeout_s=20.0,
+            service_key_file=service_key_file,
         )
         return self._run(name, "baton-engine", config, network)
 
-    def gateway(self, name: str, checkpoint: Path, engines: dict[Pod, str], served_name: str = "m") -> Pod:
+    def gateway(
+        self,
+        name: str,
+        checkpoint: Path,
+        engines: dict[Pod, str],
+        served_name: str = "m",
+        service_key_file: str = "",
+    ) -> Pod:
         """`engines`: role by pod. The discovery file is `<name>-engines.json`; see `discover`."""
         discovery = self.discover(name, engines)
         config = GatewayConfig(
             model=ModelConfig(path=str(checkpoint), served_name=served_name),
             discovery=DiscoveryConfig(file=str(discovery)),
             drain_timeout_s=20.0,
+            service_key_file=service_key_file,
         )
         return self._run(name, "baton-gateway", config)
 

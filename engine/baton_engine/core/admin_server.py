@@ -1,5 +1,5 @@
 """The engine's HTTP side: health, readiness, metrics, drain, pause, sleep, profiles. Threads of its own; they never touch the
-engine's state."""
+engine's state. With a service key, what changes something (POST) is only for who shows that they have it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from baton_engine.core.access import Access
 from baton_engine.json_handler import JSONHandler
+from baton_engine.protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Condition:
     ok: bool
     reason: str
     message: str
+    progress: LoadProgress | None = None
 
 
 class DrainStatus(msgspec.Struct):
@@ -69,10 +72,23 @@ class EngineAdmin(Protocol):
 
 
 class AdminServer:
-    def __init__(self, host: str, port: int, admin: EngineAdmin, registry: CollectorRegistry) -> None:
-        """Binds. Raises OSError if the address is taken. Port 0: any free one, see `port`."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        admin: EngineAdmin,
+        registry: CollectorRegistry,
+        access: Access | None = None,
+    ) -> None:
+        """Binds. Raises OSError if the address is taken.
+
+        Args:
+            port: 0: any free one, see `port`.
+            access: whose POSTs are heard. None: everyone's.
+        """
         self._server = _Server((host, port), _Handler)
         self._server.admin, self._server.registry = admin, registry
+        self._server.access = access or Access()
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
 
@@ -88,6 +104,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     admin: EngineAdmin
     registry: CollectorRegistry
+    access: Access
 
 
 class _Handler(JSONHandler, BaseHTTPRequestHandler):
@@ -106,6 +123,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._call()
 
     def do_POST(self) -> None:
+        if not self.server.access.admits(self.headers.get("Authorization")):
+            self._unauthorized()
+            return
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             self.close_connection = True  # what follows is not read
@@ -119,7 +139,8 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._call()
 
     def _condition(self, condition: Condition) -> None:
-        self._tell(200 if condition.ok else 503, condition.reason, condition.message)
+        body = Health(condition.reason, condition.message, condition.progress)
+        self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
 
     def _drain(self, *, start: bool) -> None:
         try:

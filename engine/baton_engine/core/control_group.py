@@ -90,11 +90,14 @@ class VoteGroup:
         self._group.close()
 
 
-def join_control_group(generation: Generation, rank: int, *, join_timeout_s: float, timeout_s: float) -> ControlGroup:
+def join_control_group(
+    generation: Generation, rank: int, *, join_timeout_s: float, timeout_s: float, secret: bytes = b""
+) -> ControlGroup:
     """Meets the other members in the generation's store.
 
     Args:
         timeout_s: of exchanges: longer than the longest step of any member.
+        secret: the store's.
 
     Raises:
         TimeoutError: the store does not answer, or not all members came.
@@ -104,7 +107,7 @@ def join_control_group(generation: Generation, rank: int, *, join_timeout_s: flo
         "control",
         rank,
         generation.size,
-        connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s),
+        connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret),
         generation.number,
         CPU,
         timeout_s,

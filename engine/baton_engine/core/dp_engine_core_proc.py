@@ -24,9 +24,12 @@ from baton_engine.core.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, 
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_engine.core.standby_generation import POLL_INTERVAL_S
 from baton_engine.core.topology_stats import commit_pauses
+from baton_engine.distributed.store_proof import store_secret
 from baton_engine.distributed.store_server import open_store
+from baton_engine.elastic.checks import RANK_NAME
 from baton_engine.elastic.rank_link import RankLink, unreachable
 from baton_engine.executor.base import Executor
+from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import PROTOCOL_VERSION, Init, Pong
 from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
@@ -43,7 +46,12 @@ class DPEngineCoreProc(EngineCoreProc):
         """
         Raises:
             zmq.ZMQError: a port cannot be bound.
+            ConfigurationError: the rank's name is none, or the service's key cannot be read.
         """
+        name = rank_name(config)
+        if not RANK_NAME.fullmatch(name):
+            message = f"parallel.rank_name: {name!r} is no DNS label, at most 63 of a-z, 0-9 and - in between"
+            raise ConfigurationError("ConfigInvalid", message)
         super().__init__(config, host, client_timeout_s=client_timeout_s)
         self.phase = RankPhase.LOADING
         self.commit_pauses = commit_pauses()
@@ -55,13 +63,20 @@ class DPEngineCoreProc(EngineCoreProc):
         self._dismissed_at: float | None = None
         """When the link heard of a dismissal that the loop has not taken in yet."""
         try:
-            self._link = RankLink(host, config.parallel.coordinator, deliver=self._deliver_from_link, amend=self._amend)
+            self._link = RankLink(
+                host,
+                config.parallel.coordinator,
+                deliver=self._deliver_from_link,
+                amend=self._amend,
+                key=self.access.key,
+            )
         except Exception:
             self.io.close()
             raise
 
     def run(self) -> int:
-        store = open_store(self._host)  # other ranks may meet in it as long as this process lives
+        # Other ranks may meet in it as long as this process lives.
+        store = open_store(self._host, secret=store_secret(self.access.key))
         self._member = Member(
             name=rank_name(self.config),
             instance_id=self.instance_id,
@@ -98,7 +113,11 @@ class DPEngineCoreProc(EngineCoreProc):
         parallel = self.config.parallel
         # Ranks wait for each other's steps.
         return join_control_group(
-            generation, rank, join_timeout_s=parallel.collective_timeout_s, timeout_s=parallel.step_timeout_s
+            generation,
+            rank,
+            join_timeout_s=parallel.collective_timeout_s,
+            timeout_s=parallel.step_timeout_s,
+            secret=store_secret(self.access.key),
         )
 
     # For other threads

@@ -288,7 +288,7 @@ class EngineCore:
             self.scheduler.abort_requests(self._take_aborts())
             outputs = self.scheduler.update_from_output(step, output)
         self.made_progress |= self.scheduler.made_progress or step.reaches_model_runner
-        self.request_metrics.on_step(step.total_num_scheduled_tokens)
+        self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
         self.request_metrics.on_outputs(outputs)
         self._outputs += outputs
         if self.config.observability.log_iterations and step.num_scheduled_tokens:

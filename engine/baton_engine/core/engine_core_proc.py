@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from baton_engine.core import utility
+from baton_engine.core.access import Access
 from baton_engine.core.admin_server import Condition, DrainStatus, Pending
 from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
@@ -33,6 +34,7 @@ from baton_engine.core.request_owners import RequestOwners
 from baton_engine.core.scheduler import PauseState
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
+from baton_engine.load_counter import COUNTER
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
@@ -96,12 +98,21 @@ class EngineCoreProc:
         """
         Raises:
             zmq.ZMQError: the engine port cannot be bound.
+            ConfigurationError: the service's key cannot be read.
         """
+        self.access = Access.load(config.service_key_file)
         self.config = config
         self.idle_interval_s = IDLE_INTERVAL_S
         self.instance_id = uuid.uuid4().hex
         self.state = State.LOADING
-        self.io = EngineIO(host, config.engine_port, self.instance_id, self._load, client_timeout_s=client_timeout_s)
+        self.io = EngineIO(
+            host,
+            config.engine_port,
+            self.instance_id,
+            self._load,
+            access=self.access,
+            client_timeout_s=client_timeout_s,
+        )
         self.request_metrics = RequestMetrics()
         self.commit_pauses: dict[str, Histogram] = {}
         """By kind; see `topology_stats`. Empty: the engine is no rank of a group."""
@@ -196,6 +207,8 @@ class EngineCoreProc:
         patience = CALL_STUCK_AFTER_S if self._in_call else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
         if self.state is State.SERVING and silence > patience:
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
+        if self.state is State.LOADING:
+            return Condition(True, "Loading", f"loading {self.config.model.path}", COUNTER.progress())
         return Condition(True, self.state.value, f"instance {self.instance_id}")
 
     def readiness(self) -> Condition:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from baton_engine.core.access import Access
 from baton_engine.core.output_buffers import OutputBuffers
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
@@ -40,6 +41,7 @@ from baton_engine.protocol.messages import (
 )
 from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 from baton_engine.protocol.messages import EngineCoreResponseType as ResponseType
+from baton_engine.protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class EngineIO:
         instance_id: str,
         load: Callable[[], Pong],
         *,
+        access: Access | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
         """Binds.
@@ -116,6 +119,7 @@ class EngineIO:
         Args:
             port: 0 for any free one, see `port`.
             load: the engine's load for heartbeats; its sequence number is overwritten.
+            access: who is heard. None: everyone.
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
@@ -126,6 +130,7 @@ class EngineIO:
         self._instance_id = instance_id.encode()
         self._load = load
         self._client_timeout_s = client_timeout_s
+        self._access = access or Access()
         self._clients: dict[bytes, _Client] = {}
         self._init = Init(PROTOCOL_VERSION, instance_id, config_hash="")
         self._ready: Ready | None = None
@@ -146,10 +151,14 @@ class EngineIO:
         self._router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
         self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        self._handshakes: zmq.Socket[bytes] | None = None
+        if self._access.key is not None:
+            self._access.key.protect_server(self._router)
+            self._handshakes = watch_handshakes(self._router)
         try:
             self._router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError:
-            self._router.close(linger=0)
+            self._close_sockets(linger_ms=0)
             raise
         endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
@@ -191,7 +200,13 @@ class EngineIO:
         if self._thread.is_alive():
             self._thread.join(timeout=CLOSE_LINGER_MS / 1000)
         elif not self._router.closed:  # never started
-            self._router.close(linger=0)
+            self._close_sockets(linger_ms=0)
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        if self._handshakes is not None:
+            self._router.monitor(None, 0)  # ends it
+            self._handshakes.close()
+        self._router.close(linger=linger_ms)
 
     def _send(self, kind: EngineCoreResponseType, client: bytes | None, message: Any) -> None:
         self._outbox.put((kind, client, message))
@@ -208,17 +223,21 @@ class EngineIO:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
             poller.register(self._wake_reader, zmq.POLLIN)
+            if self._handshakes is not None:
+                poller.register(self._handshakes, zmq.POLLIN)
             while True:
                 poller.poll(int(min(POLL_INTERVAL_S, self._client_timeout_s / 4) * 1000))
                 if not self._send_outbox():
                     break
                 self._receive_all()
                 self._expire_clients()
+                if self._handshakes is not None and (refused := count_refused(self._handshakes)):
+                    self._access.refused("engine", refused)
         except Exception as error:
             logger.exception("I/O thread failed")
             self.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}"))
         finally:
-            self._router.close(linger=CLOSE_LINGER_MS)
+            self._close_sockets(linger_ms=CLOSE_LINGER_MS)
             self._wake_reader.close()
             self._wake_writer.close()
 

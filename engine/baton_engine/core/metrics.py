@@ -96,6 +96,10 @@ class EngineCollector(Collector):
             yield self._sample(
                 CounterMetricFamily(f"baton:{field}", text, labels=["model_name"]), getattr(stats, field)
             )
+        busy = CounterMetricFamily(
+            "baton:busy_seconds", "Seconds in which a step with tokens was under way.", labels=["model_name"]
+        )
+        yield self._sample(busy, self._requests.busy_s)
         finished = CounterMetricFamily(
             "baton:request_success", "Ended requests.", labels=["model_name", "finished_reason"]
         )

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil, log
 
 from baton_engine.protocol.messages import (
     EngineCoreEventType,
@@ -38,32 +39,16 @@ _LATENCY_S = (
     480.0,
     960.0,
 )
-_FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-    *(160.0, 640.0, 2560.0),
-)
-_TOKEN_S = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+
+
+def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
+    """Bounds a factor of 1.25 apart: a quantile read from them is wrong by a tenth or so, and targets are compared with it."""
+    steps = ceil(log(last / first) / log(1.25))
+    return (*(float(f"{first * 1.25**step:.3g}") for step in range(steps + 1)), *beyond)
+
+
+_FIRST_TOKEN_S = _grid(0.005, 120.0, 160.0, 640.0, 2560.0)
+_TOKEN_S = _grid(0.001, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _STEP_TOKENS = tuple(float(2**exponent) for exponent in range(15))
 _LENGTHS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5))
 
@@ -126,6 +111,9 @@ class RequestMetrics:
             "iteration_tokens_total": Histogram("Tokens run per step.", _STEP_TOKENS),
         }
         """By metric name, without prefix."""
+        self.busy_s = 0.0
+        """Time in which a step with tokens was under way, seconds."""
+        self._busy_until = 0.0
 
     def on_add(self, request: EngineCoreRequest) -> None:
         """A request was accepted."""
@@ -134,10 +122,13 @@ class RequestMetrics:
         if max_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
-    def on_step(self, num_tokens: int) -> None:
-        """A step ran."""
+    def on_step(self, num_tokens: int, started: float) -> None:
+        """A step ran from `started` to now. Steps may overlap; they end in order."""
         if num_tokens:
             self.histograms["iteration_tokens_total"].observe(num_tokens)
+            now = self._clock()
+            self.busy_s += now - max(started, self._busy_until)
+            self._busy_until = now
 
     def on_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """What clients are told, in order."""

@@ -1,13 +1,21 @@
-"""The TCP connections of one gloo group, which gloo does not name, so that they can be ended under an operation that waits.
+"""The TCP connections of one gloo group, which gloo does not name: so that they can be ended under an operation that waits, and
+those of strangers at once.
 
 Neither `abort` nor `shutdown` of torch's backend ends an operation that waits for a frozen member; the end of its connections does.
 A gloo device listens on a port of its own, and every connection of the group has the listening address of a member at one end.
+
+gloo asks nobody who he is, and takes the first that names a small number for a member. It listens as long as the group lives, and
+keeps what connects open until then. So members tell each other, over their store, from where they have connected; then all others
+are cut off, and nobody else gets in. What is left to strangers: to spoil the forming of a group, which is tried again, and to take
+descriptors while it goes on: gloo does not close what was cut off before the group ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import logging
 import os
 import socket
 import stat
@@ -17,7 +25,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
 MAX_ATTEMPTS = 100
+SO_ATTACH_FILTER = 26
+BPF_RET = 0x06
 
 _opening_device = threading.Lock()
 
@@ -56,6 +68,62 @@ def connections_among(listening: Collection[Address]) -> list[Connection]:
             if {_address(tcp.getsockname()), _address(tcp.getpeername())} & set(listening):
                 found.append(Connection(fd, inode))
     return found
+
+
+def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
+    """(own address, the other's) of this process's connections to these addresses."""
+    found = []
+    for _, _, tcp in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if _address(tcp.getpeername()) in listening:
+                found.append((_address(tcp.getsockname()), _address(tcp.getpeername())))
+    return found
+
+
+def shut_out_strangers(own: Address, members: Collection[Address]) -> int:
+    """Once all members are connected: nobody else gets in, and who did is cut off.
+
+    Args:
+        own: the address on which a device of this process listens.
+        members: addresses from which members have connected to it.
+
+    Returns:
+        How many were cut off.
+    """
+    for _, _, tcp in _tcp_sockets():
+        if _address(tcp.getsockname()) == own and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            _drop_all_that_arrives(tcp)
+    accepted = []
+    for fd, inode, tcp in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if _address(tcp.getsockname()) == own:
+                accepted.append((_address(tcp.getpeername()), Connection(fd, inode)))
+    if len(accepted) == len(set(members)):
+        return 0  # as many as there should be. Where addresses are translated on the way they need not be the same
+    strangers = [connection for address, connection in accepted if address not in members]
+    end_connections(strangers)
+    return len(strangers)
+
+
+class _Instruction(ctypes.Structure):
+    """Linux' struct sock_filter."""
+
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    """Linux' struct sock_fprog."""
+
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+def _drop_all_that_arrives(listener: socket.socket) -> None:
+    """Who asks for a connection gets no answer. The listener stays gloo's, which would not notice that it was closed."""
+    program = _Program(1, ctypes.pointer(_Instruction(BPF_RET, 0, 0, 0)))  # keep 0 bytes of each packet
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
+    except OSError as error:  # a sandbox that has no filters
+        logger.warning("others can still connect to gloo at %s: %s", listener.getsockname(), error)
 
 
 def end_connections(connections: Collection[Connection]) -> None:

@@ -13,13 +13,21 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton_engine.distributed.errors import GroupBrokenError
-from baton_engine.distributed.gloo_connections import connections_among, end_connections, open_device
+from baton_engine.distributed.gloo_connections import (
+    Address,
+    connected_from,
+    connections_among,
+    end_connections,
+    open_device,
+    shut_out_strangers,
+)
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
@@ -103,15 +111,19 @@ def create_parallel_context(
     timeout_s: float,
     *,
     host: str | None = None,
+    secret: bytes = b"",
 ) -> ParallelContext:
     """Joins the groups of global rank `rank`. Collective over all ranks of `parallel`; arguments as in `create_group`.
+
+    Args:
+        secret: the store's; see `store_proof`.
 
     Raises:
         TimeoutError: the store does not answer, or not all ranks came.
     """
     if parallel.world_size == 1:
         return ParallelContext()
-    store = connect_store(store_address, timeout_s)
+    store = connect_store(store_address, timeout_s, secret)
     tensor_size, pipeline_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, tensor_size)
 
@@ -249,9 +261,17 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str | No
     store.set(f"listens-{rank}", f"{port} {own_host}")
     backend = gloo(store, rank, size, options)
     listening = store.multi_get([f"listens-{other}" for other in range(size)])
+    told = [f"connected-{other}" for other in range(size)]
     addresses = [address.decode().split(maxsplit=1) for address in listening]
-    connections = connections_among([(host, int(port)) for port, host in addresses])
+    members = [(host, int(port)) for port, host in addresses]
+    connections = connections_among(members)
     assert len(connections) >= size - 1, "gloo connects every member with every other over TCP"
+    store.set(f"connected-{rank}", msgspec.json.encode(connected_from(members)).decode())
+    others = [msgspec.json.decode(each, type=list[tuple[Address, Address]]) for each in store.multi_get(told)]
+    own = (own_host, port)
+    num_strangers = shut_out_strangers(own, {source for each in others for source, target in each if target == own})
+    if num_strangers:
+        logger.warning("cut off %d connections to gloo at %s:%d that are of no member", num_strangers, *own)
     return backend, lambda _: end_connections(connections)
 
 

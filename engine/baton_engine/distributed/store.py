@@ -14,12 +14,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-import msgspec
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
+from baton_engine.distributed.store_proof import introduce
 from baton_engine.distributed.store_wire import (
-    RECEIVE_BYTES,
     Add,
     Answer,
     Append,
@@ -32,24 +31,26 @@ from baton_engine.distributed.store_wire import (
     Set,
     StoreAddress,
     connect,
+    exchange,
     frame,
+    left_s,
     numeric,
-    take_payload,
 )
 
 RETRY_S = 0.05
 
 
-def connect_store(address: StoreAddress, timeout_s: float) -> Store:
+def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") -> Store:
     """Waits for a store that is not open yet.
 
     Args:
         timeout_s: of this, and of the store's calls.
+        secret: the store's; see `store_proof`. Empty: it has none.
 
     Raises:
-        TimeoutError: no store answers there in time.
+        TimeoutError: no store that has the secret answers there in time.
     """
-    return SocketStore(address, timeout_s)
+    return SocketStore(address, timeout_s, secret)
 
 
 class SocketStore(Store):
@@ -62,13 +63,14 @@ class SocketStore(Store):
     timeout: timedelta
     """What `set_timeout` has set; torch keeps it."""
 
-    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
+    def __init__(self, address: StoreAddress, timeout_s: float, secret: bytes) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
+        self._secret = secret
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         """Connections that no call uses."""
-        self._address, connection = _meet(address, timeout_s)
+        self._address, connection = _meet(address, timeout_s, secret)
         self._idle.append(connection)
         weakref.finalize(self, _close_all, self._idle)
 
@@ -119,7 +121,7 @@ class SocketStore(Store):
         message, deadline = frame(request), time.monotonic() + timeout_s
         try:
             with self._connection(deadline) as connection:
-                answer = _exchange(connection, message, deadline)
+                answer = exchange(connection, message, Answer, deadline)
         except TimeoutError as error:
             raise DistStoreError(f"{where} had no answer to {request!r:.200} within {timeout_s:g} s") from error
         except (OSError, ValueError) as error:  # a DecodeError is a ValueError
@@ -134,7 +136,7 @@ class SocketStore(Store):
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
-            connection = connect(self._address, _left_s(deadline))
+            connection = _enter(self._address, self._secret, deadline)
         try:
             yield connection
         except BaseException:
@@ -144,14 +146,14 @@ class SocketStore(Store):
             self._idle.append(connection)
 
 
-def _meet(address: StoreAddress, timeout_s: float) -> tuple[StoreAddress, socket.socket]:
+def _meet(address: StoreAddress, timeout_s: float, secret: bytes) -> tuple[StoreAddress, socket.socket]:
     """The address in numbers, and the first connection."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             address = StoreAddress(numeric(address.host), address.port)
-            return address, connect(address, _left_s(deadline))
-        except OSError as error:
+            return address, _enter(address, secret, deadline)
+        except (OSError, ValueError) as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise TimeoutError(
                     f"no store answers at {address.host}:{address.port} within {timeout_s:g} s ({error})"
@@ -159,26 +161,16 @@ def _meet(address: StoreAddress, timeout_s: float) -> tuple[StoreAddress, socket
         time.sleep(RETRY_S)
 
 
-def _exchange(connection: socket.socket, message: bytes, deadline: float) -> Answer:
-    """Raises TimeoutError at the deadline, other errors if the store is gone or makes no sense."""
-    connection.settimeout(_left_s(deadline))
-    connection.sendall(message)
-    received = bytearray()
-    while (payload := take_payload(received)) is None:
-        connection.settimeout(_left_s(deadline))
-        data = connection.recv(RECEIVE_BYTES)
-        if not data:
-            raise ConnectionError("it has closed the connection")
-        received += data
-    return msgspec.msgpack.decode(payload, type=Answer)
-
-
-def _left_s(deadline: float) -> float:
-    """Raises TimeoutError if nothing is left."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the time is up")
-    return left_s
+def _enter(address: StoreAddress, secret: bytes, deadline: float) -> socket.socket:
+    """Raises OSError or ValueError: nobody is there, or it is a store with another secret or none."""
+    connection = connect(address, left_s(deadline))
+    if secret:
+        try:
+            introduce(connection, secret, deadline)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
 
 def _as_bytes(value: str | bytes) -> bytes:

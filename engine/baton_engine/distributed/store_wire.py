@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import NamedTuple
+import time
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 MAX_MESSAGE_BYTES = 2**24
+"""Of an answer."""
+MAX_REQUEST_BYTES = 2**20
+"""Short enough that reading one keeps nobody waiting."""
 RECEIVE_BYTES = 2**16
 """At once."""
 LENGTH = struct.Struct("!I")
+
+T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -82,31 +88,58 @@ class Answer(msgspec.Struct):
     """Empty: it was done."""
 
 
-def frame(message: Request | Answer) -> bytes:
-    """Raises ValueError if it is too large."""
+def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
+    """Raises ValueError if it is larger than `limit` bytes."""
     payload = _encoder.encode(message)
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a store takes messages of at most {MAX_MESSAGE_BYTES} bytes; this one has {len(payload)}")
+    if len(payload) > limit:
+        raise ValueError(f"a store takes messages of at most {limit} bytes; this one has {len(payload)}")
     return LENGTH.pack(len(payload)) + payload
 
 
-def take_payload(data: bytearray) -> bytes | None:
+def take_payload(data: bytearray, limit: int) -> bytes | None:
     """Removes the first message from what was received; None if not all of it is there.
 
     Raises:
-        ValueError: it is larger than messages are.
+        ValueError: it is larger than `limit` bytes.
     """
     if len(data) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(data)
-    if length > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes was announced; a store's have at most {MAX_MESSAGE_BYTES}")
+    if length > limit:
+        raise ValueError(f"a message of {length} bytes was announced; there are none of more than {limit}")
     end = LENGTH.size + length
     if len(data) < end:
         return None
     payload = bytes(data[LENGTH.size : end])
     del data[:end]
     return payload
+
+
+def exchange(connection: socket.socket, message: bytes, answer: type[T], deadline: float) -> T:
+    """A client's question and its answer.
+
+    Raises:
+        TimeoutError: at the deadline.
+        OSError, ValueError: the store is gone, or makes no sense.
+    """
+    connection.settimeout(left_s(deadline))
+    connection.sendall(message)
+    received = bytearray()
+    while (payload := take_payload(received, MAX_MESSAGE_BYTES)) is None:
+        connection.settimeout(left_s(deadline))
+        data = connection.recv(RECEIVE_BYTES)
+        if not data:
+            raise ConnectionError("it has closed the connection")
+        received += data
+    return msgspec.msgpack.decode(payload, type=answer)
+
+
+def left_s(deadline: float) -> float:
+    """Raises TimeoutError if nothing is left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is up")
+    return left
 
 
 def numeric(host: str) -> str:
@@ -122,7 +155,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
-    """Args: address: in numbers. Raises OSError if nobody listens there, or answers within the time."""
+    """A connection over which nothing was said. Args: address: in numbers. Raises OSError if nobody listens there."""
     connection = socket.create_connection(address, timeout_s)
     if connection.getsockname() == connection.getpeername():  # the kernel chose the very port that nobody listens on
         connection.close()

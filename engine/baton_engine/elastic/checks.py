@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+import msgspec
+
 from baton_engine.elastic.roster import MAX_DIGITS
-from baton_engine.protocol.topology import Placement, Status, TopologyRequest
+from baton_engine.protocol.topology import Member, Placement, Status, TopologyRequest
 
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12
+MAX_MEMBERS = 2**10
+MAX_FAILURE = 2**12
+"""Characters of a rank's reason; what is beyond them is left out."""
+RANK_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""A DNS label, as names of pods."""
+OPERATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+WORD = re.compile(r"[!-~]{1,255}")
+"""Of an id or an address: no white space, nothing that is not ASCII."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +31,12 @@ class Refusal:
 
 def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Refusal | None:
     """`last`: the one that was accepted before."""
-    if not request.operation_id:
-        return Refusal("operation_id", "must not be empty")
-    if not request.members or not all(request.members):
-        return Refusal("members", "must be one or more names of pods")
+    if not OPERATION_ID.fullmatch(request.operation_id):
+        return Refusal("operation_id", "must be 1 to 64 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'")
+    if not 1 <= len(request.members) <= MAX_MEMBERS or not all(map(RANK_NAME.fullmatch, request.members)):
+        return Refusal(
+            "members", f"must be 1 to {MAX_MEMBERS} names of pods, each a DNS label of at most 63 characters"
+        )
     if len(set(request.members)) != len(request.members):
         return Refusal("members", "names a pod twice")
     if last is not None and last.operation_id == request.operation_id and set(last.members) != set(request.members):
@@ -34,8 +47,9 @@ def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Ref
 def check_status(status: Status) -> None:
     """Raises ValueError: its parts do not fit each other, so that nothing can be concluded from it."""
     member = status.member
-    if not member.name or not member.instance_id:
-        raise ValueError("a rank without a name or an instance id")
+    _check_member(member)
+    if len(status.suspects) > MAX_MEMBERS:
+        raise ValueError(f"{member.name}: {len(status.suspects)} suspects")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} experts")
     shape = [status.num_experts] * status.num_sparse_layers
@@ -50,8 +64,32 @@ def check_status(status: Status) -> None:
             continue
         if not generation.members or not 1 <= generation.number < 10**MAX_DIGITS or not generation.nonce:
             raise ValueError(f"{member.name}: a generation without members, number or nonce")
+        if len(generation.members) > MAX_MEMBERS or not (
+            WORD.fullmatch(generation.nonce) and WORD.fullmatch(generation.store_host)
+        ):
+            raise ValueError(f"{member.name}: a generation with too many members, or words that are none")
+        if generation.operation_id and not OPERATION_ID.fullmatch(generation.operation_id):
+            raise ValueError(f"{member.name}: generation {generation.number} has an operation id that is none")
+        for each in generation.members:
+            _check_member(each)
         if not _fits(generation.placement, generation.size, status):
             raise ValueError(f"{member.name}: generation {generation.number} has a placement for something else")
+
+
+def without_excess(status: Status) -> Status:
+    """With a reason of bounded length."""
+    if len(status.failure) <= MAX_FAILURE:
+        return status
+    return msgspec.structs.replace(status, failure=status.failure[:MAX_FAILURE] + "...")
+
+
+def _check_member(member: Member) -> None:
+    if not RANK_NAME.fullmatch(member.name):
+        raise ValueError(f"the name of a rank must be a DNS label, and {member.name!r} is none")
+    if not (WORD.fullmatch(member.instance_id) and WORD.fullmatch(member.host)):
+        raise ValueError(f"{member.name}: an instance id or address that is none")
+    if not all(0 <= port < 2**16 for port in (member.engine_port, member.link_port, member.store_port)):
+        raise ValueError(f"{member.name}: a port that is none")
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Collection
 
 from baton_engine.elastic.balance import Balance, experts_of
-from baton_engine.elastic.checks import Refusal, check_request
+from baton_engine.elastic.checks import MAX_FAILURE, Refusal, check_request
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.needs import Observation
-from baton_engine.elastic.operation import Ended, Need, Operation
+from baton_engine.elastic.operation import Ended, Need, Operation, resumed
 from baton_engine.elastic.placement import count_moves
 from baton_engine.elastic.progress import (
     commit_obstacle,
@@ -29,10 +29,11 @@ from baton_engine.elastic.progress import (
     shown,
     unprepared,
 )
-from baton_engine.elastic.report import member_statuses
+from baton_engine.elastic.report import topology_status
 from baton_engine.elastic.retries import FEW_FAILURES, Retries
 from baton_engine.elastic.roster import Roster, key_of, nonce_of, serves_in
 from baton_engine.elastic.stalls import Stalls
+from baton_engine.foreign import one_line
 from baton_engine.protocol.topology import (
     Directive,
     Generation,
@@ -70,6 +71,8 @@ class Controller:
         self._first_ready_at: float | None = None
         self._retries = Retries(config)
         self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
+        self._acknowledged = ""
+        """Id of the last request that was fulfilled: what the group does by itself afterwards has none."""
         self._rebalance = False
         """Experts shall be placed anew."""
         self._released = False
@@ -153,12 +156,7 @@ class Controller:
 
     def status(self, now: float) -> TopologyStatus:
         """GET /topology."""
-        return TopologyStatus(
-            generation=0 if self._present is None else self._present.number,
-            desired=sorted(self._desired()),
-            members=member_statuses(self._observe(now), now),
-            operation=None if self._operation is None else self._operation.status(now),
-        )
+        return topology_status(self._observe(now), self._operation, now)
 
     # What is there
 
@@ -203,15 +201,10 @@ class Controller:
             return False
         older = [generation for _, generation in self._roster.serving() if key_of(generation) != key_of(target)]
         previous = max(older, key=lambda each: each.number, default=None)
-        kind = "recover" if target.urgent else "form" if previous is None else "scale"
-        operation = Operation(kind, target.operation_id, frozenset(each.name for each in target.members), now)
-        operation.target, operation.previous = target, None if previous is None else key_of(previous)
-        operation.progress_at = now
-        operation.enter(OperationPhase.COMMITTING, now)
-        self._operation = operation
+        operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
         self._highest_target = max(self._highest_target, target.number)
-        logger.info("%s: its commit is shown again", _words(operation))
+        logger.info("%s: its commit is shown again", operation.words)
         return True
 
     def _begin(self, now: float) -> None:
@@ -226,8 +219,11 @@ class Controller:
         if not self._retries.may_begin(need.kind, now):
             return
         if waiting is None:
-            waiting = self._operation = Operation(need.kind, self._operation_id(), need.wanted, now)
-            logger.info("%s: begins %s", _words(waiting), f"since {need.reason}" if need.reason else "")
+            operation_id = self._operation_id() if need.kind in ("form", "scale") else ""  # nobody asked for the others
+            waiting = self._operation = Operation(need.kind, operation_id, need.wanted, now)
+            logger.info(
+                "%s: begins %s", waiting.words, f"since {one_line(need.reason, MAX_FAILURE)}" if need.reason else ""
+            )
         waiting.reason = f"waits for {', '.join(need.missing)}" if need.missing else need.reason
         if self._is_patient(waiting, need, now):
             return
@@ -272,8 +268,9 @@ class Controller:
     def _acknowledge(self, now: float) -> None:
         """A request for what is there already is done."""
         operation_id = self._operation_id()
-        if self._present is None or self._request is None:
+        if self._present is None or self._request is None or self._acknowledged == operation_id:
             return
+        self._acknowledged = operation_id
         if self._operation is None or self._operation.operation_id != operation_id:
             names = frozenset(member.name for member in self._present.members)
             self._operation = Operation("scale", operation_id, names, now)
@@ -282,7 +279,7 @@ class Controller:
 
     def _prepare(self, operation: Operation, need: Need, now: float) -> None:
         number = max(self._roster.highest_number, self._highest_target) + 1
-        first = need.members[0]
+        holder = self._retries.store_holder(need.members)
         try:
             placement = self._balance.place(need.members, self._present, keep=need.urgent)
         except ValueError as error:
@@ -296,8 +293,8 @@ class Controller:
             nonce=nonce_of(number, self._draw_nonce()),
             members=need.members,
             placement=placement,
-            store_host=first.host,
-            store_port=first.store_port,
+            store_host=holder.host,
+            store_port=holder.store_port,
             operation_id=operation.operation_id,
             urgent=need.urgent,
         )
@@ -310,7 +307,7 @@ class Controller:
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
-            "%s: prepares generation %d (%s)", _words(operation), number, ", ".join(each.name for each in need.members)
+            "%s: prepares generation %d (%s)", operation.words, number, ", ".join(each.name for each in need.members)
         )
 
     # Going on
@@ -346,7 +343,7 @@ class Controller:
         else:
             operation.progress, operation.progress_at = 0, now
             operation.enter(OperationPhase.COMMITTING, now, operation.reason)
-            logger.info("%s: commits generation %d", _words(operation), target.number)
+            logger.info("%s: commits generation %d", operation.words, target.number)
 
     def _follow_commit(self, operation: Operation, now: float) -> None:
         """From here on there is only forward."""
@@ -375,6 +372,8 @@ class Controller:
     def _fail(self, operation: Operation, now: float, reason: str, culprits: Collection[str]) -> None:
         """The generation before it goes on. Tried again after a while."""
         failures = self._retries.on_failure(operation.kind, now)
+        if operation.target is not None:
+            self._retries.on_store_failure(operation.target, now)
         if operation.kind == "recover" and operation.target is not None and self._present is not None:
             # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
             newcomers = {each for each in culprits if self._present.rank_of(each) is None}
@@ -387,13 +386,14 @@ class Controller:
     def _end(self, operation: Operation, outcome: OperationPhase, now: float, reason: str) -> None:
         operation.enter(outcome, now, reason)
         done = outcome is OperationPhase.DONE
+        if done and operation.operation_id:
+            self._acknowledged = operation.operation_id
         self._rebalance = self._rebalance and not (done and operation.kind == "rebalance")
         self._ended.append(Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0))
         logger.log(
-            logging.INFO if done else logging.WARNING, "%s: %s: %s", _words(operation), outcome, reason or "whole"
+            logging.INFO if done else logging.WARNING,
+            "%s: %s: %s",
+            operation.words,
+            outcome,
+            one_line(reason, MAX_FAILURE) or "whole",
         )
-
-
-def _words(operation: Operation) -> str:
-    number = "" if operation.target is None else f" to generation {operation.target.number}"
-    return f"operation {operation.operation_id or '-'} ({operation.kind}{number})"

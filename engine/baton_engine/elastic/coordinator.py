@@ -17,11 +17,13 @@ import time
 import msgspec
 import zmq
 
-from baton_engine.elastic.checks import Refusal, check_status
+from baton_engine.elastic.checks import Refusal, check_status, without_excess
 from baton_engine.elastic.controller import Controller
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.foreign import SparseLog
+from baton_engine.protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_engine.protocol.topology import Directive, Status, TopologyRequest, TopologyStatus
 
 logger = logging.getLogger(__name__)
@@ -33,19 +35,27 @@ HIGH_WATER_MARK = 64
 LINGER_S = 2.0
 """Ranks that are deleted together with the coordinator have told it by then."""
 MAX_MESSAGE_BYTES = 64 * 2**20
-BAD_MESSAGE_LOG_S = 10.0
-"""At most one line in so many seconds."""
+MAX_MESSAGES_PER_TURN = 1024
+"""After so many the ranks are answered before more are taken: who sends without end must not keep the others waiting."""
+MAX_RANKS = 2**12
+"""Processes that may be known at a time."""
 
 
 class Coordinator:
-    def __init__(self, host: str, port: int, http_port: int, config: ControllerConfig) -> None:
+    def __init__(
+        self, host: str, port: int, http_port: int, config: ControllerConfig, key: ServiceKey | None = None
+    ) -> None:
         """Binds both ports; 0: any free one.
+
+        Args:
+            key: only who has it may report, and change something. None: everybody may.
 
         Raises:
             zmq.ZMQError, OSError: an address is taken.
         """
         self.id = secrets.token_hex(8)
         self.metrics = CoordinatorMetrics()
+        self._key = key
         self._lock = threading.Lock()
         """Guards the controller."""
         self._controller = Controller(self.id, lambda: secrets.token_hex(8), config)
@@ -54,12 +64,15 @@ class Coordinator:
         self._router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.IPV6, ":" in host)
+        if key is not None:
+            key.protect_server(self._router)
+        self._handshakes = watch_handshakes(self._router)
         address = f"[{host}]" if ":" in host else host
         try:
             self._router.bind(f"tcp://{address}:{port or '*'}")
             self._server = CoordinatorServer(host, http_port, self)
         except (OSError, zmq.ZMQError):
-            self._router.close()
+            self._close_sockets()
             raise
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.http_port = self._server.port
@@ -73,9 +86,16 @@ class Coordinator:
         self._told: dict[str, Directive] = {}
         self._stopped_at: float | None = None
         self._last_tick = time.monotonic()
-        self._bad_message_logged = -BAD_MESSAGE_LOG_S
+        self._bad_messages = SparseLog(logger)
+        self._refusals = SparseLog(logger)
 
     # From the HTTP server's threads
+
+    def admits(self, authorization: str | None) -> bool:
+        admitted = self._key is None or self._key.admits(authorization)
+        if not admitted:
+            self.metrics.refused.labels("http").inc()
+        return admitted
 
     def topology(self) -> TopologyStatus:
         with self._lock:
@@ -113,7 +133,7 @@ class Coordinator:
                     self._woken.recv(1024)
                 self._turn()
         finally:
-            self._router.close()
+            self._close_sockets()
         return 0
 
     def stop(self) -> None:
@@ -132,6 +152,11 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, handle)
 
+    def _close_sockets(self) -> None:
+        self._router.disable_monitor()
+        self._handshakes.close()
+        self._router.close()
+
     def _is_done(self) -> bool:
         if self._stopped_at is None:
             return False
@@ -141,10 +166,14 @@ class Coordinator:
         return not leaving or not (all(leaving) or lingers)
 
     def _turn(self) -> None:
-        """Takes all messages that are there before time counts against anybody; decides; tells."""
+        """Takes the messages that are there before time counts against anybody; decides; tells."""
         reported = set()
+        self._look_for_strangers()
         with self._lock:
-            while (status := self._receive()) is not None:
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                status = self._receive()
+                if status is None:
+                    break
                 if isinstance(status, Status):
                     self._controller.on_status(status, time.monotonic())
                     reported.add(status.member.instance_id)
@@ -168,15 +197,22 @@ class Coordinator:
             (payload,) = frames
             status = self._decoder.decode(payload)
             check_status(status)
+            if len(self._routes) >= MAX_RANKS and status.member.instance_id not in self._routes:
+                raise ValueError(f"{MAX_RANKS} ranks are known already")
         except (ValueError, msgspec.DecodeError, RecursionError, OverflowError, MemoryError) as error:
             self.metrics.bad_messages.inc()
-            if time.monotonic() - self._bad_message_logged >= BAD_MESSAGE_LOG_S:
-                self._bad_message_logged = time.monotonic()
-                logger.warning("dropped a message that is no status of a rank: %s", error)
+            self._bad_messages.warning("dropped a message that is no status of a rank: %s", error)
             return False
         self.metrics.statuses.inc()
         self._routes[status.member.instance_id] = route
-        return status
+        return without_excess(status)
+
+    def _look_for_strangers(self) -> None:
+        count = count_refused(self._handshakes)
+        if count:
+            self.metrics.refused.labels("ranks").inc(count)
+            why = "have a service key, and there is none here" if self._key is None else "lack this service's key"
+            self._refusals.warning("refused %s connections: they are of no ranks, or %s", count, why)
 
     def _tell(self, instance_id: str, directive: Directive) -> None:
         self._told[instance_id] = directive

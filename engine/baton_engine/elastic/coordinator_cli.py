@@ -12,9 +12,13 @@ import zmq
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
 from baton_engine.protocol.config import pod_ip
+from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 logger = logging.getLogger(__name__)
+
+EX_CONFIG = 78
+"""A configuration that cannot work."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, default=COORDINATOR_PORT, help="where ranks report; 0: any free one")
     parser.add_argument("--http-port", type=int, default=COORDINATOR_HTTP_PORT, help="0: any free one")
+    parser.add_argument(
+        "--service-key-file",
+        default="",
+        metavar="FILE",
+        help="key of the service: only ranks that have it may report, only requests with its bearer change something",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     for field in dataclasses.fields(ControllerConfig):
         flag = f"--{field.name.replace('_', '-')}"
@@ -34,7 +44,12 @@ def main(argv: list[str] | None = None) -> int:
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s", stream=sys.stderr
     )
     try:
-        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args))
+        key = ServiceKey.load(args.pop("service_key_file"))
+    except ServiceKeyError as error:
+        print(f"FATAL ConfigurationError: {error}", file=sys.stderr, flush=True)
+        return EX_CONFIG
+    try:
+        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
     except (OSError, zmq.ZMQError) as error:
         logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
         return 1

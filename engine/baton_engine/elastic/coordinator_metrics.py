@@ -45,6 +45,14 @@ class CoordinatorMetrics:
         self.bad_messages = Counter(
             "baton:topology_bad_messages", "Messages that could not be read and were dropped.", registry=registry
         )
+        self.refused = Counter(
+            "baton:topology_refused",
+            "Connections and requests that were refused because they lack the service's key.",
+            ["door"],
+            registry=registry,
+        )
+        for door in ("ranks", "http"):
+            self.refused.labels(door)
         for kind in KINDS:  # also what never happened: a rate needs the zero before the first
             for outcome in OUTCOMES:
                 self._operations.labels(kind, outcome)

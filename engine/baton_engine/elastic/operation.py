@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_engine.elastic.roster import GenerationKey
+from baton_engine.elastic.roster import GenerationKey, key_of
 from baton_engine.protocol.topology import Generation, Member, OperationPhase, OperationStatus
 
 ACTIVE = frozenset({OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING})
@@ -30,6 +30,7 @@ class Need:
 class Operation:
     kind: str
     operation_id: str
+    """Empty: nobody asked for it."""
     wanted: frozenset[str]
     since: float
     """When its present phase began."""
@@ -53,6 +54,12 @@ class Operation:
     def committed(self) -> bool:
         return self.phase is OperationPhase.COMMITTING
 
+    @property
+    def words(self) -> str:
+        """For logs."""
+        number = "" if self.target is None else f" to generation {self.target.number}"
+        return f"operation {self.operation_id or '-'} ({self.kind}{number})"
+
     def enter(self, phase: OperationPhase, now: float, reason: str = "") -> None:
         self._seconds[self.phase] = now - self.since
         self.phase, self.since, self.reason = phase, now, reason
@@ -70,6 +77,16 @@ class Operation:
             reason=self.reason,
             seconds=self.seconds(now),
         )
+
+
+def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
+    """That another controller had committed `target` in, to replace `previous`."""
+    kind = "recover" if target.urgent else "form" if previous is None else "scale"
+    operation = Operation(kind, target.operation_id, frozenset(each.name for each in target.members), now)
+    operation.target, operation.previous = target, None if previous is None else key_of(previous)
+    operation.progress_at = now
+    operation.enter(OperationPhase.COMMITTING, now)
+    return operation
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from baton_engine.foreign import SparseLog
+from baton_engine.protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
 from baton_engine.protocol.topology import STATUS_INTERVAL_S, Directive, Member, RankPhase, StartWave, Status
 
 logger = logging.getLogger(__name__)
@@ -29,11 +32,11 @@ REPEAT_INTERVAL_S = 0.2
 PROBE_TIMEOUT_S = 0.5
 MAX_MESSAGE_BYTES = 64 * 2**20
 """A placement of many layers over many ranks is large."""
+MAX_MESSAGES_PER_TURN = 256
+"""From one socket, before it is looked what is to be sent."""
 RECONNECT_MS = (50, 1000)
 """After the first lost connection, and at most."""
 HEARTBEAT_MS = 1000
-BAD_MESSAGE_LOG_S = 10.0
-"""Messages that cannot be read are logged so often at most."""
 
 
 class RankLink:
@@ -46,6 +49,7 @@ class RankLink:
         *,
         deliver: Callable[[Directive | StartWave], None],
         amend: Callable[[Status], Status] = lambda status: status,
+        key: ServiceKey | None = None,
         wakeup_interval_s: float = STATUS_INTERVAL_S,
     ) -> None:
         """
@@ -54,6 +58,7 @@ class RankLink:
             coordinator: its host:port.
             deliver: called by the link's thread with whatever comes.
             amend: called by the link's thread with each status that it sends: adds what is true now, and must not wait.
+            key: only who has it is heard and told. None: everybody is.
             wakeup_interval_s: between statuses that say nothing new.
 
         Raises:
@@ -61,6 +66,7 @@ class RankLink:
         """
         self._deliver = deliver
         self._amend = amend
+        self._key = key
         self._interval_s = wakeup_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
@@ -72,19 +78,23 @@ class RankLink:
         """Being repeated."""
         self._next_start = 0.0
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
-        self._bad_message_logged = 0.0
+        self._log = SparseLog(logger)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         context: zmq.Context[Any] = zmq.Context.instance()
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._coordinator: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._coordinator_address = coordinator
+        self._handshakes = watch_handshakes(self._coordinator)
         try:
             self._router.setsockopt(zmq.LINGER, 0)
             self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            if key is not None:
+                key.protect_server(self._router)
             self._router.bind(f"tcp://{host}:0")
             # Statuses that were not sent are not worth sending: the next one says it all.
-            _make_sender(self._coordinator, f"tcp://{coordinator}", immediate=True)
+            _make_sender(self._coordinator, f"tcp://{coordinator}", key, immediate=True)
         except zmq.ZMQError:
             self._close_sockets()
             raise
@@ -145,7 +155,7 @@ class RankLink:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._coordinator, self._wake_reader):
+        for source in (self._router, self._coordinator, self._handshakes, self._wake_reader):
             poller.register(source, zmq.POLLIN)
         try:
             while True:
@@ -155,6 +165,7 @@ class RankLink:
                     return
                 self._receive(self._coordinator, self._directives)
                 self._receive(self._router, self._starts)
+                self._look_at_handshakes()
                 now = time.monotonic()
                 if now >= self._next_status:
                     self._send_status()
@@ -189,7 +200,7 @@ class RankLink:
         source: zmq.Socket[bytes],
         decoder: msgspec.msgpack.Decoder[Directive] | msgspec.msgpack.Decoder[StartWave],
     ) -> None:
-        while True:
+        for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 payload = source.recv_multipart(zmq.NOBLOCK)[-1]
             except zmq.Again:
@@ -197,12 +208,17 @@ class RankLink:
             try:
                 message = decoder.decode(payload)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                now = time.monotonic()
-                if now - self._bad_message_logged >= BAD_MESSAGE_LOG_S:
-                    self._bad_message_logged = now
-                    logger.warning("dropped a message that cannot be read: %s", error)
+                self._log.warning("dropped a message that cannot be read: %s", error)
                 continue
             self._deliver(message)
+
+    def _look_at_handshakes(self) -> None:
+        """Nobody else would say why this rank stands by for ever."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._handshakes.recv_multipart(zmq.NOBLOCK))
+                why = why_handshake_failed(event, self._key)
+                self._log.warning("the coordinator at %s %s", self._coordinator_address, why)
 
     def _send_status(self) -> None:
         self._next_status = time.monotonic() + self._interval_s
@@ -224,9 +240,11 @@ class RankLink:
             if (host, port) not in self._peers:
                 peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
                 self._peers[host, port] = peer
-                _make_sender(peer, f"tcp://{host}:{port}", immediate=False)
+                _make_sender(peer, f"tcp://{host}:{port}", self._key, immediate=False)
 
     def _close_sockets(self) -> None:
+        self._coordinator.disable_monitor()
+        self._handshakes.close()
         for sender in [*self._peers.values(), self._coordinator]:
             sender.close(linger=int(self._interval_s * 1000))
         self._peers.clear()
@@ -246,8 +264,10 @@ def unreachable(members: Sequence[Member]) -> tuple[str, ...]:
     return tuple(gone)
 
 
-def _make_sender(sender: zmq.Socket[bytes], address: str, *, immediate: bool) -> None:
+def _make_sender(sender: zmq.Socket[bytes], address: str, key: ServiceKey | None, *, immediate: bool) -> None:
     first, most = RECONNECT_MS
+    if key is not None:
+        key.protect_client(sender)
     sender.setsockopt(zmq.LINGER, 0)
     sender.setsockopt(zmq.SNDHWM, 2)
     sender.setsockopt(zmq.IMMEDIATE, int(immediate))

@@ -1,9 +1,22 @@
-"""The members of a group for whoever asks: which rank each is, what it does, and what is wrong with it."""
+"""The topology for whoever asks: which rank each member is, what it does, what is wrong with it, and what is being changed."""
 
 from __future__ import annotations
 
 from baton_engine.elastic.needs import Observation
-from baton_engine.protocol.topology import MemberStatus
+from baton_engine.elastic.operation import Operation
+from baton_engine.protocol.topology import MemberStatus, TopologyStatus
+
+
+def topology_status(observation: Observation, operation: Operation | None, now: float) -> TopologyStatus:
+    """GET /topology."""
+    present = observation.present
+    return TopologyStatus(
+        generation=0 if present is None else present.number,
+        desired=sorted(observation.desired),
+        members=member_statuses(observation, now),
+        operation=None if operation is None else operation.status(now),
+        store="" if present is None else f"{present.store_host}:{present.store_port}",
+    )
 
 
 def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:

@@ -1,10 +1,12 @@
-"""What is not tried again at once: kinds of operations that failed, and members that could not be prepared."""
+"""What is not tried again at once: kinds of operations that failed, members that could not be prepared, stores in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 
 from baton_engine.elastic.controller_config import ControllerConfig
+from baton_engine.protocol.topology import Generation, Member
 
 FEW_FAILURES = 2
 """Recoveries that may fail before members that cannot be prepared are left out."""
@@ -18,6 +20,8 @@ class Retries:
         self._retry_at: dict[str, float] = {}
         self._excluded_until: dict[str, float] = {}
         """By instance id."""
+        self._store_failed_at: dict[str, float] = {}
+        """By instance id of its holder, when a generation that was to meet in this store could not be prepared."""
 
     def may_begin(self, kind: str, now: float) -> bool:
         return now >= self._retry_at.get(kind, now)
@@ -37,6 +41,17 @@ class Retries:
     def excluded(self, now: float) -> set[str]:
         return {each for each, until in self._excluded_until.items() if now < until}
 
+    def on_store_failure(self, target: Generation, now: float) -> None:
+        """Whatever the reasons were: a store that does not answer looks like members that do not come."""
+        holders = {each.instance_id for each in target.members if (each.host, each.store_port) == _store(target)}
+        members = {each.instance_id for each in target.members}
+        kept = {each: at for each, at in self._store_failed_at.items() if each in members}
+        self._store_failed_at = kept | dict.fromkeys(holders, now)
+
+    def store_holder(self, members: Sequence[Member]) -> Member:
+        """Of members in rank order, in whose store they shall meet: where nothing failed yet, else where it did the longest ago."""
+        return min(members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf))
+
     def begin_at_once(self, kind: str) -> None:
         """Something else will be tried."""
         self._retry_at.pop(kind, None)
@@ -45,3 +60,7 @@ class Retries:
         """All works, or something else is asked for: nothing is held back any more."""
         self._failures.clear()
         self._retry_at.clear()
+
+
+def _store(generation: Generation) -> tuple[str, int]:
+    return generation.store_host, generation.store_port

@@ -22,6 +22,7 @@ from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOu
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_proof import store_secret
 from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
@@ -36,6 +37,7 @@ from baton_engine.executor.startup import (
 )
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole
+from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
 from baton_kv_transfer.connector import ConnectorStats
 
 MAX_EXECUTORS = 2**20
@@ -89,12 +91,16 @@ class ExternalLauncherExecutor(Executor):
         # Unique in the agent's store, which outlives executors: every rank's program makes its executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
-        address = self._find_store(generation)
+        try:
+            secret = store_secret(ServiceKey.load(config.service_key_file))
+        except ServiceKeyError as error:
+            raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
+        address = self._find_store(generation, secret)
         self._control = create_group(
             "control",
             self._rank,
             self._world_size,
-            connect_store(address, JOIN_TIMEOUT_S),
+            connect_store(address, JOIN_TIMEOUT_S, secret),
             generation,
             torch.device("cpu"),
             config.parallel.step_timeout_s,
@@ -102,7 +108,7 @@ class ExternalLauncherExecutor(Executor):
         worker_class = load_worker_class(config)
         self._worker = self._thread.submit(worker_class, config, self.instance_id, self._rank).result()
         if self._world_size > 1:
-            self.collective_rpc("join_groups", (address, generation))
+            self.collective_rpc("join_groups", (address, generation, None, secret))
         initialize_workers(config, self.collective_rpc, wakeup_args=(self.wakeup,))
         info: ModelInfo = self._worker.model_info()
         return info
@@ -149,7 +155,7 @@ class ExternalLauncherExecutor(Executor):
         if self._store is not None:
             self._store.close()
 
-    def _find_store(self, generation: int) -> StoreAddress:
+    def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
         """Where the ranks meet: in a store that rank 0 opens at torchrun's address, or, where an agent's own store is there
         already, anywhere, and says so in that.
 
@@ -159,13 +165,13 @@ class ExternalLauncherExecutor(Executor):
         master = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             if self._rank == 0:
-                self._store = open_store(master.host, port=master.port)
+                self._store = open_store(master.host, port=master.port, secret=secret)
             return master
         key = f"baton-store-{generation}"
         try:
             agent = TCPStore(*master, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
             if self._rank == 0:
-                self._store = open_store()
+                self._store = open_store(secret=secret)
                 agent.set(key, f"{self._store.address.port} {self._store.address.host}")
             port, host = agent.get(key).decode().split()
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors

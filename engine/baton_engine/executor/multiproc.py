@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -54,7 +55,7 @@ RING_SLOTS = 32
 SLOT_NBYTES = 256 * 1024
 """A step of 64k new prompt tokens fits; memory is only taken where slots are written."""
 LOOPBACK = "127.0.0.1"
-"""Where the ranks meet: all are on this host, and neither stores nor gloo know passwords."""
+"""Where the ranks meet: all are on this host, where gloo lets in whoever connects."""
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
@@ -132,8 +133,9 @@ class MultiprocExecutor(Executor):
                 f"the logs of the others say where they are"
             ) from None
         if self._world_size > 1:
-            self._store = open_store(LOOPBACK)
-            self.collective_rpc("join_groups", (self._store.address, 0, LOOPBACK), timeout_s=JOIN_TIMEOUT_S)
+            secret = secrets.token_bytes()  # drawn anew: no other process of this host is to meet these
+            self._store = open_store(LOOPBACK, secret=secret)
+            self.collective_rpc("join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S)
         threading.Thread(target=self._watch_for_stalls, name="stall-watch", daemon=True).start()
         return initialize_workers(config, self.collective_rpc)
 

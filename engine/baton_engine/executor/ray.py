@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -94,8 +95,9 @@ class RayExecutor(Executor):
             ) from None
         self._all_up = True
         if self._world_size > 1:
-            self._store = open_store(self._ray.util.get_node_ip_address())
-            self._ask("join_groups", (self._store.address, hosts), JOIN_TIMEOUT_S)
+            secret = secrets.token_bytes()
+            self._store = open_store(self._ray.util.get_node_ip_address(), secret=secret)
+            self._ask("join_groups", (self._store.address, hosts, secret), JOIN_TIMEOUT_S)
         return initialize_workers(config, self.collective_rpc)
 
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -247,8 +249,8 @@ class _RankActor:
         """The address at which other ranks reach this one."""
         return self._failure or _import_ray().util.get_node_ip_address()
 
-    def join_groups(self, store_address: tuple[str, int], hosts: list[str]) -> Any:
-        return self.call("join_groups", (store_address, 0, hosts[self._rank]))
+    def join_groups(self, store_address: tuple[str, int], hosts: list[str], secret: bytes) -> Any:
+        return self.call("join_groups", (store_address, 0, hosts[self._rank], secret))
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         try:

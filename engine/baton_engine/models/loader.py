@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from baton_engine.load_counter import COUNTER
 from baton_engine.models.config import CONFIG_FILE
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.sharding import WeightTarget
@@ -136,6 +137,7 @@ def read_slices(
         torch.no_grad(),
         tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not show_progress) as progress,
     ):
+        COUNTER.begin(total)
         for file, names in by_file.items():
             _load_file(file, names, targets, progress)
     return total
@@ -192,6 +194,7 @@ def _load_file(file: Path, names: Iterable[str], targets: Mapping[str, WeightTar
                 values = tensors.get_slice(name)[targets[name].index]
                 targets[name].parameter.copy_(values)
                 progress.update(values.nbytes)
+                COUNTER.add(values.nbytes)
     except (SafetensorError, OSError) as error:
         where = f"tensor {name} " if name else ""
         raise ModelInvalid(f"{file}: {where}cannot be read: {error}") from None

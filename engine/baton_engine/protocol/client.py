@@ -39,9 +39,10 @@ from baton_engine.protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_engine.protocol.request_stream import EngineDeadError, RequestStream
+from baton_engine.protocol.request_stream import EngineDeadError, HandshakeFailedError, RequestStream
+from baton_engine.protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 
-__all__ = ["EngineClient", "EngineDeadError", "RequestStream", "UtilityError"]
+__all__ = ["EngineClient", "EngineDeadError", "HandshakeFailedError", "RequestStream", "UtilityError"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class EngineClient:
     Args:
         host, port: of the engine's ROUTER.
         client_id: for the engine's log.
+        service_key: the engine's; None if it has none.
         on_kv_events: called with what the engine's prefix cache gained and lost, batch by batch; None: not subscribed. The first
             batch may have any sequence number; after that, one that is not the last plus one means that batches were missed.
         on_available: called whenever the engine may be one that `accepts_requests` again.
@@ -69,6 +71,7 @@ class EngineClient:
         port: int,
         *,
         client_id: str,
+        service_key: ServiceKey | None = None,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
@@ -81,6 +84,7 @@ class EngineClient:
         """Another number, unique in this process, each time the engine becomes ready: who it sent away may come again then."""
         self.dead_reason: str | None = None
         self._client_id = client_id
+        self._service_key = service_key
         self._wants_kv_events = on_kv_events is not None
         self._tell_available = on_available or (lambda: None)
         self._heartbeat = Heartbeat(heartbeat_interval_s, heartbeat_timeout_s)
@@ -142,7 +146,7 @@ class EngineClient:
         return not (self._heartbeat.draining or self._heartbeat.suspect)
 
     async def connect(self, timeout_s: float) -> Init:
-        """HELLO -> INIT. Raises EngineDeadError (nobody listens, wrong version) or TimeoutError."""
+        """HELLO -> INIT. Raises EngineDeadError (nobody listens, wrong version, HandshakeFailedError) or TimeoutError."""
         loop = asyncio.get_running_loop()
         self._init = loop.create_future()
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -152,9 +156,9 @@ class EngineClient:
         socket.setsockopt(zmq.RCVHWM, 0)
         # Never, in effect. To forbid it (-1) would make ZMQ drop what was received and not yet read when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        )
+        if self._service_key is not None:
+            self._service_key.protect_client(socket)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED)
         socket.connect(self.address)
         self._tasks = [
             loop.create_task(self._receive(), name=f"engine-client-receive {self.address}"),
@@ -280,11 +284,15 @@ class EngineClient:
             self._tell_available()
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
-        frames = await monitor.recv_multipart()
-        event = parse_monitor_message(frames)["event"]
+        event = parse_monitor_message(await monitor.recv_multipart())
         self._take_rest()
-        reached = self._init is not None and self._init.done()
-        self._die(f"{self.address}: " + ("connection lost" if reached else f"cannot connect ({zmq.Event(event).name})"))
+        if event["event"] & HANDSHAKE_FAILED:
+            why = why_handshake_failed(event, self._service_key)
+            self._die(f"cannot connect: {self.address} {why}", HandshakeFailedError)
+        elif self._init is not None and self._init.done():
+            self._die(f"{self.address}: connection lost")
+        else:
+            self._die(f"{self.address}: cannot connect ({zmq.Event(event['event']).name})")
 
     def _take_rest(self) -> None:
         """What the engine said before its connection ended is still in the socket's queue: it counts."""
@@ -371,12 +379,12 @@ class EngineClient:
         else:
             future.set_result(output.result)
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         if self.dead_reason is not None:
             return
         self.dead_reason = reason
         self._dead_event.set()
-        error = EngineDeadError(reason)
+        error = kind(reason)
         if self._init is not None and not self._init.done():
             self._init.set_exception(error)
             # connect() may be gone (cancelled): an exception that nobody reads is not worth a warning.

@@ -150,8 +150,6 @@ class KVTransferConfig(_Config, frozen=True):
     """A producer keeps unfetched blocks this long after the last sign of the consumer."""
     mode: str = "pull"
     """How this engine's loads get their blocks. pull: it reads what was published. push: the producer writes them."""
-    token_file: str = ""
-    """File with the secret that all engines of a service share; a peer that does not prove it is refused. Empty: none."""
     max_inflight_bytes: int = 64 * 2**20
     """Of the transfers with one peer at a time; what is wanted beyond it queues, each request in its turn."""
     staging_bytes: int = 256 * 2**20
@@ -174,6 +172,8 @@ class EngineConfig(_Config, frozen=True):
     """Worker processes that share a host and compute on its CPU keep to their own cores, if possible of one NUMA node."""
     engine_port: int = ENGINE_PORT
     http_port: int = ENGINE_HTTP_PORT
+    service_key_file: str = ""
+    """File with the key that all processes of a service share (`service_key`). Empty: every door is open."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, running requests may take this long to end."""
 
@@ -190,9 +190,26 @@ class DiscoveryConfig(_Config, frozen=True):
     """Full re-list: a lost watch event heals after this long at most."""
 
 
+class AccessConfig(_Config, frozen=True):
+    """Who may ask the gateway, and for how much."""
+
+    api_keys_dir: str = ""
+    """Folder with one file per client, called as the client is: its content is the client's API key. Read again when it changes.
+    Empty: everybody may ask."""
+    tls_dir: str = ""
+    """Folder with tls.crt and tls.key, read again when they change: HTTPS instead of HTTP. Empty: HTTP."""
+    max_concurrent_per_client: int | None = None
+    """Sequences of one API key served at once, by each gateway. Beyond it: 429 with Retry-After. None: no limit of its own."""
+    max_prompt_tokens: int | None = None
+    """Of one prompt; longer ones are refused. None: what the model takes."""
+    max_completion_tokens: int | None = None
+    """Of one answer: who asks for more is refused, who asks for none gets at most so many. None: what the model takes."""
+
+
 class GatewayConfig(_Config, frozen=True):
     model: ModelConfig
     discovery: DiscoveryConfig
+    access: AccessConfig = AccessConfig()
     port: int = GATEWAY_PORT
     max_concurrent_requests: int = 1024
     """Beyond it: 429 with Retry-After."""
@@ -206,8 +223,18 @@ class GatewayConfig(_Config, frozen=True):
     """New requests wait so long for a decode engine if all are away for a moment; then 503 with Retry-After."""
     resume_wait_s: float = 30.0
     """Requests whose engine was lost wait so long for one that can go on with them: a pod may be restarting."""
+    hold_s: float = 0.0
+    """Requests that come while no decode engine is there are held so long, for the service may be scaled to zero and one is being
+    started; then 503 with Retry-After. 0: it is not scaled to zero, see queue_wait_s."""
+    max_held_requests: int = 256
+    """Beyond it: 503 with Retry-After."""
     request_timeout_s: float = 600.0
+    service_key_file: str = ""
+    """The engines' key; without it engines that have one refuse this gateway. Empty: none."""
     drain_timeout_s: float = 30.0
+    """After SIGTERM: what still runs then is ended."""
+    drain_quiet_s: float = 5.0
+    """After SIGTERM requests are still served until nobody has sent one for so long: only then does everyone in front know."""
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,10 @@ class EngineDeadError(Exception):
     """The engine instance is gone or never answered; the text says how that was noticed."""
 
 
+class HandshakeFailedError(EngineDeadError):
+    """Somebody listens, but did not take this client for one of its service. Once may be chance: it may have ended just then."""
+
+
 class RequestStream:
     """Outputs of one request, in order: an async iterator that ends after the finished output."""
 

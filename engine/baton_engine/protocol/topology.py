@@ -182,6 +182,7 @@ class OperationPhase(enum.StrEnum):
 
 class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     operation_id: str
+    """Empty: nobody asked for it. The ranks recover, or place experts anew, by themselves."""
     kind: str
     """form, scale, recover or rebalance."""
     phase: OperationPhase
@@ -213,3 +214,5 @@ class TopologyStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All that are registered, ranks first."""
     operation: OperationStatus | None = None
     """The running one, or the last."""
+    store: str = ""
+    """host:port of the store in which the process groups of the generation have met."""

@@ -50,15 +50,19 @@ class Join(Protocol):
     ) -> Group: ...
 
 
-def join_group(join_timeout_s: float) -> Join:
-    """Through the generation's store; who waits longer than `join_timeout_s` for the others raises TimeoutError."""
+def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
+    """Through the generation's store; who waits longer than `join_timeout_s` for the others raises TimeoutError.
+
+    Args:
+        secret: the store's; see `store_proof`.
+    """
 
     def join(name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float) -> Group:
         return create_group(
             name,
             rank,
             generation.size,
-            connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s),
+            connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret),
             generation.number,
             device,
             timeout_s,

@@ -18,10 +18,12 @@ from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOu
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.process_group import create_parallel_context
+from baton_engine.distributed.store_proof import store_secret
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
+from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import ExpertLoads, Generation
 from baton_engine.worker.devices import resolve_device
 from baton_engine.worker.generations import ExpertWorker, Generations, join_group
@@ -56,11 +58,14 @@ class Worker:
 
     # Getting ready
 
-    def join_groups(self, store_address: StoreAddress, generation: int, host: str | None = None) -> None:
+    def join_groups(
+        self, store_address: StoreAddress, generation: int, host: str | None = None, secret: bytes = b""
+    ) -> None:
         """Meets the other ranks. Collective.
 
         Args:
             host: this worker's own address; None: the pod's.
+            secret: the store's.
 
         Raises:
             ConfigurationError: there are fewer GPUs than ranks.
@@ -78,6 +83,7 @@ class Worker:
             device,
             self.config.parallel.collective_timeout_s,
             host=host,
+            secret=secret,
         )
 
     def load_model(self) -> None:
@@ -139,6 +145,7 @@ class Worker:
                 compatibility_hash=runner.compatibility_hash,
                 host=host,
                 rank=self.rank,
+                service_key=ServiceKey.load(self.config.service_key_file),
             )
         except ValueError as error:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
@@ -324,7 +331,7 @@ class Worker:
                 tensor.rank,
                 runner.expert_store(),
                 runner.compatibility_hash,
-                join_group(timeout_s),
+                join_group(timeout_s, store_secret(ServiceKey.load(self.config.service_key_file))),
                 step_timeout_s,
             )
         )

@@ -10,6 +10,14 @@ import yaml
 from .certificates import write_private
 
 
+def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
+    """The kubeconfig `admin` with another bearer token, as `path`."""
+    document = yaml.safe_load(admin.read_text())
+    document["users"][0]["user"] = {"token": token}
+    write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
+    return path
+
+
 def write_kubeconfig(path: Path, server: str, authority: Path, token: str, user: str = "baton-admin") -> Path:
     """One cluster, one user with a bearer token, one context called `baton`; readable by its owner only."""
     data = base64.b64encode(authority.read_bytes()).decode()

@@ -39,6 +39,13 @@ from baton_local.control_plane.kubeconfig import write_kubeconfig
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "control-plane"
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+"""
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 10.0
@@ -87,12 +94,22 @@ class RealControlPlane:
         assets: folder with the four binaries (see `find_assets`).
         state_dir: etcd's data, keys, logs and `kubeconfig`; etcd's data is emptied at start: every start is a new cluster.
         service_network: addresses of Services; the API refuses 127.0.0.0/8 in Endpoints.
-
+        audit_log: where to write who asked for what, one JSON object a line (`audit.k8s.io/v1`, bodies left out); None: nowhere.
+        apiserver_flags: further ones, for what other clusters have switched on.
     Start it from a thread that lives as long as the control plane should: the children die with that thread.
     """
 
-    def __init__(self, assets: Path, state_dir: Path, service_network: str = DEFAULT_SERVICE_NETWORK) -> None:
+    def __init__(
+        self,
+        assets: Path,
+        state_dir: Path,
+        service_network: str = DEFAULT_SERVICE_NETWORK,
+        audit_log: Path | None = None,
+        apiserver_flags: tuple[str, ...] = (),
+    ) -> None:
         self.kubeconfig = state_dir / "kubeconfig"
+        self._apiserver_flags = apiserver_flags
+        self._audit_log = audit_log
         self._assets = assets
         self._state_dir = state_dir
         self._service_network = service_network
@@ -210,6 +227,19 @@ class RealControlPlane:
             f"--service-cluster-ip-range={self._service_network}",
             "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
+            *self._audit(),
+            *self._apiserver_flags,
+        )
+
+    def _audit(self) -> tuple[str, ...]:
+        if self._audit_log is None:
+            return ()
+        policy = self._state_dir / "audit-policy.yaml"
+        policy.write_text(AUDIT_POLICY)
+        return (
+            f"--audit-policy-file={policy}",
+            f"--audit-log-path={self._audit_log}",
+            "--audit-log-mode=blocking-strict",
         )
 
     def _spawn(self, name: str, *arguments: str) -> None:
@@ -256,13 +286,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baton_local.control_plane.real")
     parser.add_argument("--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig")
     parser.add_argument("--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services")
+    parser.add_argument("--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere")
     arguments = parser.parse_args()
     assets = find_assets()
     if assets is None:
         sys.exit(missing_assets())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    plane = RealControlPlane(assets, arguments.state_dir, arguments.service_network)
+    plane = RealControlPlane(assets, arguments.state_dir, arguments.service_network, arguments.audit_log)
     try:
         plane.start()
         print(plane.kubeconfig, flush=True)

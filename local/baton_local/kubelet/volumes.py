@@ -21,6 +21,7 @@ TOKEN_LIFETIME_S = 3607  # the API's usual odd hour, so that such tokens can be 
 
 # What a projected or plain volume holds: path inside the volume -> content.
 Payload = dict[str, bytes]
+_PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
 
 class MountError(Exception):
@@ -111,14 +112,21 @@ class PodVolumes:
         root = self.root(container["name"])
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
-        empty_dirs = {volume["name"] for volume in self.pod["spec"].get("volumes") or [] if "emptyDir" in volume}
+        # Folders that are this pod's alone: another mount may lie in them.
+        own = {
+            volume["name"]
+            for volume in self.pod["spec"].get("volumes") or []
+            if any(kind in volume for kind in ("emptyDir", *_PAYLOAD_KINDS))
+        }
         mounted: dict[PurePosixPath, str] = {}
         for mount in sorted(container.get("volumeMounts") or [], key=lambda mount: mount["mountPath"]):
             path = PurePosixPath("/") / mount["mountPath"]
             above = next((other for other in mounted if other in path.parents or other == path), None)
-            # Mounts are links: one inside another would be a link in a folder that is not the pod's alone, but for an emptyDir.
-            if above is not None and (above == path or mounted[above] not in empty_dirs):
-                raise MountError(f"mountPath {path} lies inside mountPath {above}, which is not an emptyDir volume")
+            # Mounts are links: one inside another is a link in the other's folder.
+            if above is not None and (above == path or mounted[above] not in own):
+                raise MountError(
+                    f"mountPath {path} lies inside mountPath {above}, which is not a volume of the pod's own"
+                )
             mounted[path] = mount["name"]
             source = self._path(mount["name"])
             sub_path = mount.get("subPath") or ""
@@ -130,7 +138,7 @@ class PodVolumes:
                     source.mkdir(parents=True)
             link = in_root(root, path)
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.unlink(missing_ok=True)  # a link in an emptyDir outlives the container
+            link.unlink(missing_ok=True)  # a link in a volume outlives the container
             link.symlink_to(source)
         return root
 
@@ -266,9 +274,7 @@ def _write_atomically(path: Path, files: Payload, volume: Json) -> None:
     A reader sees the old content or the new one, never a mixture.
     """
     path.mkdir(exist_ok=True)
-    source: Json = next(
-        (volume[kind] for kind in ("configMap", "secret", "projected", "downwardAPI") if kind in volume), {}
-    )
+    source: Json = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
     mode = source.get("defaultMode", 0o644)
     version = path / f"..{uuid.uuid4().hex[:12]}"
     for name, content in files.items():
@@ -287,7 +293,8 @@ def _write_atomically(path: Path, files: Payload, volume: Json) -> None:
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}
     for entry in path.iterdir():
-        if not entry.name.startswith("..") and entry.name not in tops:
+        written = entry.is_symlink() and entry.readlink().parts[0] == "..data"  # else a mount inside this one
+        if written and entry.name not in tops:
             entry.unlink()
     for top in tops:
         link = path / top

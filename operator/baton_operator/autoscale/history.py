@@ -6,6 +6,8 @@ all, so an operator that was away shrinks nothing before it has looked on for a 
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 LONGEST_GAP_S = 120.0
@@ -60,9 +62,14 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         """By how much the size has changed in the last `seconds`."""
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
-    def idle_s(self, now: float) -> float:
-        """For how long nobody has wanted anything, seconds."""
-        return 0.0 if self.idle_since is None or self._lost(now) else now - self.idle_since
+    def knows(self, now: float) -> bool:
+        """Whether decisions went on until now: what was before a gap counts no more."""
+        return not self._lost(now)
+
+    @property
+    def changed_at(self) -> float:
+        """When the size changed last; before everything if it did not."""
+        return self.changes[-1].at if self.changes else -inf
 
     @property
     def last_delta(self) -> int:
@@ -81,7 +88,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         keep_s: float,
         change: int = 0,
         breach: Breach | None = None,
-        idle: bool = False,
+        idle: float | None = None,
         settled: bool = True,
     ) -> History:
         """This, and a decision at `now`.
@@ -90,7 +97,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             keep_s: what is older is forgotten.
             change: of the size, by this decision.
             breach: that it was made for.
-            idle: nobody wants anything.
+            idle: since when nobody has wanted anything. None: somebody does, or nobody knows.
             settled: the pods are what they should be.
         """
         runs = () if self._lost(now) else tuple(run for run in self.runs if run.until >= now - keep_s)
@@ -104,7 +111,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             runs=runs,
             changes=(*changes, Change(now, change)) if change else changes,
             breach=breach or self.breach,
-            idle_since=(now if self.idle_since is None or self._lost(now) else self.idle_since) if idle else None,
+            idle_since=idle,
             unsettled_until=self.unsettled_until if settled and not change else now,
         )
 

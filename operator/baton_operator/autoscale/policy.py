@@ -138,10 +138,10 @@ def decide(
         return _decision(now, group, history, behavior, inside, "OutOfBounds", words)
     if n == 0:
         return _from_zero(now, group, window, history, behavior)
-    idle = _nobody_wants(now, window, behavior)
-    quiet_s = history.idle_s(now) if idle else 0.0
-    if bounds.min == 0 and quiet_s >= behavior.idle_s and not group.operation:
-        return _decision(now, group, history, behavior, 0, "Idle", f"no requests for {quiet_s:.0f} s", idle=True)
+    idle = _idle_since(now, window, history, behavior)
+    if bounds.min == 0 and idle is not None and now - idle >= behavior.idle_s and not group.operation:
+        words = f"no requests for {behavior.idle_s:g} s"
+        return _decision(now, group, history, behavior, 0, "Idle", words, idle=idle)
     if hold := _hold(now, group, window, history, behavior):
         reason, words, settled = hold
         # While the engines of a step down leave, what asked for it still stands; what else keeps the size asks for it.
@@ -170,10 +170,15 @@ def decide(
 def _from_zero(now: float, group: Group, window: Window | None, history: History, behavior: Behavior) -> Decision:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
         return _decision(now, group, history, behavior, 0, "MetricsMissing", "no gateway tells whether requests wait")
-    if window.in_flight > 0 or window.requests_per_s > 0:
-        words = f"{window.in_flight:.0f} requests at the gateways, {window.requests_per_s:.2g} answered per second"
+    # Decode engines are what requests are held for; without prefill engines they are only slower.
+    waiting = window.held if group.role == "decode" else window.in_flight
+    missed = window.answered_at is not None and window.answered_at > history.changed_at
+    if waiting > 0 or missed:
+        words = (
+            f"requests that wait at the gateways: {waiting:.0f}" if waiting > 0 else "requests came and were not held"
+        )
         return _decision(now, group, history, behavior, 1, "RequestsHeld", words)
-    return _decision(now, group, history, behavior, 0, "Idle", "no requests", idle=True)
+    return _decision(now, group, history, behavior, 0, "Idle", "no requests", idle=now)
 
 
 def _hold(
@@ -198,11 +203,13 @@ def _hold(
     return None
 
 
-def _nobody_wants(now: float, window: Window | None, behavior: Behavior) -> bool:
-    """Whether the gateways are known to have nothing to do."""
-    if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
-        return False
-    return window.in_flight == window.requests_per_s == 0
+def _idle_since(now: float, window: Window | None, history: History, behavior: Behavior) -> float | None:
+    """Since when the gateways are known to have nothing to do. None: they have, or do not say."""
+    if window is None or now - window.end > behavior.stale_s or window.gateways == 0 or window.in_flight > 0:
+        return None
+    known = history.idle_since if history.knows(now) else None
+    since = window.start if known is None else known
+    return since if window.active_at is None else max(since, window.active_at)
 
 
 def _signals(
@@ -272,7 +279,7 @@ def _decision(
     *,
     recommended: int | None = None,
     breach: Breach | None = None,
-    idle: bool = False,
+    idle: float | None = None,
     settled: bool = True,
 ) -> Decision:
     recommended = size if recommended is None else recommended

@@ -6,6 +6,7 @@ container that restarts counts from zero. Pods come and go: each gives what it w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import fsum, inf, isfinite
@@ -17,6 +18,8 @@ from baton_operator.names import MEMBER_ROLES, MemberRole
 
 GENERATION_ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 """Whose requests are demand; reading the list of models, say, is none."""
+REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
+"""Answers that no engine has a part in: what is wrong with these requests more engines would not change."""
 
 TTFT = "baton:time_to_first_token_seconds"
 ITL = "baton:inter_token_latency_seconds"
@@ -26,12 +29,19 @@ RUNNING = "baton:num_requests_running"
 WAITING = "baton:num_requests_waiting"
 WAITING_FOR_REMOTE_KV = "baton:num_requests_waiting_for_remote_kv"
 KV_USAGE = "baton:kv_cache_usage_perc"
+BUSY = "baton:busy_seconds"
 IN_FLIGHT = "baton:requests_in_flight"
+HELD = "baton:requests_held"
 HTTP_REQUESTS = "baton:http_requests"
 
 ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
 ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
+GATEWAY_GAUGES = (IN_FLIGHT, HELD)
 GATEWAY_HISTOGRAMS = (TTFT, ITL)
+_READ = re.compile(
+    rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join((*ENGINE_GAUGES, *ENGINE_HISTOGRAMS, *GATEWAY_GAUGES, BUSY, HTTP_REQUESTS))})[_{{ ]"
+)
+"""Lines of a scrape that anything is read from, a tenth of them: parsing takes its time."""
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -97,7 +107,9 @@ class Sample(msgspec.Struct, frozen=True):
     gauges: dict[str, float]
     histograms: dict[str, Histogram]
     requests: float = 0.0
-    """Generation requests answered since the start; of a gateway."""
+    """Generation requests answered since the start, refusals left out; of a gateway."""
+    busy_s: float | None = None
+    """Time since the start in which a step was under way; of an engine. None: it does not say."""
 
     def began_after(self, before: Sample) -> bool:
         """Whether a counter went back: another process than `before`."""
@@ -138,8 +150,8 @@ class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     """Mean from the first step to the first token, of requests that ended."""
     busy: float = 0.0
-    """Mean fraction of time that an engine prefills, 0 to 1: by Little's law the rate of prefill seconds is the mean number of
-    prompts being computed. Prompts computed in the same step count once each, up to 1, so it errs upwards."""
+    """Mean fraction of time that an engine computes, 0 to 1. Of one that does not count it, that it prefills: by Little's law the
+    rate of prefill seconds is the mean number of prompts being computed; those of the same step count once each, up to 1."""
     running: float = 0.0
     waiting: float = 0.0
     """Those that wait for a prefill engine's KV do not count: no decode engine could run them."""
@@ -163,8 +175,14 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     """That answered of late."""
     in_flight: float = 0.0
     """Generation requests the gateways had at their last scrapes, held ones included."""
+    held: float = 0.0
+    """Of these: waiting for a decode engine to start."""
     requests_per_s: float = 0.0
-    """Generation requests that the gateways answered."""
+    """Generation requests that the gateways answered, refusals left out."""
+    answered_at: float | None = None
+    """The last scrape that counted such a request more than the one before. None: there was none."""
+    active_at: float | None = None
+    """The last scrape at which a gateway had a request, or had answered one. None: there was none."""
     client_ttft_s: float | None = None
     """Quantile at the gateways: what clients saw, with what no engine has a part in. For the reader; it decides nothing."""
     client_itl_s: float | None = None
@@ -178,13 +196,17 @@ def sample(role: MemberRole | None, text: str) -> Sample:
         text: in Prometheus' text format.
 
     Raises:
-        ValueError: it is not, or a gauge is not a number.
+        ValueError: it is not, nothing in it is ours, or a gauge is not a number.
     """
+    lines = [line for line in text.splitlines(keepends=True) if _READ.match(line)]
+    if not lines:
+        raise ValueError("no metric of an engine or a gateway is in it")
     wanted = GATEWAY_HISTOGRAMS if role is None else ENGINE_HISTOGRAMS
     gauges: dict[str, float] = {}
     histograms: dict[str, Histogram] = {}
     requests = 0.0
-    for family in text_string_to_metric_families(text):
+    busy_s: float | None = None
+    for family in text_string_to_metric_families("".join(lines)):
         if family.name in wanted:
             buckets: dict[float, float] = {}
             total = 0.0
@@ -199,13 +221,17 @@ def sample(role: MemberRole | None, text: str) -> Sample:
             requests = sum(
                 item.value
                 for item in family.samples
-                if item.name.endswith("_total") and item.labels.get("endpoint") in GENERATION_ENDPOINTS
+                if item.name.endswith("_total")
+                and item.labels.get("endpoint") in GENERATION_ENDPOINTS
+                and item.labels.get("status") not in REFUSALS
             )
-        elif family.name in ENGINE_GAUGES or family.name == IN_FLIGHT:
+        elif family.name == BUSY:
+            busy_s = sum(item.value for item in family.samples if item.name.endswith("_total"))
+        elif family.name in (*ENGINE_GAUGES, *GATEWAY_GAUGES):
             gauges[family.name] = sum(item.value for item in family.samples)
             if not isfinite(gauges[family.name]):
                 raise ValueError(f"{family.name} is {gauges[family.name]}")
-    return Sample(role, gauges, histograms, requests)
+    return Sample(role, gauges, histograms, requests, busy_s)
 
 
 def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float) -> Window | None:
@@ -242,7 +268,10 @@ def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quant
         },
         gateways=len(answering),
         in_flight=sum(last.gauges.get(IN_FLIGHT, 0.0) for last in answering),
+        held=sum(last.gauges.get(HELD, 0.0) for last in answering),
         requests_per_s=sum(line.requests for line in gateways) / span,
+        answered_at=max((at for line in gateways for at in line.answered), default=None),
+        active_at=max((at for line in gateways for at in (*line.answered, *line.occupied)), default=None),
         client_ttft_s=_total(gateways, TTFT).quantile(quantile),
         client_itl_s=_total(gateways, ITL).quantile(quantile),
     )
@@ -253,6 +282,9 @@ class _Line(msgspec.Struct, frozen=True):
 
     scrapes: list[tuple[float, Sample]]
     requests: float
+    answered: list[float]
+    """Times of scrapes that counted a request more than the one before."""
+    busy_s: float | None
     histograms: dict[str, Histogram]
 
     @property
@@ -263,6 +295,17 @@ class _Line(msgspec.Struct, frozen=True):
     def seconds(self) -> float:
         """From the first scrape to the last."""
         return self.scrapes[-1][0] - self.scrapes[0][0]
+
+    @property
+    def occupied(self) -> list[float]:
+        """Times of scrapes of a gateway that had requests."""
+        return [at for at, scraped in self.scrapes if scraped.gauges.get(IN_FLIGHT, 0.0) > 0]
+
+    @property
+    def busy(self) -> float:
+        """Fraction of time, up to 1."""
+        busy_s = self.total(PREFILL_TIME).sum if self.busy_s is None else self.busy_s
+        return min(1.0, busy_s / self.seconds)
 
     def growth_per_s(self, gauge: str) -> float:
         first, last = self.scrapes[0][1], self.scrapes[-1][1]
@@ -276,14 +319,19 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _line(scrapes: list[tuple[float, Sample]]) -> _Line:
-    requests, histograms = 0.0, dict[str, Histogram]()
-    for (_, before), (_, after) in pairwise(scrapes):
+    requests, answered, histograms = 0.0, list[float](), dict[str, Histogram]()
+    busy_s = None if scrapes[-1][1].busy_s is None else 0.0
+    for (_, before), (at, after) in pairwise(scrapes):
         origin = Sample(after.role, {}, {}) if after.began_after(before) else before
         requests += after.requests - origin.requests
+        if after.requests > origin.requests:
+            answered.append(at)
+        if busy_s is not None:
+            busy_s += max(0.0, (after.busy_s or 0.0) - (origin.busy_s or 0.0))
         for name, histogram in after.histograms.items():
             grown = histogram.since(origin.histograms.get(name, Histogram()))
             histograms[name] = histograms.get(name, Histogram()) + grown
-    return _Line(scrapes, requests, histograms)
+    return _Line(scrapes, requests, answered, busy_s, histograms)
 
 
 def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -> RoleWindow:
@@ -301,7 +349,7 @@ def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -
         requests_per_s=ttft.count / span,
         queue_s=_total(lines, QUEUE_TIME).mean or 0.0,
         prefill_s=_total(lines, PREFILL_TIME).mean or 0.0,
-        busy=_mean(min(1.0, line.total(PREFILL_TIME).sum / line.seconds) for line in live),
+        busy=_mean(line.busy for line in live),
         running=_mean(line.mean(RUNNING) for line in live),
         waiting=_mean(max(0.0, line.mean(WAITING) - line.mean(WAITING_FOR_REMOTE_KV)) for line in live),
         waiting_growth_per_s=fsum(

@@ -23,7 +23,8 @@ from baton_engine.protocol.config import (
 from baton_engine.protocol.topology import COORDINATOR_PORT
 from baton_operator import names
 from baton_operator.api import quantity_bytes
-from baton_operator.builders import kv_token, model
+from baton_operator.api_autoscaling import DEFAULT_HOLD_SECONDS
+from baton_operator.builders import access, model, service_key
 from baton_operator.builders.owner import Object, Owner
 
 MOUNT_PATH = "/etc/baton"
@@ -51,7 +52,7 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
     else:
         kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
     return EngineConfig(
-        model=_model_config(owner),
+        model=_model_config(owner, role),
         cache=CacheConfig(
             **_given(
                 block_size=tuning.block_size,
@@ -73,9 +74,9 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
             transport=spec.kv_transfer.transport,
             load_failure_policy=spec.kv_transfer.load_failure_policy,
             mode=spec.kv_transfer.mode,
-            token_file=kv_token.FILE if owner.has_prefill else "",
         ),
         parallel=_parallel_config(owner, role),
+        service_key_file=service_key.FILE,
         drain_timeout_s=float(spec.drain_timeout_seconds),
         **_given(device=tuning.device, num_threads=tuning.num_threads),
     )
@@ -89,7 +90,8 @@ def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
     """
     size = owner.tensor_parallel_size(role)
     if role != "decode" or not owner.is_expert_parallel:
-        return ParallelConfig(tensor_parallel_size=size)
+        stages = owner.spec.decode.parallelism.pipeline if role == "decode" else 1
+        return ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=stages)
     if owner.coordinator is None:
         raise ValueError("the coordinator's Service has no address yet")
     host = f"[{owner.coordinator}]" if ":" in owner.coordinator else owner.coordinator
@@ -105,20 +107,31 @@ def gateway_config(owner: Owner) -> GatewayConfig:
     """What `baton-gateway` reads."""
     gateway = owner.spec.gateway
     return GatewayConfig(
-        model=_model_config(owner),
+        model=_model_config(owner, "gateway"),
         discovery=DiscoveryConfig(namespace=owner.namespace, service=owner.name),
+        access=access.config(owner),
+        service_key_file=service_key.FILE,
         drain_timeout_s=float(owner.spec.drain_timeout_seconds),
         **_given(
             max_concurrent_requests=gateway.max_concurrent_requests,
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
+            hold_s=_hold_s(owner),
         ),
     )
 
 
-def _model_config(owner: Owner) -> ModelConfig:
+def _hold_s(owner: Owner) -> float | None:
+    """None: there are always decode pods, or nobody starts one for who is held."""
+    autoscaling = owner.spec.decode.autoscaling
+    if autoscaling is None or autoscaling.min_replicas > 0:
+        return None
+    return float(autoscaling.hold_seconds or DEFAULT_HOLD_SECONDS)
+
+
+def _model_config(owner: Owner, role: names.ConfiguredRole) -> ModelConfig:
     source = owner.spec.model
     return ModelConfig(
-        path=model.container_path(source.uri),
+        path=model.source(source, role).path,
         served_name=owner.served_name,
         dtype=source.dtype,
         quantization=source.quantization,

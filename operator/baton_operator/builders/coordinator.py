@@ -1,14 +1,16 @@
-"""The coordinator of an expert-parallel group: its Deployment and its Service. It needs no configuration and no model."""
+"""The coordinator of an expert-parallel group: its Deployment and its Service.
+
+It needs the service's key, no configuration and no model.
+"""
 
 from __future__ import annotations
 
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from baton_operator import names
-from baton_operator.builders import pod
+from baton_operator.builders import pod, service_key
 from baton_operator.builders.owner import Object, Owner
 
 CONTAINER = "coordinator"
-USER_ID = 65532
 
 
 def deployment(owner: Owner) -> Object:
@@ -16,7 +18,7 @@ def deployment(owner: Owner) -> Object:
     container = {
         "name": CONTAINER,
         "image": owner.spec.image,
-        "command": ["baton-coordinator"],
+        "command": ["baton-coordinator", "--service-key-file", service_key.FILE],
         "env": pod.identity_env(),
         "ports": [
             {"name": "ranks", "containerPort": COORDINATOR_PORT, "protocol": "TCP"},
@@ -28,7 +30,7 @@ def deployment(owner: Owner) -> Object:
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pod.restricted(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [service_key.mount(), {"name": "tmp", "mountPath": "/tmp"}],
     }
     return {
         "apiVersion": "apps/v1",
@@ -39,17 +41,17 @@ def deployment(owner: Owner) -> Object:
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": names.selector(owner.name, "coordinator")},
             "template": {
-                "metadata": {"labels": names.labels(owner.name, "coordinator")},
+                "metadata": {
+                    "labels": names.labels(owner.name, "coordinator"),
+                    "annotations": service_key.pod_annotations(owner),
+                },
                 "spec": {
+                    "serviceAccountName": names.engine_account_name(owner.name),
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
-                    "securityContext": {
-                        "runAsNonRoot": True,
-                        "runAsUser": USER_ID,
-                        "seccompProfile": {"type": "RuntimeDefault"},
-                    },
+                    "securityContext": pod.pod_security(),
                     "containers": [container],
-                    "volumes": [{"name": "tmp", "emptyDir": {}}],
+                    "volumes": [service_key.volume(owner), {"name": "tmp", "emptyDir": {}}],
                 },
             },
         },

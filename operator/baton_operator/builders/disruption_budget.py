@@ -7,7 +7,10 @@ from baton_operator.builders.owner import Object, Owner
 
 
 def disruption_budget(owner: Owner, role: names.ConfiguredRole, api_version: str) -> Object | None:
-    """`api_version` is policy/v1 or policy/v1beta1, as served. None for a group of one pod: it would block node drains.
+    """`api_version` is policy/v1 or policy/v1beta1, as served.
+
+    None for a group of one pod: a budget could only block node drains for ever. Its eviction is a SIGTERM, upon which it finishes
+    what it runs, and another pod is made.
 
     Member pods have no scale subresource above them, for which the API allows a plain minAvailable only.
     """

@@ -1,18 +1,21 @@
-"""The gateway: its Deployment, its Service, its Ingress, and the right to watch pods."""
+"""The gateway: its Deployment, its Service, and the right to watch pods."""
 
 from __future__ import annotations
 
 from baton_engine.protocol.config import GATEWAY_PORT
 from baton_operator import names
-from baton_operator.builders import config, pod
+from baton_operator.builders import access, config, pod
 from baton_operator.builders.owner import Object, Owner
 
 CONTAINER = "gateway"
+ANNOTATION_SCHEME = "prometheus.io/scheme"
+"""By which collectors of metrics know that a pod answers HTTPS only."""
 
 
 def deployment(owner: Owner) -> Object:
     """The gateway's pods; a new revision is ready before an old pod goes. Raises ValueError for a bad overlay."""
     gateway = owner.spec.gateway
+    scheme = access.scheme(owner)
     template = pod.pod_template(
         owner,
         "gateway",
@@ -21,14 +24,18 @@ def deployment(owner: Owner) -> Object:
             "command": ["baton-gateway", "--config", f"{config.MOUNT_PATH}/gateway.json"],
             "env": pod.identity_env(),
             "ports": [{"name": "http", "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
-            "startupProbe": pod.http_probe("/health", period_s=1, failures=120),
-            "livenessProbe": pod.http_probe("/health", period_s=10, failures=6),
-            "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3),
+            "startupProbe": pod.http_probe("/health", period_s=1, failures=120, scheme=scheme),
+            "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, scheme=scheme),
+            "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, scheme=scheme),
         },
         pod={"serviceAccountName": names.gateway_name(owner.name), "enableServiceLinks": False},
         template=gateway.template,
         resources=gateway.resources,
+        extra=access.mounts(owner),
     )
+    if scheme == "https":
+        template["metadata"].setdefault("annotations", {})[ANNOTATION_SCHEME] = scheme
+    template["metadata"]["labels"][names.LABEL_REVISION] = names.content_hash(template)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -51,23 +58,15 @@ def service(owner: Owner) -> Object:
         "spec": {
             "type": "ClusterIP",
             "selector": names.selector(owner.name, "gateway"),
-            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
+            "ports": [
+                {
+                    "name": access.scheme(owner),
+                    "port": access.service_port(owner),
+                    "targetPort": "http",
+                    "protocol": "TCP",
+                }
+            ],
         },
-    }
-
-
-def ingress(owner: Owner) -> Object | None:
-    """None when no ingress was asked for."""
-    wanted = owner.spec.gateway.ingress
-    if wanted is None:
-        return None
-    backend = {"service": {"name": names.gateway_name(owner.name), "port": {"name": "http"}}}
-    rule = {"host": wanted.host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "Ingress",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
-        "spec": {**({"ingressClassName": wanted.class_name} if wanted.class_name else {}), "rules": [rule]},
     }
 
 
@@ -85,7 +84,7 @@ def role(owner: Owner) -> Object:
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
         "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}],
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
     }
 
 

@@ -28,6 +28,7 @@ class MemberTemplate:
             container=_container(owner, role),
             pod={
                 "restartPolicy": "Always",
+                "serviceAccountName": names.engine_account_name(owner.name),
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
                 "subdomain": names.members_service_name(owner.name),

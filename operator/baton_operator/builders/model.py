@@ -1,32 +1,112 @@
-"""Where a model is inside the container, and the volume that brings it there."""
+"""Where a model is inside the container, the volume that holds it, and the init container that fetches it."""
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_operator import names
+from baton_operator.api import Model, quantity_bytes
+from baton_operator.api_model import IMAGE_URI, is_fetched
 from baton_operator.builders.owner import Object
 
 VOLUME = "model"
+FETCHER = "model"
+"""Name of the init container."""
+FOLDER = "/models"
+TERMINATION_LOG = "/dev/termination-log"
+_SHARED_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
-def container_path(uri: str) -> str:
-    """`file:///models/x` -> `/models/x`; `pvc://claim/x` -> `/models/claim/x`. `uri` matches api.MODEL_URI."""
-    scheme, _, rest = uri.partition("://")
-    return rest.rstrip("/") if scheme == "file" else f"/models/{rest.rstrip('/')}"
+class ModelSource(msgspec.Struct, frozen=True):
+    """What a pod needs to have the model."""
+
+    path: str
+    """Of the model's folder in the container."""
+    volume: Object
+    mount: Object
+    """Read-only, of the container that serves."""
 
 
-def volume(uri: str) -> tuple[Object, Object]:
-    """The pod's volume and the container's mount of it, read-only.
+def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
+    """Where `role` finds the model. `model.uri` matches api_model.MODEL_URI.
 
     A host path is mounted at the same path. It has no type check: a missing folder must reach the engine, whose message names it.
     """
-    scheme, _, rest = uri.partition("://")
+    scheme, _, rest = model.uri.partition("://")
     if scheme == "file":
-        path = container_path(uri)
-        return (
-            {"name": VOLUME, "hostPath": {"path": path}},
-            {"name": VOLUME, "mountPath": path, "readOnly": True},
-        )
-    claim = rest.partition("/")[0]
-    return (
-        {"name": VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
-        {"name": VOLUME, "mountPath": f"/models/{claim}", "readOnly": True},
-    )
+        path = rest.rstrip("/")
+        return ModelSource(path, {"name": VOLUME, "hostPath": {"path": path}}, _mount(path))
+    if scheme == "pvc":
+        claim = rest.partition("/")[0]
+        volume: Object = {"name": VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        return ModelSource(f"{FOLDER}/{rest.rstrip('/')}", volume, _mount(f"{FOLDER}/{claim}"))
+    if scheme == "image":
+        match = re.fullmatch(IMAGE_URI, model.uri)
+        assert match is not None, "the CRD admits no other"
+        volume = {"name": VOLUME, "image": {"reference": match[1], "pullPolicy": "IfNotPresent"}}
+        return ModelSource(f"{FOLDER}/image{(match[5] or '').rstrip('/')}", volume, _mount(f"{FOLDER}/image"))
+    return ModelSource(f"{FOLDER}/{_folder_name(model.uri, role)}", _cache_volume(model), _mount(FOLDER))
+
+
+def fetcher(
+    model: Model,
+    role: names.ConfiguredRole,
+    *,
+    image: str,
+    env: list[Object],
+    security: Object,
+    resources: Object | None,
+) -> Object | None:
+    """The init container; None if the model is there without one.
+
+    Args:
+        resources: of the container that serves; its share of cores and memory is the fetcher's as well, its devices are not.
+    """
+    if not is_fetched(model.uri):
+        return None
+    limit = model.cache.size_limit if model.cache else None
+    command = ["baton-model", "fetch", "--uri", model.uri, "--to", source(model, role).path]
+    command += ["--only", "tokenizer"] if role == "gateway" else ["--http-port", str(ENGINE_HTTP_PORT)]
+    command += ["--max-bytes", str(quantity_bytes(limit))] if limit else []
+    container: Object = {
+        "name": FETCHER,
+        "image": image,
+        "command": [*command, "--termination-log", TERMINATION_LOG],
+        "env": [*env, {"name": "HF_HOME", "value": "/tmp/huggingface"}],
+        "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER}, {"name": "tmp", "mountPath": "/tmp"}],
+        "terminationMessagePath": TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": security,
+    }
+    if model.credentials_secret:
+        container["envFrom"] = [{"secretRef": {"name": model.credentials_secret}}]
+    shares = {
+        kind: {name: amount for name, amount in (amounts or {}).items() if name in _SHARED_RESOURCES}
+        for kind, amounts in (resources or {}).items()
+        if kind in ("requests", "limits")
+    }
+    if any(shares.values()):
+        container["resources"] = {kind: amounts for kind, amounts in shares.items() if amounts}
+    return container
+
+
+def _folder_name(uri: str, role: names.ConfiguredRole) -> str:
+    """Of one model among others in a cache: readable, and the same for every pod that may share it."""
+    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", uri.partition("://")[2])[:80].strip("-.")
+    return f"{readable}-{names.content_hash(uri)}{'-tokenizer' if role == 'gateway' else ''}"
+
+
+def _cache_volume(model: Model) -> Object:
+    cache = model.cache
+    if cache is not None and cache.host_path:
+        return {"name": VOLUME, "hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    if cache is not None and cache.claim:
+        return {"name": VOLUME, "persistentVolumeClaim": {"claimName": cache.claim}}
+    return {"name": VOLUME, "emptyDir": {"sizeLimit": cache.size_limit} if cache and cache.size_limit else {}}
+
+
+def _mount(path: str) -> Object:
+    return {"name": VOLUME, "mountPath": path, "readOnly": True}

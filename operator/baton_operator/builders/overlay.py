@@ -7,6 +7,8 @@ from typing import Any
 _MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "name", "hostAliases": "ip"}
 """Lists of objects that do not merge by `name`, or merge by it although Kubernetes' own key differs."""
 _APPENDED = {"tolerations", "imagePullSecrets"}
+_REPLACED = {"env"}
+"""Lists whose items are replaced by those of the same key: half a value and half a reference to one would be no variable."""
 
 
 def merge(base: Any, overlay: Any, field: str = "") -> Any:
@@ -37,9 +39,10 @@ def _merge_named(base: list[dict[str, Any]], overlay: list[Any], field: str) -> 
     key = _MERGE_KEYS.get(field, "name")
     if not all(key in item for item in base):
         return overlay
+    whole = field in _REPLACED
     merged = {item[key]: item for item in base}
     for item in overlay:
         if not isinstance(item, dict) or not isinstance(item.get(key), str):
             raise ValueError(f"template: every item of {field} needs {key!r}, got {item!r}")
-        merged[item[key]] = merge(merged[item[key]], item) if item[key] in merged else item
+        merged[item[key]] = merge(merged[item[key]], item) if item[key] in merged and not whole else item
     return list(merged.values())

@@ -20,8 +20,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     uid: str
     spec: Spec
+    key_name: str = ""
+    """Names the key of the service (`builders.service_key`); empty: not drawn yet."""
     coordinator: str | None = None
     """Address of the coordinator's Service, once it has one. With it the decode pods of an expert-parallel group are built."""
+    sizes: dict[names.MemberRole, int] = {}
+    """Of groups that the autoscaler sizes, instead of the spec's replicas."""
 
     @property
     def reference(self) -> Object:
@@ -61,13 +65,13 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         """Names the pods that can be ranks of one topology; empty for engines of their own.
 
         Ranks fetch experts from each other and compute with them: they must report to one coordinator and have the same
-        checkpoint, in the same form, on the same kind of device, sliced in the same way.
+        key and checkpoint, in the same form, on the same kind of device, sliced in the same way.
         """
         if role != "decode" or not self.is_expert_parallel:
             return ""
         source = self.spec.model
         same = [source.uri, source.dtype, source.quantization, self.tensor_parallel_size(role), self.spec.engine.device]
-        return names.content_hash([self.coordinator, *same])
+        return names.content_hash([self.coordinator, self.key_name, *same])
 
     def tensor_parallel_size(self, role: names.MemberRole) -> int:
         if role == "decode":
@@ -75,6 +79,14 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.prefill.parallelism.tensor if self.spec.prefill else 1
 
     def replicas(self, role: names.MemberRole) -> int:
+        if role in self.sizes:
+            return self.sizes[role]
         if role == "decode":
             return self.spec.decode.replicas
         return self.spec.prefill.replicas if self.spec.prefill else 0
+
+
+def controlled_by(obj: Object, uid: str) -> bool:
+    """Whether the owner with this uid made `obj`."""
+    references = obj["metadata"].get("ownerReferences") or []
+    return any(reference.get("controller") and reference["uid"] == uid for reference in references)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton_operator import names
 from baton_operator.api import Template
-from baton_operator.builders import config, kv_token, model, overlay
+from baton_operator.builders import config, model, overlay, service_key
 from baton_operator.builders.owner import Object, Owner
 
+USER_ID = 65532
+"""User and group of all images (docker/)."""
 TERMINATION_MARGIN_S = 15
 """Between the end of the component's own drain and SIGKILL."""
 
@@ -21,17 +24,20 @@ def pod_template(
     pod: Object,
     template: Template | None,
     resources: dict[str, Any] | None,
+    extra: Sequence[tuple[Object, Object]] = (),
 ) -> Object:
     """Pod template of `role`: `container` and `pod` completed by what all pods share, under the user's overlay.
+
+    Args:
+        extra: (volume, mount) of what this role reads besides.
 
     Raises:
         ValueError: the overlay cannot be merged, or takes away what the operator needs; the message names the field.
     """
-    volume, mount = model.volume(owner.spec.model.uri)
-    volumes, mounts = [volume], [mount]
-    if role != "gateway" and owner.has_prefill:
-        volumes.append(kv_token.volume(owner))
-        mounts.append(kv_token.mount())
+    found = model.source(owner.spec.model, role)
+    volumes, mounts = [found.volume, service_key.volume(owner)], [found.mount, service_key.mount()]
+    volumes += [volume for volume, _ in extra]
+    mounts += [mount for _, mount in extra]
     container = {
         "image": owner.spec.image,
         "volumeMounts": [
@@ -55,11 +61,20 @@ def pod_template(
                 *volumes,
                 {"name": "tmp", "emptyDir": {}},
             ],
-            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "securityContext": pod_security(),
             "terminationGracePeriodSeconds": owner.spec.drain_timeout_seconds + TERMINATION_MARGIN_S,
             **pod,
         },
     }
+    if fetcher := model.fetcher(
+        owner.spec.model,
+        role,
+        image=owner.spec.image,
+        env=identity_env(),
+        security=restricted(),
+        resources=resources,
+    ):
+        built["spec"]["initContainers"] = [fetcher]
     merged: Object = overlay.merge(built, template or {})
     for path, field in (
         ("metadata", merged.get("metadata")),
@@ -70,7 +85,22 @@ def pod_template(
             raise ValueError(f"template: {path} must be an object, got {field!r}")
     merged["metadata"] = {key: value for key, value in merged["metadata"].items() if key in ("labels", "annotations")}
     merged["metadata"]["labels"] |= names.labels(owner.name, role)  # selectors depend on them
+    _keep_identity(merged["spec"], container["name"])
+    if key := service_key.pod_annotations(owner):
+        merged["metadata"]["annotations"] = (merged["metadata"].get("annotations") or {}) | key
     return merged
+
+
+def pod_security() -> Object:
+    """Security context of every pod. The images' user; claims are given to its group only if they are not that already."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def restricted() -> Object:
@@ -92,10 +122,20 @@ def identity_env(**more: str) -> list[Object]:
     return env + [{"name": name, "value": value} for name, value in more.items()]
 
 
-def http_probe(path: str, *, period_s: int, failures: int, timeout_s: int = 5) -> Object:
-    """Probe of the port named http. `failures` in a row, `period_s` apart, count as failed."""
+def _keep_identity(spec: Object, container: str) -> None:
+    """Whatever the overlay says: without the pod's own address and name a component binds, and is called, wrongly."""
+    own = {item["name"]: item for item in identity_env()}
+    containers = spec.get("containers")
+    for built in containers if isinstance(containers, list) else []:
+        if isinstance(built, dict) and built.get("name") == container:
+            others = [item for item in built.get("env") or [] if item.get("name") not in own]
+            built["env"] = [*own.values(), *others]
+
+
+def http_probe(path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http") -> Object:
+    """Probe of the port named http. `failures` in a row, `period_s` apart, count as failed. No certificate is checked."""
     return {
-        "httpGet": {"path": path, "port": "http", "scheme": "HTTP"},
+        "httpGet": {"path": path, "port": "http", "scheme": scheme.upper()},
         "periodSeconds": period_s,
         "failureThreshold": failures,
         "timeoutSeconds": timeout_s,

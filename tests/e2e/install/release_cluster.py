@@ -38,6 +38,7 @@ class Cluster:
         self.rbac = client.RbacAuthorizationV1Api(api)
         self.definitions = client.ApiextensionsV1Api(api)
         self.custom = client.CustomObjectsApi(api)
+        self.minor = int(client.VersionApi(api).get_code().minor.rstrip("+"))
 
     def new_namespace(self) -> str:
         name = f"team-{uuid.uuid4().hex[:8]}"
@@ -101,8 +102,11 @@ class Cluster:
         return [condition["type"] for condition in service.get("status", {}).get("conditions", [])]
 
     @contextmanager
-    def operator(self) -> Iterator[Path]:
+    def operator(self, *more: str) -> Iterator[Path]:
         """The operator as the release's Deployment would start it: with its arguments and the token of its ServiceAccount.
+
+        Args:
+            more: arguments; a pod's are `--leader-elect` and its namespace's `--lease-namespace`.
 
         Yields its log.
         """
@@ -117,7 +121,7 @@ class Cluster:
         kubeconfig.write_text(yaml.safe_dump(document))
         [port] = free_ports(1)
         command = [sys.executable, "-m", "baton_operator.cli", *pod.containers[0].args]
-        command += ["--kubeconfig", str(kubeconfig), "--host", "127.0.0.1", "--http-port", str(port)]
+        command += ["--kubeconfig", str(kubeconfig), "--host", "127.0.0.1", "--http-port", str(port), *more]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         try:

@@ -28,6 +28,8 @@ def cluster(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Ite
     with local_cluster(request.param) as cluster:
         cluster.up(manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}}))
         yield cluster
+        log = (cluster.home / "logs/operator.log").read_text()
+        assert "forbidden" not in log.lower(), f"the operator's roles do not suffice:\n{log[-3000:]}"
 
 
 @pytest.fixture

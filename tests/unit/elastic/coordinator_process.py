@@ -20,6 +20,7 @@ import zmq
 from simulated_group import SimulatedRanks
 from simulated_rank import SimulatedRank
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import Directive, OperationPhase, RankPhase, TopologyStatus
 from support.waiting import eventually
 
@@ -35,8 +36,11 @@ FLAGS = (
 class CoordinatorProcess:
     """The same ports after every start."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, key_file: Path | None = None) -> None:
+        """`key_file`: of a service key."""
         self._folder = tmp_path
+        self._key_file = key_file
+        self.key = ServiceKey.load(str(key_file)) if key_file else None
         self._starts = 0
         self.port = self.http_port = 0
         self.start()
@@ -45,7 +49,8 @@ class CoordinatorProcess:
         self._starts += 1
         self.log = self._folder / f"coordinator-{self._starts}.log"
         ports = ["--port", str(self.port), "--http-port", str(self.http_port)]
-        command = [sys.executable, "-m", "baton_engine.elastic.coordinator_cli", *ports, *FLAGS]
+        key = ["--service-key-file", str(self._key_file)] if self._key_file else []
+        command = [sys.executable, "-m", "baton_engine.elastic.coordinator_cli", *ports, *key, *FLAGS]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, "POD_IP": HOST})
         found = eventually(
@@ -61,9 +66,12 @@ class CoordinatorProcess:
         self.process.kill()
         self.process.wait()
 
-    def http(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+    def http(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
+        """`headers`: None: those of someone with the key."""
+        if headers is None:
+            headers = {} if self.key is None else {"Authorization": self.key.bearer}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{HOST}:{self.http_port}{path}", data, method=method)
+        request = urllib.request.Request(f"http://{HOST}:{self.http_port}{path}", data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return answer.status, answer.read().decode()
@@ -96,6 +104,8 @@ class LiveRanks(SimulatedRanks):
             link = self._links[rank.id] = self._context.socket(zmq.DEALER)
             link.setsockopt(zmq.RECONNECT_IVL, 50)
             link.setsockopt(zmq.SNDHWM, 10)
+            if self.coordinator.key is not None:
+                self.coordinator.key.protect_client(link)
             link.connect(f"tcp://{HOST}:{self.coordinator.port}")
         return self._links[rank.id]
 

@@ -41,6 +41,8 @@ class SimulatedRank:
     alive: bool = True
     frozen: bool = False
     cannot_prepare: bool = False
+    store_is_dead: bool = False
+    """Nobody can meet in it."""
     never_finishes_preparing: bool = False
     never_adopts: bool = False
     steps_to_prepare: int = 2
@@ -118,9 +120,13 @@ class SimulatedRank:
         if target is None:
             return
         if not self.prepared:
-            if self.cannot_prepare:
+            store = target.store_host, target.store_port
+            meets = not any(
+                each.store_is_dead and store == (each.member.host, each.member.store_port) for each in others.values()
+            )
+            if self.cannot_prepare or not meets:
                 self._drop()
-                self.failed, self.failure = target.nonce, "the disk is full"
+                self.failed, self.failure = target.nonce, "the disk is full" if meets else "no store answers"
                 return
             met = all(
                 (other := others.get(member.instance_id)) is not None

@@ -148,7 +148,7 @@ def test_http_resources(coordinator: CoordinatorProcess) -> None:
         *(200, 200, 200, 404)
     ]
     assert coordinator.http("POST", "/rebalance")[0] == 202
-    assert coordinator.http("PUT", "/rebalance", {})[0] == 404
+    assert coordinator.http("PUT", "/nothing", {})[0] == 404
 
 
 def test_messages_that_are_no_status_are_counted_and_harm_nobody(

@@ -13,7 +13,10 @@ from engine_fakes import continuation
 from engine_process import DEADLINE_S, EngineProcess, collect, connect, request, tokens
 from rank_processes import ScriptedCoordinator
 
+from baton_engine.core.dp_engine_core_proc import DPEngineCoreProc
+from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_engine.protocol.config import EngineConfig, ModelConfig, ParallelConfig
 from baton_engine.protocol.messages import ErrorCode
 from baton_engine.protocol.topology import Activity, RankPhase
 
@@ -229,3 +232,10 @@ def test_sigterm_of_the_only_rank_waits_for_nobody(ranks, coordinator):
     coordinator.adopt(1, ["a"])
     engines["a"].process.send_signal(signal.SIGTERM)
     assert engines["a"].process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("name", ["Rank_0", "a.b", "a" * 64, "-a", "a\nb"])
+def test_a_rank_by_a_name_that_no_topology_can_ask_for_does_not_start(name: str) -> None:
+    config = EngineConfig(model=ModelConfig(path="m"), parallel=ParallelConfig(rank_name=name))
+    with pytest.raises(ConfigurationError, match="is no DNS label"):
+        DPEngineCoreProc(config, "127.0.0.1")

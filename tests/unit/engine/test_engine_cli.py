@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton_engine.cli import parse_config
+from baton_engine.cli import EX_CONFIG, main, parse_config
 from baton_engine.cli_flags import FLAGS
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig
@@ -92,3 +92,14 @@ def test_flags_override_the_file(tmp_path):
 def test_a_wrong_value_is_refused_with_its_field(flags, message):
     with pytest.raises(ConfigurationError, match=message):
         parse_config(["--model", "/m", *flags.split()])
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")])
+def test_a_service_key_that_cannot_be_had_ends_the_engine_naming_the_file(tmp_path, capsys, content, says):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    assert main(["--model", "/nowhere", "--service-key-file", str(path)]) == EX_CONFIG
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
+    assert says in last

@@ -20,7 +20,7 @@ from engine_fakes import continuation
 from engine_process import DEADLINE_S, HOST, EngineProcess, collect, connect, request, tokens, wait_for
 
 from baton_engine.core.engine_io import MAX_MESSAGE_BYTES
-from baton_engine.protocol.client import EngineDeadError, UtilityError
+from baton_engine.protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
@@ -36,6 +36,7 @@ from baton_engine.protocol.messages import (
 )
 from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.protocol.service_key import ServiceKey
 
 
 @pytest.mark.parametrize("flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str)
@@ -204,6 +205,32 @@ def raw(start) -> Iterator[RawClient]:
     client = RawClient(engine)
     yield client
     client.socket.close()
+
+
+KEY = ServiceKey(b"the key of this service")
+
+
+@pytest.mark.parametrize("stranger", [None, ServiceKey(b"the key of another one")], ids=["none", "another"])
+async def test_an_engine_with_a_key_serves_who_has_it_and_tells_the_log_of_others(start, tmp_path, stranger):
+    (tmp_path / "key").write_text("the key of this service\n")
+    engine = start("--service-key-file", str(tmp_path / "key"))
+    async with await connect(engine, service_key=KEY) as client:
+        stream = client.add(request("r", [1, 2, 3], 200))
+        for _ in range(3):
+            with pytest.raises(EngineDeadError, match="service key"):
+                await connect(engine, service_key=stranger)
+        assert tokens(await collect(stream)) == continuation([1, 2, 3], 200, ignore_eos=True)
+        refused = 'baton:access_refused_total{door="engine"} 3.0'
+        wait_for(lambda: refused in engine.http("GET", "/metrics")[1], "three refusals in the metrics", engine)
+        assert engine.text.count("engine port: refused 1 without this service's key") == 1
+        assert engine.http("POST", "/drain")[0] == 401
+        assert not client.status or not client.status.draining
+    assert "the key of this service" not in engine.text
+
+
+async def test_a_client_with_a_key_does_not_say_its_prompts_to_an_engine_without_one(start):
+    with pytest.raises(HandshakeFailedError, match="does not accept our service key, or has none"):
+        await connect(start(), service_key=KEY)
 
 
 def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):

@@ -13,6 +13,7 @@ from model_cases import edit_config
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
+from baton_engine.load_counter import COUNTER
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.loader import IDENTITY_PAGE_BYTES, IDENTITY_PAGES, identity_files
@@ -74,6 +75,13 @@ def test_what_transformers_saves_can_be_loaded(arch: str, tmp_path: Path) -> Non
     assert load_checkpoint_config(tmp_path / "saved") == load_checkpoint_config(made)
     expected, actual = load(made).state_dict(), load(tmp_path / "saved").state_dict()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_how_much_was_read_is_counted(checkpoint: Path) -> None:
+    load(checkpoint)
+    progress = COUNTER.progress()
+    assert progress is not None
+    assert progress.done_bytes == progress.total_bytes > 0
 
 
 def test_missing_tensor_is_named(checkpoint: Path) -> None:

@@ -76,7 +76,9 @@ class FakeWorker:
         self._step: SchedulerOutput | None = None
         self._wakeup: Callable[[], None] | None = None
 
-    def join_groups(self, store_address: tuple[str, int], generation: int, host: str | None = None) -> None:
+    def join_groups(
+        self, store_address: tuple[str, int], generation: int, host: str | None = None, secret: bytes = b""
+    ) -> None:
         self.calls.append("join_groups")
 
     def load_model(self) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fake_workers import engine_config, step
 from greedy_steps import generate, model_config
 
@@ -31,8 +32,9 @@ def error_of(executor: Executor, method: str, *args: Any) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-def fake(tensor: str, pipeline: str) -> None:
+def fake(tensor: str, pipeline: str, service_key_file: str = "") -> None:
     config = engine_config(tensor=int(tensor), pipeline=int(pipeline), executor="external_launcher")
+    config = msgspec.structs.replace(config, service_key_file=service_key_file)
     executor = start(config)
     outputs = []
     for number in range(4):

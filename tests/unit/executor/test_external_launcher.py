@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_workers import engine_config
 from torchrun import run_under_torchrun, run_without_an_agent
@@ -19,7 +20,10 @@ from baton_engine.protocol.config import KVRole
 def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(
     run: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    results = run(2, tmp_path, "fake", 1, 2)
+    """With a service key, which is their store's."""
+    key = tmp_path / "key"
+    key.write_text("k" * 64)
+    results = run(2, tmp_path, "fake", 1, 2, str(key))
     for result in results:
         assert result["num_blocks"] == 99, "the least of all ranks"
         assert result["outputs"] == [0, 1, 2, 3]
@@ -39,6 +43,17 @@ def test_it_must_be_started_by_torchrun_with_as_many_ranks(monkeypatch: pytest.M
     executor = ExternalLauncherExecutor(engine_config(tensor=2), "instance", lambda: None)
     with pytest.raises(ConfigurationError, match="torchrun started 3 ranks"):
         executor.initialize()
+    executor.shutdown()
+
+
+def test_a_key_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = msgspec.structs.replace(engine_config(tensor=2), service_key_file="/nothing/there")
+    executor = ExternalLauncherExecutor(config, "instance", lambda: None)
+    with pytest.raises(ConfigurationError, match="service_key_file /nothing/there cannot be read") as error:
+        executor.initialize()
+    assert error.value.reason == "ServiceKeyInvalid"
     executor.shutdown()
 
 

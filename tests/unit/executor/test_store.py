@@ -27,7 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_server import StoreServer, open_store
-from baton_engine.distributed.store_wire import LENGTH, MAX_MESSAGE_BYTES, StoreAddress
+from baton_engine.distributed.store_wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
 
 WAIT_S = 60.0
 AT_ONCE_S = 5.0
@@ -143,16 +143,19 @@ def test_clients_that_race(server: StoreServer) -> None:
     assert [store.get("sum") for store in stores] == [b"800"] * 2
 
 
-def test_values_larger_than_a_sockets_buffer(store: Store) -> None:
-    large = os.urandom(2**22)
+def test_answers_larger_than_a_sockets_buffer(store: Store) -> None:
+    large = {f"large {number}": os.urandom(2**19).hex() for number in range(8)}  # [8] of 1 MiB less a few bytes
+    large = {key: value[:-100] for key, value in large.items()}
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(store.multi_get, ["large", "last"]) for _ in range(4)]
-        store.set("large", large.hex())
+        answers = [pool.submit(store.multi_get, [*large, "last"]) for _ in range(4)]
+        for key, value in large.items():
+            store.set(key, value)
         store.set("last", "")
-        assert all(answer.result(WAIT_S) == [large.hex().encode(), b""] for answer in answers)
+        values = [value.encode() for value in large.values()]
+        assert all(answer.result(WAIT_S) == [*values, b""] for answer in answers)
     with pytest.raises(ValueError, match="takes messages of at most"):
-        store.set("key", "x" * MAX_MESSAGE_BYTES)
-    assert store.num_keys() == 2
+        store.set("key", "x" * MAX_REQUEST_BYTES)
+    assert store.num_keys() == 9
 
 
 def test_the_end_of_a_store_ends_its_clients_calls(server: StoreServer, store: Store) -> None:
@@ -239,7 +242,7 @@ DEEP = b"\x82\xa4type\xa9CountKeys\xa2zz" + b"\x91" * 5000 + b"\xc0"
     "message",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        LENGTH.pack(MAX_MESSAGE_BYTES + 1),
+        LENGTH.pack(MAX_REQUEST_BYTES + 1),
         LENGTH.pack(3) + b"\xc1\xc1\xc1",
         b"\0\0",
         LENGTH.pack(len(DEEP)) + DEEP,

@@ -55,6 +55,20 @@ def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
     assert "FATAL InvalidConfig: discovery" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")])
+def test_a_service_key_that_cannot_be_had_is_refused_naming_the_file(
+    tmp_path: Path, tokenizer_folder: Path, capsys, content, says
+):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    flags = ["--model", str(tokenizer_folder), "--discovery-file", "f", "--service-key-file", str(path)]
+    assert main(flags) == 78
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
+    assert says in last
+
+
 async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(tmp_path: Path, tokenizer_folder: Path):
     engine = FakeEngine("d", "decode", [300, 301])
     discovery = tmp_path / "engines.json"

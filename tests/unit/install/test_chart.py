@@ -10,10 +10,11 @@ import pytest
 import yaml
 from rendered_chart import CHART, NAMESPACE, ROOT, Object, kinds, notes, one, pod_spec, render
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT
 from baton_operator import names
 from baton_operator.cli import HTTP_PORT
+from support.pod_security import violations
 
 ALL_OPTIONS: Object = {
     name: {"enabled": True}
@@ -56,6 +57,8 @@ def test_by_default_it_renders_what_kubectl_applies() -> None:
         "ClusterRoleBinding",
         "CustomResourceDefinition",
         "Deployment",
+        "Role",
+        "RoleBinding",
         "ServiceAccount",
     ]
     crd, plain = one(objects, "CustomResourceDefinition"), manifest("crd/llmservices.yaml")
@@ -64,21 +67,38 @@ def test_by_default_it_renders_what_kubectl_applies() -> None:
     assert one(objects, "ClusterRole")["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
     binding, plain = one(objects, "ClusterRoleBinding"), manifest("rbac/cluster_role_binding.yaml")
     assert (binding["roleRef"], binding["subjects"]) == (plain["roleRef"], plain["subjects"])
+    lease_role, lease_binding = yaml.safe_load_all((ROOT / "manifests/rbac/service_account_lease.yaml").read_text())
+    for rendered, plain in ((one(objects, "Role"), lease_role), (one(objects, "RoleBinding"), lease_binding)):
+        for part in ("name", "namespace"):
+            assert rendered["metadata"][part] == plain["metadata"][part]
+        for part in ("rules", "roleRef", "subjects"):
+            assert rendered.get(part) == plain.get(part)
     account, plain = one(objects, "ServiceAccount"), manifest("rbac/service_account.yaml")
     assert account["metadata"]["name"] == plain["metadata"]["name"]
     assert account["metadata"]["namespace"] == plain["metadata"]["namespace"]
 
 
+def selected_labels(deployment: Object) -> Object:
+    labels: Object = deployment["spec"]["selector"]["matchLabels"]
+    return labels
+
+
 def test_the_deployment_is_that_of_the_plain_manifests() -> None:
     rendered, plain = one(render(), "Deployment"), manifest("operator.yaml")
     assert rendered["metadata"]["name"] == plain["metadata"]["name"]
-    assert (rendered["spec"]["replicas"], rendered["spec"]["strategy"]) == (1, {"type": "Recreate"})
-    assert plain["spec"]["strategy"] == rendered["spec"]["strategy"]
+    assert rendered["spec"]["replicas"] == plain["spec"]["replicas"] == 2
+    surge = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert rendered["spec"]["strategy"] == plain["spec"]["strategy"] == surge
     spec, plain_spec = (deployment["spec"]["template"]["spec"] for deployment in (rendered, plain))
     (ours,), (theirs,) = spec.pop("containers"), plain_spec.pop("containers")
-    assert ours.pop("args") == ["--log-level=info", "--resync=30"]
+    arguments = ["--log-level=info", "--log-format=json", "--resync=300", "--lease-name=baton-operator"]
+    assert ours.pop("args") == arguments
+    assert set(theirs.pop("args")) <= set(arguments)
     assert ours.pop("imagePullPolicy") == "IfNotPresent"
     assert ours == theirs
+    for spreads, labels in ((spec, SELECTOR), (plain_spec, selected_labels(plain))):
+        (preferred,) = spreads.pop("affinity")["podAntiAffinity"].values()
+        assert preferred[0]["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
     assert spec == plain_spec
 
 
@@ -104,6 +124,9 @@ def test_the_pod_is_restricted_as_pod_security_wants_it() -> None:
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
         "runAsUser": 65532,
+        "runAsGroup": 65532,
+        "fsGroup": 65532,
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     assert container()["securityContext"] == {
@@ -111,9 +134,14 @@ def test_the_pod_is_restricted_as_pod_security_wants_it() -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
     assert [list(volume) for volume in spec["volumes"]] == [["name", "emptyDir"]]
-    assert "runAsUser" not in pod_spec({"runAsUser": None})["securityContext"]
+    assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod_spec({"runAsUser": None})["securityContext"])
+
+
+@pytest.mark.parametrize("values", [{}, ALL_OPTIONS, {"runAsUser": None}, {"watchNamespaces": ["a"]}])
+def test_the_restricted_profile_admits_the_pod_whatever_the_values(values: Object) -> None:
+    template = one(render(values), "Deployment")["spec"]["template"]
+    assert violations(template["metadata"], template["spec"]) == []
 
 
 def test_the_selector_finds_the_operator_and_not_the_pods_of_services() -> None:
@@ -149,7 +177,7 @@ AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
 )
 def test_an_option_of_the_pod(values: Object, field: str, expected: Any) -> None:
     assert pod_spec(values)[field] == expected
-    assert field == "serviceAccountName" or field not in pod_spec()
+    assert field in ("serviceAccountName", "affinity") or field not in pod_spec()
 
 
 def test_annotations_of_the_pod() -> None:
@@ -170,8 +198,8 @@ def test_the_image(values: Object, expected: str) -> None:
 
 
 def test_options_of_the_container() -> None:
-    values = {"logLevel": "debug", "resyncSeconds": 120, "image": {"pullPolicy": "Always"}}
-    assert container(values)["args"] == ["--log-level=debug", "--resync=120"]
+    values = {"logLevel": "debug", "logFormat": "text", "resyncSeconds": 120, "image": {"pullPolicy": "Always"}}
+    assert container(values)["args"][:3] == ["--log-level=debug", "--log-format=text", "--resync=120"]
     assert container(values)["imagePullPolicy"] == "Always"
     limits = {"limits": {"memory": "1Gi", "cpu": "2"}}
     assert container({"resources": limits})["resources"] == {**container()["resources"], **limits}
@@ -188,13 +216,20 @@ def test_options_of_the_container() -> None:
 )
 def test_names_follow_the_release(release: str, values: Object, expected: str) -> None:
     objects = [obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"]
-    assert {obj["metadata"]["name"] for obj in objects} == {expected}
+    assert {obj["metadata"]["name"] for obj in objects} == {expected, f"{expected}-lease"}
+    lease = next(obj for obj in objects if obj["kind"] == "Role")
+    assert lease["rules"][1]["resourceNames"] == [expected]
+    assert f"--lease-name={expected}" in one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert len(expected) <= 63
 
 
 def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
     objects = render({"watchNamespaces": ["team-a", "team-b"]})
     assert not {"ClusterRole", "ClusterRoleBinding"} & set(kinds(objects))
+    beyond = [obj for obj in objects if obj["kind"] == "Role" and obj["metadata"]["namespace"] == NAMESPACE]
+    assert [rule["resources"] for role in beyond for rule in role["rules"]] == [["leases"], ["leases"]]
+    deployment = one(objects, "Deployment")
+    objects = [obj for obj in objects if obj["metadata"].get("namespace") != NAMESPACE]
     for kind in ("Role", "RoleBinding"):
         found = [obj for obj in objects if obj["kind"] == kind]
         assert [obj["metadata"]["namespace"] for obj in found] == ["team-a", "team-b"]
@@ -207,8 +242,8 @@ def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
         assert binding["subjects"] == [
             {"kind": "ServiceAccount", "name": "baton-operator", "namespace": NAMESPACE},
         ]
-    args = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert args[2:] == ["--namespace=team-a", "--namespace=team-b"]
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[-2:] == ["--namespace=team-a", "--namespace=team-b"]
 
 
 def test_what_others_bring_is_left_to_them() -> None:
@@ -270,7 +305,7 @@ def test_the_network_policy_lets_out_what_the_operator_needs() -> None:
     assert {(port["port"], port["protocol"]) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
     assert [port["port"] for port in api["ports"]] == [443, 6443]
     assert "to" not in api
-    assert [port["port"] for port in members["ports"]] == [ENGINE_HTTP_PORT, COORDINATOR_HTTP_PORT]
+    assert [port["port"] for port in members["ports"]] == [ENGINE_HTTP_PORT, COORDINATOR_HTTP_PORT, GATEWAY_PORT]
     (peer,) = members["to"]
     assert peer["podSelector"]["matchLabels"].items() <= names.labels("demo", "coordinator").items()
 

@@ -18,7 +18,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
     "values",
     [
         {"replica": 1},
-        {"replicas": 2},
+        {"replicas": 6},
         {"replicas": 0},
         {"image": {"name": "x"}},
         {"image": {"repository": ""}},
@@ -31,6 +31,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         {"watchNamespaces": ["Team"]},
         {"watchNamespaces": ["a", "a"]},
         {"logLevel": "trace"},
+        {"logFormat": "xml"},
         {"resyncSeconds": 0},
         {"crds": {"install": "yes"}},
         {"crds": {"enabled": True}},

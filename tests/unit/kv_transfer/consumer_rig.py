@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, checksum, side_channel
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.connector import BlockLoad, ConnectorStats, HeadRange, KVCacheLayout, LoadResult, RankAddress
@@ -21,7 +22,7 @@ from baton_kv_transfer.transports.base import Operation, XferState
 
 HOST = "127.0.0.1"
 WAIT_MS = 5000
-TOKEN = b"secret"
+KEY = ServiceKey(b"the key of these producers")
 NUM_HEADS = 4
 ALL_HEADS = HeadRange(0, NUM_HEADS)
 WHOLE = KVCacheLayout(num_blocks=24, num_kv_heads=NUM_HEADS, num_layers=1, block_size=2, head_dim=4, dtype="float32")
@@ -107,7 +108,14 @@ class HeldAgent(TransportAgent):
 class Worker:
     """One of a producer's workers: a ROUTER, memory, and an agent."""
 
-    def __init__(self, instance_id: str = "P", rank: int = 0, heads: HeadRange = ALL_HEADS, port: int = 0) -> None:
+    def __init__(
+        self,
+        instance_id: str = "P",
+        rank: int = 0,
+        heads: HeadRange = ALL_HEADS,
+        port: int = 0,
+        service_key: ServiceKey | None = KEY,
+    ) -> None:
         self.instance_id, self.rank = instance_id, rank
         self.layout = layout_of(heads)
         self.blocks = np.zeros((WHOLE.num_blocks, self.layout.block_nbytes), dtype=np.uint8)
@@ -115,11 +123,13 @@ class Worker:
         self.agent = TransportAgent(f"{instance_id}/{rank}", "inproc")
         self.agent.register_memory([(self.blocks.ctypes.data, self.blocks.nbytes, 0, "kv")])
         self.router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        if service_key is not None:
+            service_key.protect_server(self.router)
         self.router.bind(f"tcp://{HOST}:{port or '*'}")
         self.port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self.identity = b""
         self.lease_s = 30.0
-        self.token = TOKEN
+        self.token = auth.token_of(KEY)
         self.ranks = [RankAddress(HOST, self.port, heads)]
         self.described: MemoryDescription | None = None
         """The consumer's memory."""
@@ -299,7 +309,7 @@ class Rig:
             self.agent,
             instance_id="D",
             compatibility_hash="c",
-            token=TOKEN,
+            service_key=KEY,
             push=push,
             max_inflight_bytes=max_inflight_bytes,
             load_timeout_s=10.0,

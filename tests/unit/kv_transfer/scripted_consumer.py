@@ -11,6 +11,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import XferHandle
 from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange, KVCacheLayout, RankAddress
@@ -103,12 +104,14 @@ class CountedMemory(HostKVMemory):
 class Producer:
     """Instance P over messages inside this process: every step is the test's."""
 
-    def __init__(self, *, token: bytes = b"", max_inflight_bytes: int = 2**20, heads: HeadRange = ALL_HEADS) -> None:
+    def __init__(
+        self, *, service_key: ServiceKey | None = None, max_inflight_bytes: int = 2**20, heads: HeadRange = ALL_HEADS
+    ) -> None:
         self.now = 100.0
         self.stats = ConnectorStats()
         self.finished: list[str] = []
         self.address = f"inproc://producer-{next(_serial)}"
-        self.router = open_router(self.address)
+        self.router = open_router(self.address, None)  # within a process nobody is kept out
         self.agent = HeldAgent("P/0")
         self.memory = CountedMemory(layout(heads.first, heads.count))
         self.memory.bytes[:] = np.random.default_rng(0).integers(0, 255, self.memory.bytes.shape, dtype=np.uint8)
@@ -118,7 +121,7 @@ class Producer:
             self.agent,
             instance_id="P",
             compatibility_hash="c",
-            token=token,
+            service_key=service_key,
             lease_s=LEASE_S,
             max_inflight_bytes=max_inflight_bytes,
             stats=self.stats,

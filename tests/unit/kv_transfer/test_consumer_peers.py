@@ -17,6 +17,7 @@ from consumer_rig import (
     layout_of,
 )
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult, RankAddress
 from baton_kv_transfer.side_channel import Cancelled, Released
@@ -51,9 +52,19 @@ def test_a_producer_with_another_token_is_refused(pushed: Rig, worker: Worker) -
     pushed.begin("t", worker, [1])
     pushed.tell(worker, worker.welcome(worker.receive(side_channel.Hello)))
     error = pushed.results["t"].error
-    assert "token_file" in error
-    assert "secret" not in error
+    assert "service_key_file" in error
     assert "another token" in error
+
+
+@pytest.mark.parametrize("theirs", [None, ServiceKey(b"the key of another service")], ids=["none", "another"])
+def test_a_producer_without_the_service_key_hears_not_even_hello(
+    make: Callable[..., Any], pushed: Rig, theirs: ServiceKey | None
+) -> None:
+    worker = make(Worker, service_key=theirs)
+    pushed.begin("t", worker, [1])
+    pushed.hear()
+    assert "service key" in pushed.results["t"].error
+    assert not worker.poll()
 
 
 def test_memory_is_described_only_if_it_is_to_be_written(rig: Rig, pushed: Rig, worker: Worker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import pytest
 from kv_processes import wait_for
 from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
 
+from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, producer_transfers, side_channel
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
@@ -50,12 +50,17 @@ def test_a_greeting_that_does_not_fit_is_refused_naming_both_values(
     assert producer.stats.handshakes_refused == 1
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(b"right", b"wrong"), (b"right", b""), (b"", b"right")])
-def test_only_who_proves_the_token_learns_about_memory(make: Callable[..., Any], ours: bytes, theirs: bytes) -> None:
-    producer = make(Producer, token=ours)
-    friend = make(Consumer, producer, token=ours)
+RIGHT, WRONG = ServiceKey(b"the right service's key"), ServiceKey(b"the wrong service's key")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(RIGHT, WRONG), (RIGHT, None), (None, RIGHT)])
+def test_only_who_proves_the_token_learns_about_memory(
+    make: Callable[..., Any], ours: ServiceKey | None, theirs: ServiceKey | None
+) -> None:
+    producer = make(Producer, service_key=ours)
+    friend = make(Consumer, producer, token=auth.token_of(ours))
     assert friend.description is not None
-    stranger = make(Consumer, producer, token=theirs, greet=False)
+    stranger = make(Consumer, producer, token=auth.token_of(theirs), greet=False)
     (welcome,) = stranger.say(stranger.hello())
     assert welcome.proof != stranger.proof(welcome, auth.PRODUCER), (
         "the consumer sees that the producer is none of its service"
@@ -64,37 +69,17 @@ def test_only_who_proves_the_token_learns_about_memory(make: Callable[..., Any],
         stranger.say(stranger.hello())
         (refused,) = stranger.say(side_channel.Describe(proof, stranger.layout, stranger.memory()))
         assert "token" in refused.reason
-        assert "right" not in refused.reason
+        assert all(not key or key.hex() not in refused.reason for key in map(auth.token_of, (ours, theirs)))
     assert not [name for name in producer.agent._peers if name.startswith("D")], "nor is its memory looked at"
 
 
 def test_a_proof_of_an_earlier_handshake_does_not_hold(make: Callable[..., Any]) -> None:
-    producer = make(Producer, token=b"secret")
-    consumer = make(Consumer, producer, token=b"secret", greet=False)
+    producer = make(Producer, service_key=RIGHT)
+    consumer = make(Consumer, producer, token=auth.token_of(RIGHT), greet=False)
     (first,) = consumer.say(consumer.hello())
     consumer.say(consumer.hello())
     (refused,) = consumer.say(side_channel.Describe(consumer.proof(first), consumer.layout, None))
     assert "token" in refused.reason
-
-
-def test_a_token_file_must_be_readable_and_hold_a_token(tmp_path: Path) -> None:
-    assert auth.read_token("") == b""
-    path = tmp_path / "token"
-    with pytest.raises(ValueError, match=f"{path} cannot be read"):
-        auth.read_token(str(path))
-    path.write_text(" \n")
-    with pytest.raises(ValueError, match=f"{path} is empty"):
-        auth.read_token(str(path))
-    path.write_text("  secret\n")
-    assert auth.read_token(str(path)) == b"secret"
-
-
-def test_the_token_is_found_where_a_pod_that_is_a_plain_process_has_its_volumes(tmp_path, monkeypatch):
-    monkeypatch.setenv("BATON_POD_ROOT", str(tmp_path))
-    mounted = tmp_path / "etc/baton-kv-token/token"
-    mounted.parent.mkdir(parents=True)
-    mounted.write_text("secret")
-    assert auth.read_token("/etc/baton-kv-token/token") == b"secret"
 
 
 @pytest.mark.parametrize(

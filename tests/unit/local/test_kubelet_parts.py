@@ -186,6 +186,24 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
         volumes.mount({"name": "main", "volumeMounts": [{"name": "a", "mountPath": "/a", "subPath": "../x"}]})
 
 
+async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_changes(tmp_path: Path) -> None:
+    config = {"old.json": "{}"}
+
+    async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
+        return {"data": dict(config) if kind == "ConfigMap" else {"key": "c2VjcmV0"}}
+
+    spec = {"volumes": [{"name": "c", "configMap": {"name": "c"}}, {"name": "s", "secret": {"secretName": "s"}}]}
+    pod = {**POD, "spec": {**POD["spec"], **spec}}
+    volumes = PodVolumes(pod, tmp_path, None, lookup, ADDRESSES, {})  # type: ignore[arg-type]
+    mounts = [{"name": "c", "mountPath": "/etc/x"}, {"name": "s", "mountPath": "/etc/x/s"}]
+    await volumes.make()
+    root = volumes.mount({"name": "main", "volumeMounts": mounts})
+    config["new.json"] = config.pop("old.json")
+    await volumes.make()
+    assert sorted(path.name for path in (root / "etc/x").iterdir() if path.name[0] != ".") == ["new.json", "s"]
+    assert (root / "etc/x/s/key").read_text() == "secret"
+
+
 async def test_files_are_written_although_a_kubelet_was_killed_while_switching(tmp_path: Path) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
         return {"data": {"key": "value"}}

@@ -200,7 +200,9 @@ class Simulation:
             if engine.ready_at <= self.now
         }
         in_flight = float(len(self.held) + sum(map(_load, self.engines["decode"].values())) + len(self._events))
-        samples["gateway/0"] = Sample(None, {windows.IN_FLIGHT: in_flight}, {}, float(self._requests))
+        samples["gateway/0"] = Sample(
+            None, {windows.IN_FLIGHT: in_flight, windows.HELD: float(len(self.held))}, {}, float(self._requests)
+        )
         self._snapshots = [*self._snapshots[-20:], Snapshot(self.now, samples)]
 
     def _sample(self, role: MemberRole, engine: Engine) -> Sample:

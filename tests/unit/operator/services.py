@@ -13,10 +13,17 @@ Object = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def owner(name: str = "demo", coordinator: str | None = None, **spec: Any) -> Owner:
+def owner(name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any) -> Owner:
     """A service with `spec` in the API's own form."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
-    return Owner(name=name, namespace="default", uid="uid-1", spec=decode_spec(body), coordinator=coordinator)
+    return Owner(
+        name=name,
+        namespace="default",
+        uid="uid-1",
+        spec=decode_spec(body),
+        coordinator=coordinator,
+        key_name=key_name,
+    )
 
 
 def service(conditions: list[Object] | None = None, generation: int = 1) -> Object:

@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import pytest
 from autoscale_simulation import PERIOD_S, Simulation, Workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton_operator.autoscale.policy import Bounds
 from baton_operator.autoscale.signals import Targets
@@ -90,3 +92,38 @@ def test_a_target_that_no_size_can_meet_does_not_take_the_maximum() -> None:
     assert simulation.size("prefill") <= 5
     said = {decision.reason for _, decision in simulation.decisions[-2:]}
     assert "TargetUnreachable" in said
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    rate=st.floats(1.0, 40.0),
+    start=st.integers(1, 12),
+    bounds=st.tuples(st.integers(1, 4), st.integers(5, 16)),
+    seed=st.integers(0, 99),
+)
+def test_any_constant_load_ends_in_bounds_and_without_a_step_back(
+    rate: float, start: int, bounds: tuple[int, int], seed: int
+) -> None:
+    low, high = bounds
+
+    def simulated(until: float) -> Simulation:
+        simulation = Simulation(
+            lambda _: rate,
+            TARGETS,
+            prefill_bounds=Bounds(low, high),
+            decode_bounds=Bounds(low, high),
+            start={"prefill": start, "decode": start},
+            seed=seed,
+        )
+        simulation.run(until)
+        return simulation
+
+    simulation = simulated(1800.0)
+    for role in MEMBER_ROLES:
+        later = [sizes[role] for at, sizes in simulation.sizes if at > PERIOD_S]
+        assert all(low <= size <= high for size in later)
+        signs = [step > 0 for step in simulation.changes(role, since=600.0)]
+        assert sum(a != b for a, b in pairwise(signs)) <= 1, simulation.changes(role)
+        assert len(simulation.changes(role, since=1350.0)) <= 1, simulation.changes(role)
+    again = simulated(450.0).decisions
+    assert again == simulation.decisions[: len(again)], "the same measurements lead to the same decisions"

@@ -31,12 +31,14 @@ DECODE: dict[str, Any] = {
 
 
 def window(role: MemberRole, engines: int = 4, *, age: float = 0.0, gateways: int = 1, **fields: Any) -> Window:
-    demand = {name: fields.pop(name) for name in ("in_flight", "gateway_rps") if name in fields}
+    demand = {name: fields.pop(name) for name in ("in_flight", "gateway_rps", "answered_at") if name in fields}
     usual = PREFILL if role == "prefill" else DECODE
     return Window(
         start=NOW - age - 60, end=NOW - age, quantile=0.95, gateways=gateways,
         roles={role: RoleWindow(engines=engines, **{**usual, **fields})},
         in_flight=demand.get("in_flight", 5.0), requests_per_s=demand.get("gateway_rps", 10.0),
+        held=demand.get("in_flight", 5.0) if engines == 0 else 0.0,
+        answered_at=demand.get("answered_at"), active_at=demand.get("answered_at"),
     )  # fmt: skip
 
 
@@ -224,10 +226,22 @@ def test_to_zero_after_the_idle_time_and_only_if_the_minimum_allows() -> None:
 def test_from_zero_as_soon_as_a_gateway_has_a_request(role: MemberRole) -> None:
     bounds = Bounds(0, 4)
     assert chosen(group(role, 0), window(role, 0, **NOTHING), bounds=bounds).reason == "Idle"
-    for demand in ({"in_flight": 1}, {"gateway_rps": 0.02}):
+    for demand in ({"in_flight": 1}, {"answered_at": NOW - 2}):
         decision = chosen(group(role, 0), window(role, 0, **{**NOTHING, **demand}), bounds=bounds)
         assert (decision.size, decision.reason) == (1, "RequestsHeld")
+    answered = window(role, 0, **NOTHING, answered_at=NOW - 4)
+    asleep = History(changes=(Change(NOW - 2, -1),))
+    assert chosen(group(role, 0), answered, asleep, bounds).reason == "Idle", "it was answered before the engines left"
     assert chosen(group(role, 0), None, bounds=bounds).reason == "MetricsMissing"
+
+
+def test_idle_time_counts_from_the_last_request_though_it_was_seconds_ago() -> None:
+    behavior, bounds = Behavior(idle_s=8.0), Bounds(0, 4)
+    for age, size in ((6.0, 1), (8.0, 0)):
+        answered = window("decode", 1, **NOTHING, answered_at=NOW - age)
+        assert chosen(group("decode", 1), answered, settled(1), bounds, behavior).size == size
+    never = window("decode", 1, **NOTHING)
+    assert chosen(group("decode", 1), never, History(), bounds, behavior).size == 0, "nothing in the whole window"
 
 
 def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not() -> None:
@@ -240,9 +254,8 @@ def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not()
 def test_history_survives_its_own_encoding_and_keeps_equal_recommendations_as_one() -> None:
     history = History(breach=Breach(1.0, 2.0))
     for step in range(100):
-        history = history.noting(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=step > 90)
+        history = history.noting(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
     assert history.runs == (Run(3, 0.0, 1275.0), Run(4, 1275.0, 1485.0))
-    assert history.idle_s(1500.0) == 1500.0 - 91 * 15
     assert history.covers(1500.0, 300)
     assert not history.covers(1485.0 + 121, 300)
     assert msgspec.json.decode(msgspec.json.encode(history), type=History) == history

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from math import inf
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,9 @@ def test_what_an_engine_exports_is_read() -> None:
     requests = RequestMetrics()
     for name, value in (("time_to_first_token", 0.3), ("inter_token_latency", 0.02), ("request_prefill_time", 0.4)):
         requests.histograms[f"{name}_seconds"].observe(value, 2)
+    requests.on_step(8, started=time.monotonic() - 3.0)
     read = sample("decode", generate_latest(engine_registry(lambda: stats, requests, "m")).decode())
+    assert read.busy_s == pytest.approx(3.0, abs=0.5)
     assert read.gauges == {
         windows.RUNNING: 3,
         windows.WAITING: 5,
@@ -53,28 +57,33 @@ def test_what_an_engine_exports_is_read() -> None:
     assert set(read.histograms) == set(windows.ENGINE_HISTOGRAMS)
     assert read.histograms[windows.TTFT].count == 2
     assert read.histograms[windows.TTFT].mean == pytest.approx(0.3)
-    assert read.histograms[windows.ITL].quantile(0.5) == pytest.approx(0.0175)
+    assert read.histograms[windows.ITL].quantile(0.5) == pytest.approx(0.02, rel=0.1)
     assert read.histograms[windows.QUEUE_TIME].quantile(0.5) is None
 
 
 def test_what_a_gateway_exports_is_read() -> None:
     metrics = GatewayMetrics()
     metrics.in_flight.set(4)
+    metrics.held.set(2)
     metrics.time_to_first_token.observe(0.3)
     for endpoint, status, times in (
         ("/v1/completions", "200", 2),
         ("/v1/chat/completions", "503", 1),
+        ("/v1/chat/completions", "404", 5),
+        ("/v1/completions", "401", 5),
         ("/health", "200", 9),
     ):
         metrics.requests.labels(endpoint, status).inc(times)
     read = sample(None, metrics.render().decode())
-    assert (read.gauges[windows.IN_FLIGHT], read.requests) == (4, 3)
+    assert (read.gauges[windows.IN_FLIGHT], read.gauges[windows.HELD], read.requests) == (4, 2, 3)
     assert read.histograms[windows.TTFT].count == 1
 
 
 def test_text_that_is_no_metrics_is_an_error() -> None:
-    with pytest.raises(ValueError, match="invalid metric name"):
+    with pytest.raises(ValueError, match="no metric of an engine or a gateway"):
         sample("decode", "<html>502</html> oops\n")
+    with pytest.raises(ValueError, match=r"could not convert|invalid"):
+        sample("decode", "baton:kv_cache_usage_perc oops\n")
     with pytest.raises(ValueError, match="is nan"):
         sample("decode", "# TYPE baton:kv_cache_usage_perc gauge\nbaton:kv_cache_usage_perc NaN\n")
 
@@ -180,3 +189,28 @@ def test_the_order_of_pods_and_scrapes_means_nothing(random: Random, pods: list[
     assert other is not None
     assert other.roles["prefill"].busy == one.roles["prefill"].busy
     assert other.roles["prefill"].ttft_s == one.roles["prefill"].ttft_s
+
+
+def test_an_engine_that_counts_its_busy_time_is_believed_and_one_that_restarts_counts_from_zero() -> None:
+    def counted(busy_s: float, first_tokens: int) -> Sample:
+        return msgspec.structs.replace(engine(ttft=first_tokens, prefill_s=30.0), busy_s=busy_s)
+
+    on = measured((0.0, {"p/0": counted(100.0, 50)}), (10.0, {"p/0": counted(104.0, 60)}))
+    assert on.roles["prefill"].busy == pytest.approx(0.4)
+    anew = measured((0.0, {"p/0": counted(100.0, 50)}), (10.0, {"p/0": counted(3.0, 5)}))
+    assert anew.roles["prefill"].busy == pytest.approx(0.3)
+
+
+def test_a_window_knows_when_gateways_had_and_answered_their_last_request() -> None:
+    def gateway(in_flight: float, requests: float, held: float = 0.0) -> Sample:
+        return Sample(None, {windows.IN_FLIGHT: in_flight, windows.HELD: held}, {}, requests)
+
+    quiet = measured(*((at, {"g/0": gateway(0, 7)}) for at in (0.0, 2.0, 4.0)))
+    assert (quiet.held, quiet.answered_at, quiet.active_at) == (0, None, None)
+    seen = measured(
+        (0.0, {"g/0": gateway(0, 7)}),
+        (2.0, {"g/0": gateway(0, 8)}),
+        (4.0, {"g/0": gateway(1, 8, held=1)}),
+        (6.0, {"g/0": gateway(0, 8)}),
+    )
+    assert (seen.held, seen.answered_at, seen.active_at) == (0, 2.0, 4.0)

@@ -10,14 +10,18 @@ import pytest
 from services import owner
 
 from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole
+from baton_engine.protocol.service_key import ServiceKey
 from baton_operator.api import quantity_bytes
 from baton_operator.apply import contains
-from baton_operator.builders import config, coordinator, gateway, members_service, model
+from baton_operator.builders import config, coordinator, gateway, members_service, service_key
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.overlay import merge
+from baton_operator.builders.owner import Owner
 from baton_operator.desired import desired
-from baton_operator.names import GROUP, Role
+from baton_operator.names import GROUP, MEMBER_ROLES, ConfiguredRole, Role
+
+EXPERTS: dict[str, Any] = {"prefill": {}, "decode": {"parallelism": {"expert": True}}}
 
 
 def read(role: Role, type_: type[Any], **spec: Any) -> Any:
@@ -31,18 +35,62 @@ def test_engines_are_told_their_side_of_the_hand_off() -> None:
     assert read("decode", EngineConfig).kv_transfer.role is KVRole.NONE
 
 
-def test_engines_that_hand_over_prove_a_shared_token_and_others_have_none() -> None:
-    for role in ("prefill", "decode"):
-        pod = MemberTemplate(owner(prefill={}), role).pod(0)
-        (volume,) = [volume for volume in pod["spec"]["volumes"] if "secret" in volume]
-        assert volume["secret"]["secretName"] == "demo-kv-token"
-        (mount,) = [mount for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"] == volume["name"]]
-        assert mount["readOnly"]
-        token_file = read(role, EngineConfig, prefill={}).kv_transfer.token_file
-        assert token_file == f"{mount['mountPath']}/token"
-    alone = MemberTemplate(owner(), "decode").pod(0)
-    assert not [volume for volume in alone["spec"]["volumes"] if "secret" in volume]
-    assert read("decode", EngineConfig).kv_transfer.token_file == ""
+def pod_specs(service: Owner) -> dict[str, dict[str, Any]]:
+    """Pod templates of an expert-parallel service by role: metadata and spec."""
+    templates = {role: MemberTemplate(service, role).pod(0) for role in MEMBER_ROLES}
+    for role, build in (("gateway", gateway.deployment), ("coordinator", coordinator.deployment)):
+        templates[role] = build(service)["spec"]["template"]
+    return templates
+
+
+def test_every_pod_of_a_service_reads_the_services_key() -> None:
+    for spec in (EXPERTS, {}):
+        for role, template in pod_specs(owner(coordinator="10.0.0.1", key_name="k1", **spec)).items():
+            (volume,) = [volume for volume in template["spec"]["volumes"] if "secret" in volume]
+            assert volume["secret"]["secretName"] == "demo-key"
+            (container,) = template["spec"]["containers"]
+            (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+            assert mount["readOnly"]
+            assert (mount["mountPath"], service_key.ENTRY) == ("/etc/baton/service-key", "key"), role
+    assert read("decode", EngineConfig).service_key_file == "/etc/baton/service-key/key"
+    assert read("prefill", EngineConfig, prefill={}).service_key_file == "/etc/baton/service-key/key"
+    assert read("gateway", GatewayConfig).service_key_file == "/etc/baton/service-key/key"
+    (container,) = pod_specs(owner(coordinator="10.0.0.1", **EXPERTS))["coordinator"]["spec"]["containers"]
+    assert container["command"] == ["baton-coordinator", "--service-key-file", "/etc/baton/service-key/key"]
+
+
+def test_another_key_makes_another_revision_of_every_pod_and_another_expert_group() -> None:
+    before, after = (owner(coordinator="10.0.0.1", key_name=key, **EXPERTS) for key in ("k1", "k2"))
+    for role, template in pod_specs(before).items():
+        assert template["metadata"]["annotations"][f"{GROUP}/service-key"] == "k1"
+        assert pod_specs(after)[role]["metadata"]["annotations"][f"{GROUP}/service-key"] == "k2"
+    for role in MEMBER_ROLES:
+        assert MemberTemplate(before, role).revision != MemberTemplate(after, role).revision
+    assert MemberTemplate(before, "decode").expert_group != MemberTemplate(after, "decode").expert_group
+
+
+def test_a_template_cannot_hide_which_key_a_pod_has() -> None:
+    for overlay in ({"annotations": None}, {"annotations": {f"{GROUP}/service-key": "mine", "note": "x"}}):
+        pod = MemberTemplate(owner(key_name="k1", decode={"template": {"metadata": overlay}}), "decode").pod(0)
+        assert pod["metadata"]["annotations"][f"{GROUP}/service-key"] == "k1"
+
+
+def test_the_key_is_random_immutable_and_named_without_telling_it() -> None:
+    first, second = service_key.draw(), service_key.draw()
+    assert (len(first), len(bytes.fromhex(first.decode()))) == (64, 32)
+    assert first != second
+    secret = service_key.secret(owner(), first)
+    assert (secret["metadata"]["name"], secret["immutable"]) == ("demo-key", True)
+    key = service_key.read(secret)
+    assert key.bearer == ServiceKey(first).bearer
+    assert service_key.name_of(key) != service_key.name_of(ServiceKey(second))
+    assert service_key.name_of(key) not in first.decode()
+
+
+@pytest.mark.parametrize("data", [None, {}, {"other": "eA=="}, {"key": "???"}, {"key": "eA=="}])
+def test_a_secret_without_a_key_is_told(data: dict[str, str] | None) -> None:
+    with pytest.raises(ValueError, match=r"entry 'key'|at least"):
+        service_key.read({"data": data})
 
 
 def test_prefill_and_decode_may_spread_over_different_numbers_of_workers() -> None:
@@ -124,21 +172,6 @@ def test_member_pod() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > owner().spec.drain_timeout_seconds
     mounted = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
     assert mounted == [config.config_map(owner(engine={"numThreads": 2}), "decode")["metadata"]["name"]]
-
-
-@pytest.mark.parametrize(
-    ("uri", "path", "source"),
-    [
-        ("file:///models/x/", "/models/x", {"hostPath": {"path": "/models/x"}}),
-        ("pvc://c/x", "/models/c/x", {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}}),
-    ],
-)
-def test_model_volume(uri: str, path: str, source: dict[str, Any]) -> None:
-    volume, mount = model.volume(uri)
-    assert model.container_path(uri) == path
-    assert {key: value for key, value in volume.items() if key != "name"} == source
-    assert path.startswith(mount["mountPath"])
-    assert mount["readOnly"]
 
 
 def test_a_template_adds_and_changes_but_keeps_what_selectors_need() -> None:
@@ -269,7 +302,7 @@ def test_the_coordinator_is_one_restricted_pod_without_access_to_the_api() -> No
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"]
     (container,) = pod["containers"]
-    assert container["command"] == ["baton-coordinator"]
+    assert container["command"][0] == "baton-coordinator"
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"ranks": 5560, "http": 8001}
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTP"}
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
@@ -283,15 +316,6 @@ def test_the_coordinator_is_one_restricted_pod_without_access_to_the_api() -> No
     assert not service["selector"].items() <= members.items()
 
 
-def test_ingress_only_when_asked() -> None:
-    assert gateway.ingress(owner()) is None
-    assert ("Ingress", "demo-gateway") in desired(owner(), None).absent
-    ingress = gateway.ingress(owner(gateway={"ingress": {"host": "h.example", "className": "nginx"}}))
-    assert ingress
-    assert ingress["spec"]["rules"][0]["host"] == "h.example"
-    assert ingress["spec"]["ingressClassName"] == "nginx"
-
-
 def test_disruption_budget_only_for_groups_that_can_spare_a_pod_and_servers_that_know_it() -> None:
     assert disruption_budget(owner(), "decode", "policy/v1") is None
     budget = disruption_budget(owner(decode={"replicas": 3}), "decode", "policy/v1beta1")
@@ -299,6 +323,22 @@ def test_disruption_budget_only_for_groups_that_can_spare_a_pod_and_servers_that
     assert (budget["apiVersion"], budget["spec"]["minAvailable"]) == ("policy/v1beta1", 2)
     kinds = {obj["kind"] for obj in desired(owner(decode={"replicas": 3}), None).objects}
     assert "PodDisruptionBudget" not in kinds
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "gateway"])
+def test_a_group_of_several_keeps_all_but_one_pod_and_a_single_pod_holds_up_no_node(role: ConfiguredRole) -> None:
+    def budgets(replicas: int) -> tuple[list[Any], list[tuple[str, str]]]:
+        wanted = desired(owner(**({"prefill": {}} | {role: {"replicas": replicas}})), "policy/v1")
+        found = [obj for obj in wanted.objects if obj["metadata"]["name"] == f"demo-{role}"]
+        return [obj["spec"] for obj in found if obj["kind"] == "PodDisruptionBudget"], wanted.absent
+
+    (several,), absent = budgets(3)
+    selector = {f"{GROUP}/service": "demo", f"{GROUP}/role": role}
+    assert several == {"minAvailable": 2, "selector": {"matchLabels": selector}}
+    assert ("PodDisruptionBudget", f"demo-{role}") not in absent
+    single, absent = budgets(1)
+    assert single == []
+    assert ("PodDisruptionBudget", f"demo-{role}") in absent
 
 
 @pytest.mark.parametrize(("text", "size"), [("7", 7), ("2Ki", 2048), ("3M", 3_000_000), ("1Ti", 2**40)])

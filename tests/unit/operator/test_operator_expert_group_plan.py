@@ -293,3 +293,21 @@ def test_a_coordinator_that_is_away_stops_deletions_and_nothing_else() -> None:
         simulation.world(lambda: True, 1.0)
     assert simulation.ranks == before
     simulation.settle()
+
+
+def test_ranks_with_an_earlier_key_whom_the_new_coordinator_cannot_hear_drain_and_go() -> None:
+    others = [member(0, expert_group="old key"), member(1, expert_group="old key")]
+    coordinator = ranks(others=(2,), generation=0)
+    held_up = plan([*others, member(2)], 2, coordinator, recorded(3, 0, 1))
+    assert held_up.drain == [], "ranks that are recorded count until the coordinator knows better, which it never does"
+    first = plan([*others, member(2)], 2, coordinator, recorded(3))
+    assert (sorted(first.drain), first.request) == (["m-0", "m-1"], None)
+    since = NOW - timedelta(seconds=TIMEOUT_S)
+    left = [member(o, expert_group="old key", draining=True, drain_started=since) for o in (0, 1)]
+    assert {deletion.name for deletion in plan([*left, member(2)], 2, coordinator, recorded(3)).delete} == {
+        "m-0",
+        "m-1",
+    }
+    formed = plan([member(2), member(3)], 2, ranks(others=(2, 3), generation=0), recorded(3)).request
+    assert formed is not None
+    assert formed.members == ["m-2", "m-3"]

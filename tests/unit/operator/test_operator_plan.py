@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import NOW
 
-from baton_operator.plan import STUCK_TERMINATING, GroupPlan, Member, plan_group
+from baton_operator.plan import STUCK_TERMINATING, GroupPlan, Member, Update, plan_group
 
 TIMEOUT_S = 60.0
 
@@ -22,8 +22,13 @@ def member(ordinal: int, **fields: Any) -> Member:
     return Member(name=f"m-{ordinal}", ordinal=ordinal, **{**ready, **fields})
 
 
-def plan(members: list[Member], desired: int) -> GroupPlan:
-    return plan_group(members, desired=desired, revision="new", drain_timeout_s=TIMEOUT_S, now=NOW)
+IN_PLACE = Update(max_surge=0, max_unavailable=1)
+SURGE = Update(max_surge=1, max_unavailable=0, surge_timeout_s=30.0)
+PAUSED = Update(paused=True)
+
+
+def plan(members: list[Member], desired: int, update: Update = IN_PLACE) -> GroupPlan:
+    return plan_group(members, desired=desired, revision="new", update=update, drain_timeout_s=TIMEOUT_S, now=NOW)
 
 
 def deleted(result: GroupPlan) -> list[str]:
@@ -69,14 +74,115 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=20))], 2, {"delete": ["m-1"]},
     ),
     "one that failed is deleted": ([member(0), member(1, **DOWN, failed=True)], 2, {"delete": ["m-1"]}),
-    "one old member is replaced at a time": ([member(0, **OLD), member(1, **OLD)], 2, {"drain": ["m-1"]}),
-    "a replacement must be ready before the next": ([member(0, **OLD), member(1, ready=False)], 2, {}),
-    "a broken old member is replaced although the group is short": (
-        [member(0, **OLD), member(1, **OLD, **DOWN)], 2, {"delete": ["m-1"]},
-    ),
     "no replacement while another leaves": ([member(0, **OLD), member(1, deletion=NOW)], 2, {}),
-    "a single member is replaced, too": ([member(0, **OLD)], 1, {"drain": ["m-0"]}),
 }  # fmt: skip
+
+ROOMLESS = {**DOWN, "no_room_since": NOW - timedelta(seconds=31)}
+WAITS_FOR_ROOM = {**DOWN, "no_room_since": NOW - timedelta(seconds=29)}
+
+ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
+    # In place: the place of an old member is needed for a new one.
+    "in place: one old member is replaced at a time": (
+        IN_PLACE, [member(0, **OLD), member(1, **OLD)], 2, {"drain": ["m-1"]},
+    ),
+    "in place: a replacement must be ready before the next": (
+        IN_PLACE, [member(0, **OLD), member(1, ready=False)], 2, {},
+    ),
+    "in place: the new member is made when the old one is gone": (IN_PLACE, [member(0, **OLD)], 2, {"create": [1]}),
+    "in place: a broken old member is the first to go": (
+        IN_PLACE, [member(0, **OLD, **DOWN), member(1, **OLD)], 2, {"delete": ["m-0"]},
+    ),
+    "in place: a single member is replaced, too": (IN_PLACE, [member(0, **OLD)], 1, {"drain": ["m-0"]}),
+    "in place: two at a time where two may be away": (
+        Update(max_surge=0, max_unavailable=2), [member(i, **OLD) for i in range(3)], 3, {"drain": ["m-2", "m-1"]},
+    ),
+    # With a surge: a new member is ready before an old one leaves.
+    "a surge begins with a new member": (SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]}),
+    "an old member stays while the new one starts": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, {},
+    ),
+    "an old member goes when the new one is ready": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 2, {"drain": ["m-1"]},
+    ),
+    "one that drains holds its place in the surge": (
+        SURGE, [member(0, **OLD), member(1, **OLD, **DRAINS, unfinished=1), member(2)], 2, {},
+    ),
+    "the next new member comes when the old one is gone": (SURGE, [member(0, **OLD), member(2)], 2, {"create": [1]}),
+    "no more are made than are wanted in the end": (
+        SURGE, [member(0), member(2), member(1, **OLD, **DRAINS, unfinished=1)], 2, {},
+    ),
+    "a larger surge makes and replaces several": (
+        Update(max_surge=2), [member(0, **OLD), member(1, **OLD), member(2), member(3)], 2, {"drain": ["m-1", "m-0"]},
+    ),
+    "surge and unavailable together": (
+        Update(max_surge=1, max_unavailable=1), [member(0, **OLD), member(1, **OLD)], 2,
+        {"create": [2], "drain": ["m-1"]},
+    ),
+    "nothing serves, so nothing can be lost: all are replaced at once": (
+        SURGE, [member(0, **OLD, **DOWN), member(1, **OLD, **DOWN)], 2, {"create": [2], "delete": ["m-0", "m-1"]},
+    ),
+    # A revision that never gets ready.
+    "a broken revision takes nobody's place": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, ready=False)], 2, {},
+    ),
+    "nor that of an old member that is being restarted": (
+        SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2, ready=False)], 2, {},
+    ),
+    "nor the last one's": (SURGE, [member(0, **OLD, **DOWN), member(1, ready=False)], 1, {}),
+    "in place it takes no more than one": (IN_PLACE, [member(0, **OLD), member(1, **DOWN)], 2, {}),
+    "going back: only the broken member leaves": (
+        SURGE, [member(0), member(1), member(2, **OLD, **DOWN)], 2, {"delete": ["m-2"]},
+    ),
+    "going back in place: its place is the old revision's again": (
+        IN_PLACE, [member(0), member(1, **OLD, **DOWN)], 2, {"delete": ["m-1"]},
+    ),
+    "going back half way: those that were replaced already leave, the others stay": (
+        SURGE, [member(0), member(1, **OLD), member(2, **OLD)], 2, {"drain": ["m-2"]},
+    ),
+    "going on to a third revision: the broken second leaves first": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, revision="broken", **DOWN)], 2, {"delete": ["m-2"]},
+    ),
+    # A full cluster.
+    "a surge that has no room is waited for": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **WAITS_FOR_ROOM)], 2, {},
+    ),
+    "then it takes the place of an old member": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **ROOMLESS)], 2, {"drain": ["m-1"]},
+    ),
+    "and of one only, until it is ready": (
+        SURGE, [member(0, **OLD), member(2, **DOWN), member(3, **ROOMLESS)], 2, {},
+    ),
+    "of the next, when it is": (SURGE, [member(0, **OLD), member(2), member(3, **ROOMLESS)], 2, {"drain": ["m-0"]}),
+    "a member that is ready and old is not needed for one without room when no rollout is on": (
+        SURGE, [member(0), member(1, **ROOMLESS)], 2, {},
+    ),
+    # Sizes that change meanwhile.
+    "fewer wanted in a rollout: old members leave": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 1, {"drain": ["m-1", "m-0"]},
+    ),
+    "fewer wanted while the new member starts: one that serves stays": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 1, {"drain": ["m-1"]},
+    ),
+    "more wanted in a rollout: the new ones are of the new revision": (
+        SURGE, [member(0, **OLD), member(1)], 4, {"create": [2, 3, 4]},
+    ),
+    "none wanted: all leave": (SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]}),
+    # Paused.
+    "paused: an old member is as good as a new one": (PAUSED, [member(0, **OLD), member(1, **OLD)], 2, {}),
+    "paused: a dead member is replaced": (PAUSED, [member(0, **OLD)], 2, {"create": [1]}),
+    "paused: a group still grows": (PAUSED, [member(0, **OLD)], 3, {"create": [1, 2]}),
+    "paused: a group still shrinks": (PAUSED, [member(0, **OLD), member(1, **OLD)], 1, {"drain": ["m-1"]}),
+    "paused in the middle: even the surge stays": (PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {}),
+    "paused: a surplus of one revision leaves": (PAUSED, [member(0), member(1), member(2)], 2, {"drain": ["m-2"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("update", "members", "desired", "step"), ROLLOUTS.values(), ids=ROLLOUTS.keys())
+def test_rollout(update: Update, members: list[Member], desired: int, step: dict[str, Any]) -> None:
+    result = plan(members, desired, update)
+    assert result.create == step.get("create", [])
+    assert result.drain == step.get("drain", [])
+    assert deleted(result) == step.get("delete", [])
 
 
 @pytest.mark.parametrize(("members", "desired", "step"), DECISIONS.values(), ids=DECISIONS.keys())
@@ -87,6 +193,11 @@ def test_decision(members: list[Member], desired: int, step: dict[str, Any]) -> 
     assert deleted(result) == step.get("delete", [])
 
 
+def test_what_has_no_room_is_looked_at_again_when_its_time_is_up() -> None:
+    members = [member(0, **OLD), member(1, **OLD), member(2, **WAITS_FOR_ROOM)]
+    assert plan(members, 2, SURGE).revisit_s == pytest.approx(1.0)
+
+
 def test_a_drain_under_way_is_looked_at_again_soon() -> None:
     assert plan([member(0), member(1, **DRAINS, unfinished=3)], 1).revisit_s
     assert plan([member(0)], 1).revisit_s is None
@@ -95,21 +206,25 @@ def test_a_drain_under_way_is_looked_at_again_soon() -> None:
 class Simulation:
     """A cluster that starts pods, drains engines and deletes pods as slowly as `draw` says."""
 
-    def __init__(self, members: list[Member], draw: Any) -> None:
+    def __init__(self, members: list[Member], update: Update, draw: Any) -> None:
         self.members = {m.name: m for m in members}
+        self.update = update
         self.draw = draw
         self.now = NOW
 
     def step(self, desired: int) -> GroupPlan:
         before = list(self.members.values())
-        result = plan_group(before, desired=desired, revision="new", drain_timeout_s=TIMEOUT_S, now=self.now)
+        result = plan_group(
+            before, desired=desired, revision="new", update=self.update, drain_timeout_s=TIMEOUT_S, now=self.now
+        )
         self._check(before, result, desired)
         for name in result.drain:
             self._set(name, draining=True, drain_started=self.now, unfinished=self.draw(st.integers(0, 2)))
         for name in deleted(result):
             self._set(name, deletion=self.now, ready=False)
         for ordinal in result.create:
-            created = member(ordinal, **DOWN)
+            roomless = self.now if self.draw(st.booleans()) else None
+            created = member(ordinal, **DOWN, no_room_since=roomless)
             assert created.name not in self.members, f"{created.name} exists"
             self.members[created.name] = created
         return result
@@ -120,12 +235,21 @@ class Simulation:
             gone = by_name[name]
             timed_out = gone.drain_started and self.now >= gone.drain_started + timedelta(seconds=TIMEOUT_S)
             assert gone.failed or not gone.serving or gone.unfinished == 0 or timed_out, f"{name} was not drained"
-        ready = [m for m in before if m.ready and not m.draining and m.deletion is None]
-        left = [m for m in ready if m.name not in result.drain and m.name not in deleted(result)]
+        leaving = {*result.drain, *deleted(result)}
+        staying = [m for m in before if m.deletion is None and not m.failed and not m.draining]
+        ready = [m for m in staying if m.ready]
+        left = [m for m in ready if m.name not in leaving]
         if len(left) < len(ready):
-            assert len(left) >= desired - 1, "the step takes too many ready members"
+            patience = timedelta(seconds=self.update.surge_timeout_s)
+            in_place = any(m.no_room_since and self.now >= m.no_room_since + patience for m in staying)
+            spared = max(self.update.max_unavailable, 1 if in_place else 0)
+            assert len(left) >= desired - spared, "the step takes too many ready members"
+        newest = [m for m in staying if m.revision == "new"]
+        going = [m for m in newest if m.name in leaving]
+        assert len(going) <= max(0, len(newest) - desired), "a member of the newest revision is replaced"
         alive = sum(m.deletion is None or self.now < m.deletion + STUCK_TERMINATING for m in before)
-        assert alive + len(result.create) <= max(desired, alive), "more members than wanted"
+        most = max(desired + self.update.max_surge, alive)
+        assert alive + len(result.create) <= most, "more members than wanted"
 
     def world(self) -> None:
         """Time passes; each member moves on or not."""
@@ -138,7 +262,7 @@ class Simulation:
             elif m.draining and m.unfinished:
                 self._set(m.name, unfinished=m.unfinished - 1)
             elif not m.ready and not m.failed and not m.draining:
-                self._set(m.name, serving=True, ready=m.serving)
+                self._set(m.name, serving=True, ready=m.serving, no_room_since=None)
 
     def settle(self) -> None:
         """What is under way ends well."""
@@ -148,7 +272,7 @@ class Simulation:
             elif m.draining:
                 self._set(m.name, unfinished=0)
             elif not m.failed:
-                self._set(m.name, serving=True, ready=True)
+                self._set(m.name, serving=True, ready=True, no_room_since=None)
 
     def _set(self, name: str, **fields: Any) -> None:
         self.members[name] = msgspec.structs.replace(self.members[name], **fields)
@@ -174,7 +298,9 @@ def any_member(draw: Any, ordinal: int) -> Member:
 @given(data=st.data())
 def test_any_group_converges_and_never_loses_work_or_capacity(data: st.DataObject) -> None:
     ordinals = data.draw(st.sets(st.integers(0, 6), max_size=5))
-    cluster = Simulation([data.draw(any_member(ordinal)) for ordinal in ordinals], data.draw)
+    bounds = data.draw(st.sampled_from([(0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2, 3)]))
+    update = Update(max_surge=bounds[0], max_unavailable=bounds[1], surge_timeout_s=30.0)
+    cluster = Simulation([data.draw(any_member(ordinal)) for ordinal in ordinals], update, data.draw)
     for _ in range(data.draw(st.integers(0, 12))):  # the user changes the size, the world is slow
         cluster.step(data.draw(st.integers(0, 5)))
         cluster.world()
@@ -188,4 +314,4 @@ def test_any_group_converges_and_never_loses_work_or_capacity(data: st.DataObjec
     members = list(cluster.members.values())
     assert len(members) == desired
     assert all(m.ready and m.revision == "new" and not m.draining for m in members)
-    assert plan(members, desired) == GroupPlan(), "a converged group is left alone"
+    assert plan(members, desired, update) == GroupPlan(), "a converged group is left alone"

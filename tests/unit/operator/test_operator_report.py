@@ -124,7 +124,7 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
 
 def test_all_conditions_exist_on_the_first_visit() -> None:
     told = conditions(service(), {}, Problem("InvalidSpec", "spec: no such field"))
-    assert set(told) == {"Ready", "PrefillReady", "DecodeReady", "GatewayReady"}
+    assert set(told) == {"Ready", "ModelAvailable", "PrefillReady", "DecodeReady", "GatewayReady", "Updating"}
     assert told["DecodeReady"].status == "Unknown"
     assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
 

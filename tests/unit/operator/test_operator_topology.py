@@ -20,9 +20,10 @@ from baton_engine.protocol.topology import (
 )
 from baton_operator import api
 from baton_operator.coordinator import CoordinatorClient
+from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.report import Group, group_verdict
 from baton_operator.report_topology import GroupTopology, operation_events, scaling_verdict
-from baton_operator.topology import TopologyView, record, recorded_for
+from baton_operator.topology import TopologyView, of_the_key, record, recorded_for
 
 ADDRESS = "10.96.0.9"
 
@@ -194,3 +195,15 @@ def test_events_of_an_operation() -> None:
     (warning, _, message) = operation_events(running, failed)[0]
     assert warning
     assert "c: no memory" in message
+
+
+def test_ranks_of_pods_with_another_key_are_not_waited_for() -> None:
+    def with_key(name: str, key: str) -> Object:
+        return {"metadata": {"name": name, "annotations": {ANNOTATION_SERVICE_KEY: key}}}
+
+    known = status("m-0", "m-1", "m-2", "gone")
+    left = of_the_key(known, [with_key("m-0", "old"), with_key("m-1", "new"), {"metadata": {"name": "m-2"}}], "new")
+    assert left is not None
+    assert [rank.name for rank in left.ranks] == ["m-1", "gone"]
+    assert left.generation == known.generation
+    assert of_the_key(None, [], "new") is None

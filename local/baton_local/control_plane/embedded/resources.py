@@ -120,6 +120,7 @@ BUILTIN: tuple[Resource, ...] = (
     Resource("events.k8s.io", "v1", "Event", "events", short_names=("ev",), storage="events"),
     Resource("apps", "v1", "Deployment", "deployments", True, ("deploy",), ("all",), subresources=(STATUS, SCALE)),
     Resource("apps", "v1", "ReplicaSet", "replicasets", True, ("rs",), ("all",), subresources=(STATUS, SCALE)),
+    Resource("apps", "v1", "ControllerRevision", "controllerrevisions"),
     Resource("networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), subresources=(STATUS,)),
     Resource(
         "networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", True, ("netpol",), note="stored, not enforced"

@@ -1,0 +1,252 @@
+"""200 LLMServices in one control plane: reconciles, requests and writes at rest, memory; and the demo's way from apply to Ready.
+
+    make bench SUBJECT=operator [ARGS="--services 20 --rest 10 --no-demo"]
+
+Pods of the fleet are made ready by `fake_nodes.py`; the demo is a real one, with engines, by `baton up`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from demo_phases import demo_phases
+from fake_nodes import FakeNodes
+from operator_metrics import Reading
+
+import report
+from baton_local.control_plane import ControlPlane
+from baton_local.control_plane.embedded import EmbeddedControlPlane
+from baton_local.control_plane.real import RealControlPlane, find_assets, free_ports
+from baton_operator import names
+from baton_operator.crd import custom_resource_definition
+from baton_operator.kube import Kube, connect
+
+Object = dict[str, Any]
+WRITES = ("create", "patch", "apply", "update", "delete")
+NAMESPACE = "default"
+FLEET_TIMEOUT_S = 900.0
+QUIET_S = 5.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--services", type=int, default=200)
+    parser.add_argument("--rest", type=float, default=60.0, metavar="S", help="how long rest is watched")
+    parser.add_argument("--control-plane", choices=["embedded", "real"], default="embedded")
+    parser.add_argument("--no-demo", action="store_true", help="without real engines")
+    parser.add_argument("--no-report", action="store_true", help="print only")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, goals = asyncio.run(measure(args, Path(folder)))
+    if not args.no_demo:
+        rows += demo_phases()
+    report.print_table(rows)
+    if args.no_report:
+        report.show(goals)
+        return
+    report.write(
+        "operator",
+        rows,
+        goals,
+        services=args.services,
+        control_plane=args.control_plane,
+        rest_seconds=args.rest,
+        remarks="Reconciles, API server, fake nodes and the measuring process share the cores; times are of that machine.",
+    )
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object], list[report.Goal]]:
+    """Rows and goals of the fleet."""
+    plane = _plane(args.control_plane, folder)
+    plane.start(timeout_s=120)
+    try:
+        async with connect(str(plane.kubeconfig)) as (kube, _):
+            path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+            await kube._request("POST", path, body=custom_resource_definition())
+            await _until(kube.discover, "the CRD to be served")
+            with _operator(plane.kubeconfig, folder) as (process, port):
+                nodes = asyncio.ensure_future(FakeNodes(kube).run())
+                try:
+                    return await _fleet(kube, process, port, args)
+                finally:
+                    nodes.cancel()
+                    await asyncio.gather(nodes, return_exceptions=True)
+    finally:
+        plane.stop()
+
+
+def _plane(kind: str, folder: Path) -> ControlPlane:
+    if kind == "embedded":
+        return EmbeddedControlPlane(folder)
+    assets = find_assets()
+    if assets is None:
+        sys.exit("no real control plane on this machine: run `make control-plane`")
+    return RealControlPlane(assets, folder)
+
+
+@contextmanager
+def _operator(kubeconfig: Path, folder: Path) -> Iterator[tuple[psutil.Process, int]]:
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
+    command += ["--host", "127.0.0.1", "--http-port", str(port), "--log-level", "warning"]
+    with (folder / "operator.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield psutil.Process(process.pid), port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def _fleet(
+    kube: Kube, process: psutil.Process, port: int, args: argparse.Namespace
+) -> tuple[list[Object], list[report.Goal]]:
+    async def answers() -> bool:
+        try:
+            Reading.of(port)
+        except OSError:
+            return False
+        return True
+
+    await _until(answers, "the operator to start")
+    empty_rss = process.memory_info().rss
+    start = Reading.of(port)
+    seconds = await _bring_up(kube, args.services)
+    await _quiet(port)
+    up = Reading.of(port).since(start)
+    full_rss = process.memory_info().rss
+
+    # A change that makes every service due and calls for nothing.
+    before, cpu = Reading.of(port), process.cpu_times()
+    for number in range(args.services):
+        await kube.merge(names.KIND, NAMESPACE, f"fleet-{number}", {"metadata": {"annotations": {"touched": "1"}}})
+
+    async def visited() -> bool:
+        return Reading.of(port).since(before).reconciles >= args.services
+
+    await _until(visited, "a reconcile of each service")
+    await _quiet(port)
+    visit, visit_cpu_s = Reading.of(port).since(before), _cpu_s(process, cpu)
+
+    before, cpu = Reading.of(port), process.cpu_times()
+    await asyncio.sleep(args.rest)
+    rest, rest_cpu_s = Reading.of(port).since(before), _cpu_s(process, cpu)
+
+    rows = [
+        _row("bring-up", up, services=args.services),
+        _row("a look at a service at rest", visit, cpu_ms=round(1e3 * visit_cpu_s / visit.reconciles, 2)),
+        _row(f"rest, {args.rest:g} s", rest, cpu_seconds=round(rest_cpu_s, 2)),
+        {
+            "part": "apply to Ready of the fleet",
+            "median s": round(statistics.median(seconds), 2),
+            "p99 s": round(sorted(seconds)[int(0.99 * (len(seconds) - 1))], 2),
+            "all s": round(max(seconds), 2),
+        },
+        {
+            "part": "memory of the operator",
+            "empty MiB": round(empty_rss / 2**20, 1),
+            "full MiB": round(full_rss / 2**20, 1),
+            "per service KiB": round((full_rss - empty_rss) / 2**10 / args.services, 1),
+        },
+    ]
+    writes, lists = sum(rest.requests[verb] for verb in WRITES), rest.requests["list"]
+    goals = [
+        report.Goal("writes at rest", float(writes), 0.0, "requests", at_most=True),
+        report.Goal("lists at rest", float(lists), 0.0, "requests", at_most=True),
+        # The service's Secret, by its name: the operator has no right to watch Secrets.
+        report.Goal("API requests per reconcile at rest", _per(visit), 1.0, "requests", at_most=True),
+        report.Goal("reconcile at rest, p99", visit.quantile_ms(0.99), 100.0, "ms", at_most=True),
+        report.Goal("memory of the operator", full_rss / 2**20, 256.0, "MiB", at_most=True),
+    ]
+    return rows, goals
+
+
+def _cpu_s(process: psutil.Process, before: Any) -> float:
+    now = process.cpu_times()
+    return float(now.user + now.system - before.user - before.system)
+
+
+def _per(reading: Reading) -> float:
+    """Requests per reconcile, watches that go on not counted."""
+    return (sum(reading.requests.values()) - reading.requests["watch"]) / max(1, reading.reconciles)
+
+
+def _row(part: str, reading: Reading, **more: object) -> Object:
+    return {
+        "part": part,
+        "reconciles": reading.reconciles,
+        "p50 ms": round(reading.quantile_ms(0.5), 2) if reading.reconciles else None,
+        "p99 ms": round(reading.quantile_ms(0.99), 2) if reading.reconciles else None,
+        "requests per reconcile": round(_per(reading), 2) if reading.reconciles else None,
+        "requests": " ".join(f"{verb}:{count}" for verb, count in sorted(reading.requests.items())) or "none",
+        **more,
+    }
+
+
+async def _bring_up(kube: Kube, services: int) -> list[float]:
+    """Creates them one after the other; seconds from each one's creation to its Ready."""
+    created: dict[str, float] = {}
+    ready: dict[str, float] = {}
+    _, version = await kube.list_versioned(names.KIND, NAMESPACE)
+
+    async def follow() -> None:
+        async for event in kube.watch(names.KIND, NAMESPACE, None, version, timeout_s=3600, silence_s=3600):
+            conditions = (event["object"].get("status") or {}).get("conditions") or []
+            if any(c["type"] == "Ready" and c["status"] == "True" for c in conditions):
+                ready.setdefault(event["object"]["metadata"]["name"], time.monotonic())
+            if len(ready) == services:
+                return
+
+    following = asyncio.ensure_future(follow())
+    try:
+        for number in range(services):
+            name = f"fleet-{number}"
+            created[name] = time.monotonic()
+            await kube.create(_service(name))
+        async with asyncio.timeout(FLEET_TIMEOUT_S):
+            await following
+    finally:
+        following.cancel()
+    return [ready[name] - created[name] for name in created]
+
+
+def _service(name: str) -> Object:
+    spec = {"model": {"uri": "file:///models/x"}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    metadata = {"name": name, "namespace": NAMESPACE}
+    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "spec": spec}
+
+
+async def _quiet(port: int) -> None:
+    """Until nothing has been reconciled for QUIET_S."""
+    last, since = Reading.of(port), time.monotonic()
+    deadline = since + FLEET_TIMEOUT_S
+    while time.monotonic() < since + QUIET_S:
+        await asyncio.sleep(0.5)
+        now = Reading.of(port)
+        if now.since(last).reconciles or now.queue_depth:
+            last, since = now, time.monotonic()
+        if time.monotonic() > deadline:
+            sys.exit("the operator does not come to rest")
+
+
+async def _until(check: Any, what: str) -> None:
+    deadline = time.monotonic() + FLEET_TIMEOUT_S
+    while not await check():
+        if time.monotonic() > deadline:
+            sys.exit(f"waited {FLEET_TIMEOUT_S:g} s for {what}")
+        await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

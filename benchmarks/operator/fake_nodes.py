@@ -1,0 +1,72 @@
+"""Plays what is no part of the operator: Deployments get their pods, and every pod is ready as soon as it is seen."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from baton_operator import names
+from baton_operator.kube import Kube, KubeError
+
+Object = dict[str, Any]
+
+OURS = {names.LABEL_MANAGED_BY: names.MANAGER}
+RUNNING = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
+
+
+class FakeNodes:
+    """`run` until cancelled."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._limit = asyncio.Semaphore(8)
+        self._work: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        await asyncio.gather(self._follow("Pod"), self._follow("Deployment"))
+
+    async def _follow(self, kind: str) -> None:
+        _, version = await self._kube.list_versioned(kind, None, OURS)
+        while True:
+            events = self._kube.watch(kind, None, OURS, version, timeout_s=3600, silence_s=3600)
+            async for event in events:
+                version = event["object"]["metadata"]["resourceVersion"]
+                if event["type"] == "ADDED":
+                    task = asyncio.ensure_future(self._start(kind, event["object"]))
+                    self._work.add(task)
+                    task.add_done_callback(self._work.discard)
+
+    async def _start(self, kind: str, obj: Object) -> None:
+        async with self._limit:
+            try:
+                await (self._run_pod(obj) if kind == "Pod" else self._deploy(obj))
+            except KubeError as error:
+                if error.status not in (404, 409):  # gone meanwhile
+                    raise
+
+    async def _run_pod(self, pod: Object) -> None:
+        metadata, ip = pod["metadata"], "127.255.255.254"
+        containers = [
+            {"name": c["name"], "image": c["image"], "imageID": "x", "restartCount": 0, "ready": True, "started": True}
+            | {"state": RUNNING}
+            for c in pod["spec"]["containers"]
+        ]
+        conditions = [{"type": type_, "status": "True"} for type_ in ("PodScheduled", "Ready")]
+        status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "containerStatuses": containers}
+        patch = {"status": {**status, "conditions": conditions}}
+        await self._kube.merge("Pod", metadata["namespace"], metadata["name"], patch, "status")
+
+    async def _deploy(self, deployment: Object) -> None:
+        metadata, template = deployment["metadata"], deployment["spec"]["template"]
+        replicas = deployment["spec"]["replicas"]
+        for number in range(replicas):
+            name = {"name": f"{metadata['name']}-{number}", "namespace": metadata["namespace"]}
+            # Pods of a service live and end with it, as those of its Deployment would.
+            owner = {"ownerReferences": metadata["ownerReferences"]}
+            pod_metadata = {**template["metadata"], **name, **owner}
+            await self._kube.create(
+                {"apiVersion": "v1", "kind": "Pod", "metadata": pod_metadata, "spec": template["spec"]}
+            )
+        counts = dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), replicas)
+        patch = {"status": {"observedGeneration": metadata["generation"], **counts}}
+        await self._kube.merge("Deployment", metadata["namespace"], metadata["name"], patch, "status")

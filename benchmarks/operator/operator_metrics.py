@@ -1,0 +1,51 @@
+"""The operator's own counters, and what lies between two readings of them."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+SECONDS = "baton_operator_reconcile_seconds"
+
+
+@dataclass
+class Reading:
+    requests: Counter[str]
+    """By verb."""
+    buckets: dict[float, float]
+    """Reconciles that took at most so many seconds."""
+    queue_depth: float
+
+    @classmethod
+    def of(cls, port: int) -> Reading:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        requests: Counter[str] = Counter()
+        for sample in samples:
+            if sample.name == "baton_operator_api_requests_total":
+                requests[sample.labels["verb"]] += round(sample.value)
+        buckets = {float(s.labels["le"]): s.value for s in samples if s.name == f"{SECONDS}_bucket"}
+        depth = sum(s.value for s in samples if s.name == "baton_operator_queue_depth")
+        return cls(requests, buckets, depth)
+
+    def since(self, before: Reading) -> Reading:
+        buckets = {bound: count - before.buckets[bound] for bound, count in self.buckets.items()}
+        return Reading(self.requests - before.requests, buckets, self.queue_depth)
+
+    @property
+    def reconciles(self) -> int:
+        return round(max(self.buckets.values()))
+
+    def quantile_ms(self, share: float) -> float:
+        """Interpolated within its bucket, as Prometheus does."""
+        wanted, lower, below = share * self.reconciles, 0.0, 0.0
+        for bound, count in sorted(self.buckets.items()):
+            if count >= wanted and count > below:
+                upper = bound if bound != float("inf") else lower
+                return 1e3 * (lower + (upper - lower) * (wanted - below) / (count - below))
+            lower, below = bound, count
+        return 0.0

@@ -1,0 +1,130 @@
+"""Files one by one, several at a time: resumed where they were left, proved, and tried again while that may help."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+from baton_engine.fetch.errors import FetchError, TransientError, no_space
+from baton_engine.fetch.folder import Partial
+from baton_engine.fetch.source import RemoteFile, Source, verify
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 4
+CORRUPT_TRIES = 3
+"""Downloads of one file that may fail its proof."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a source that does not answer is asked again."""
+
+    give_up_after_s: float = 300.0
+    """Without one new byte."""
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+
+    def retry(self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event) -> None:
+        """Waits before the next attempt. Raises FetchError when it is over."""
+        if time.monotonic() - silent_since > self.give_up_after_s:
+            text = f"nothing came for {self.give_up_after_s:g} s; last: {error}"
+            raise FetchError("ModelSourceUnavailable", text, temporary=True) from error
+        delay_s = min(self.first_delay_s * 2**attempt, self.max_delay_s) * random.uniform(0.5, 1.0)
+        logger.warning("%s; trying again in %.1f s", error, delay_s)
+        stop.wait(delay_s)
+
+
+class Download:
+    """Brings the files of one listing into a partial folder."""
+
+    def __init__(self, source: Source, revision: str, partial: Partial, patience: Patience) -> None:
+        self._source, self._revision = source, revision
+        self._partial, self._patience = partial, patience
+        self._stop = threading.Event()
+
+    def run(self, files: list[RemoteFile]) -> None:
+        """Returns when all are there and proved.
+
+        Raises:
+            FetchError: the first that cannot be had; transfers that still run are left behind, in daemon threads.
+        """
+        wanted: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        missing = sorted((file for file in files if not self._partial.has(file)), key=lambda file: file.size)
+        for file in missing:  # small ones first: what is wrong with the model as such shows early
+            wanted.put(file)
+        for _ in range(min(WORKERS, len(missing))):
+            threading.Thread(target=self._work, args=(wanted, outcomes), name="fetch", daemon=True).start()
+        try:
+            for _ in missing:
+                outcome = outcomes.get()
+                if outcome is not None:
+                    raise outcome
+                self._partial.save()
+        except OSError as error:
+            raise _disk_error(error) from error
+        finally:
+            self._stop.set()
+
+    def _work(self, wanted: queue.SimpleQueue[RemoteFile], outcomes: queue.SimpleQueue[Exception | None]) -> None:
+        while not self._stop.is_set():
+            try:
+                file = wanted.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._fetch(file)
+            except Exception as error:  # reported, whatever it is: the main thread waits for every file
+                outcomes.put(error)
+                return
+            outcomes.put(None)
+
+    def _fetch(self, file: RemoteFile) -> None:
+        path = self._partial.incomplete(file)
+        attempt, corrupt, reached, silent_since = 0, 0, 0, time.monotonic()
+        while not self._stop.is_set():
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(fd, "r+b") as target:
+                offset = os.fstat(fd).st_size
+                if offset > file.size:
+                    target.truncate(offset := 0)
+                target.seek(offset)
+                try:
+                    self._source.read(file, self._revision, target, offset)
+                    target.flush()
+                    if os.fstat(fd).st_size < file.size:
+                        raise TransientError(f"{file.name}: {os.fstat(fd).st_size} of {file.size} bytes came")
+                except TransientError as error:
+                    target.flush()
+                    size = os.fstat(fd).st_size
+                    if size <= file.size:
+                        if size > reached:
+                            attempt, reached, silent_since = 0, size, time.monotonic()
+                        self._patience.retry(attempt, silent_since, error, self._stop)
+                        attempt += 1
+                        continue
+            problem = verify(path, file)
+            if not problem:
+                self._partial.accept(file)
+                return
+            path.unlink()
+            corrupt, reached = corrupt + 1, 0
+            if corrupt >= CORRUPT_TRIES:
+                raise FetchError("ModelCorrupt", f"{file.name} came {corrupt} times and {problem}", temporary=True)
+            logger.warning("%s: %s; fetching it again", file.name, problem)
+
+
+def _disk_error(error: OSError) -> Exception:
+    """What stopped the writing, in the words of a condition if a person has to do something."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return no_space(f"the cache is full: {error}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return FetchError("ModelCacheInvalid", f"the cache cannot be written: {error}")
+    return error

@@ -1,0 +1,92 @@
+"""Models of a Hugging Face hub, by `huggingface_hub`. Environment: HF_TOKEN, HF_ENDPOINT and what else the library reads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+from baton_engine.fetch.errors import TransientError, access_denied, invalid, missing
+from baton_engine.fetch.source import Listing, RemoteFile
+from baton_engine.fetch.uri import HubModel
+
+TIMEOUT_S = 20.0
+
+
+class HubSource:
+    """One repository at one revision. Every file is read at the commit that the listing was of."""
+
+    def __init__(self, model: HubModel) -> None:
+        self._model = model
+        self._endpoint = os.environ.get("HF_ENDPOINT") or None
+
+    def listing(self) -> Listing:
+        """See `Source`."""
+        with self._translated():
+            info = HfApi(endpoint=self._endpoint).model_info(
+                self._model.repo, revision=self._model.revision, files_metadata=True, timeout=TIMEOUT_S
+            )
+        if not info.sha:
+            raise invalid(f"{self._name}: the hub names no commit")
+        files = []
+        for entry in info.siblings or []:
+            if entry.size is None:
+                raise invalid(f"{self._name}: the hub does not say how large {entry.rfilename!r} is")
+            if entry.lfs is not None:
+                digest = f"sha256:{entry.lfs.sha256}"
+            else:
+                digest = f"git-sha1:{entry.blob_id}" if entry.blob_id else ""
+            files.append(RemoteFile(entry.rfilename, entry.size, digest))
+        return Listing(info.sha, tuple(files))
+
+    def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
+        """See `Source`."""
+        with self._translated():
+            http_get(
+                hf_hub_url(self._model.repo, file.name, revision=revision, endpoint=self._endpoint),
+                target,  # type: ignore[arg-type]  # BinaryIO in name only
+                resume_size=offset,
+                headers={**build_hf_headers(), "Accept-Encoding": "identity"},
+                expected_size=file.size,
+                displayed_filename=file.name,
+            )
+
+    @property
+    def _name(self) -> str:
+        return f"hf://{self._model.repo}@{self._model.revision}"
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The library's errors as ours. Those of the network have no base class that outlives its versions."""
+        try:
+            yield
+        except HfHubHTTPError as error:
+            raise self._refusal(error) from error
+        except HFValidationError as error:
+            raise invalid(f"{self._name}: {error}") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise  # of the local disk
+            raise TransientError(f"{self._name}: {error}") from error
+        except Exception as error:
+            raise TransientError(f"{self._name}: {type(error).__name__}: {error}") from error
+
+    def _refusal(self, error: HfHubHTTPError) -> Exception:
+        status = error.response.status_code
+        if isinstance(error, GatedRepoError):
+            return access_denied(f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN")
+        if status in (401, 403):
+            return access_denied(
+                f"the hub answered {status} for {self._name}: it does not exist, or is not to be read without (another) HF_TOKEN"
+            )
+        if status == 404:
+            return missing(f"the hub has no {self._name}")
+        if status in (408, 429) or status >= 500:
+            return TransientError(f"the hub answered {status} for {self._name}")
+        return invalid(f"the hub answered {status} for {self._name}: {error}")

@@ -1,0 +1,115 @@
+"""Models in an object store, by `obstore`: s3:// and gs://.
+
+Environment of s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE
+(true for public buckets) and what else the library reads; of gs: GOOGLE_SERVICE_ACCOUNT_KEY and the like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.store import GCSStore, S3Store
+
+from baton_engine.fetch.errors import FetchError, TransientError, access_denied, missing
+from baton_engine.fetch.source import Listing, RemoteFile
+from baton_engine.fetch.uri import StoredModel
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+CHUNK_BYTES = 4 * 2**20
+TIMEOUT_S = 20
+"""Of connecting, and of silence while bytes come."""
+_MISSING = ("404 Not Found", "NoSuchBucket")
+_DENIED = ("401 Unauthorized", "403 Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied")
+
+
+class ObjectStoreSource:
+    """The objects right below a prefix. Each is read as long as its ETag is the one that was listed."""
+
+    def __init__(self, model: StoredModel) -> None:
+        self._model = model
+        client: ClientConfig = {
+            "connect_timeout": timedelta(seconds=TIMEOUT_S),
+            "read_timeout": timedelta(seconds=TIMEOUT_S),
+            "timeout": timedelta(days=1),  # of one object: large ones take long
+        }
+        retry: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=TIMEOUT_S)}
+        self._store: S3Store | GCSStore
+        if model.scheme == "gs":
+            self._store = GCSStore(model.bucket, client_options=client, retry_config=retry)
+        else:
+            client["allow_http"] = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+            self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
+        self._tags: dict[str, str] = {}
+
+    def listing(self) -> Listing:
+        """See `Source`. The revision is a hash over names, sizes and ETags."""
+        with self._translated():
+            objects = obstore.list_with_delimiter(self._store, self._model.prefix)["objects"]
+        files, digest = [], hashlib.sha256()
+        for entry in sorted(objects, key=lambda entry: entry["path"]):
+            name = entry["path"].removeprefix(f"{self._model.prefix}/")
+            tag = entry["e_tag"] or ""
+            self._tags[name] = tag
+            digest.update(f"{name}\0{entry['size']}\0{tag}\n".encode())
+            files.append(RemoteFile(name, entry["size"]))
+        if not files:
+            raise missing(f"there is no object right below {self._name}/")
+        return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
+
+    def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
+        """See `Source`."""
+        if offset >= file.size:
+            return
+        path = f"{self._model.prefix}/{file.name}"
+        with self._translated():
+            answer = obstore.get(
+                self._store, path, options={"range": {"offset": offset}, "if_match": self._tags[file.name] or None}
+            )
+            chunks = iter(answer.stream(CHUNK_BYTES))
+        while True:
+            with self._translated():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            target.write(memoryview(chunk))
+
+    @property
+    def _name(self) -> str:
+        return f"{self._model.scheme}://{self._model.bucket}/{self._model.prefix}"
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The library's errors as ours. What it has no class for is told by the answer that its text quotes."""
+        try:
+            yield
+        except PreconditionError as error:
+            text = f"an object of {self._name} was replaced while it was fetched"
+            raise FetchError("ModelChanged", text, temporary=True) from error
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise self._denied(error) from error
+        except FileNotFoundError as error:
+            raise missing(f"{self._name}: {_first_line(error)}") from error
+        except (BaseError, OSError) as error:
+            text = str(error)
+            if any(word in text for word in _DENIED):
+                raise self._denied(error) from error
+            if any(word in text for word in _MISSING):
+                raise missing(f"{self._name}: {_first_line(error)}") from error
+            raise TransientError(f"{self._name}: {_first_line(error)}") from error
+
+    def _denied(self, error: Exception) -> FetchError:
+        return access_denied(f"the credentials' Secret does not open {self._name}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,69 @@
+"""How far the fetcher is: on stderr, and over HTTP on the port that will be the engine's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from baton_engine.json_handler import JSONHandler
+from baton_engine.protocol.progress import Health, LoadProgress
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+
+
+class Progress:
+    """Written by the fetcher, read by the server's threads."""
+
+    def __init__(self) -> None:
+        self._message = "starting"
+        self._measure: Callable[[], LoadProgress | None] = lambda: None
+
+    def tell(self, message: str, measure: Callable[[], LoadProgress | None] | None = None) -> None:
+        """What is done now; `measure` says how much of it, whenever someone asks."""
+        self._measure = measure or (lambda: None)
+        if message != self._message:
+            logger.info("%s", message)
+        self._message = message
+
+    def health(self) -> Health:
+        return Health("Fetching", self._message, self._measure())
+
+    def log_from_now_on(self) -> None:
+        """A line on stderr every few seconds, by a thread that ends with the process."""
+        threading.Thread(target=self._log, name="progress", daemon=True).start()
+
+    def _log(self) -> None:
+        while True:
+            time.sleep(LOG_EVERY_S)
+            health = self.health()
+            logger.info("%s %s", health.message, health.progress or "")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    progress: Progress
+
+
+class _Handler(JSONHandler, BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(200, msgspec.json.encode(self.server.progress.health()))
+        else:
+            self._tell(404, "NotFound", "there is only GET /health: the model is being fetched")
+
+
+def serve(progress: Progress, host: str, port: int) -> int:
+    """Answers `GET /health` from now on; returns the port. Raises OSError if the address is taken."""
+    server = _Server((host, port), _Handler)
+    server.progress = progress
+    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    return int(server.server_address[1])

@@ -1,0 +1,49 @@
+"""What a model's URI names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from baton_engine.fetch.errors import FetchError
+
+_HUB = re.compile(
+    r"hf://([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?", re.ASCII
+)
+_STORE = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]*)/(.+)", re.ASCII)
+DEFAULT_REVISION = "main"
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A repository of a Hugging Face hub at a branch, tag or commit."""
+
+    repo: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Objects under a prefix of a bucket."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+    """Without slashes at its ends."""
+
+
+def parse(uri: str) -> HubModel | StoredModel:
+    """`hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
+
+    Raises:
+        FetchError: ModelUriInvalid.
+    """
+    if match := _HUB.fullmatch(uri):
+        return HubModel(match[1], match[2] or DEFAULT_REVISION)
+    if match := _STORE.fullmatch(uri):
+        prefix = match[3].strip("/")
+        if prefix and ".." not in prefix.split("/"):
+            return StoredModel(match[1], match[2], prefix)
+    raise FetchError(
+        "ModelUriInvalid", f"{uri!r} is none of hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX and gs://BUCKET/PREFIX"
+    )

@@ -1,0 +1,146 @@
+"""The key that all processes of one service share, and what each of its doors derives from it.
+
+The operator draws 32 random bytes per service and mounts them into the service's pods. Nothing sends the key itself:
+
+    ZMQ sockets        CURVE: one key pair of all servers and one of all clients, both derived. A server lets in nobody else.
+    HTTP admin         `Authorization: Bearer <derived>` on every request that changes something
+    KV handshake,      HMAC proofs over nonces, made with a secret derived for that purpose
+    store of ranks
+
+A derived secret tells nothing of the others: HMAC-SHA256(key, "baton/" + purpose). Without a key all doors are open, as on one's
+own machine; two sides of which only one has a key refuse each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from baton_engine.protocol.config import container_path
+from baton_engine.protocol.zap import require_client_key
+
+MIN_KEY_BYTES = 16
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""Events of a socket's monitor: on both sides, when one of the two has another key or none. Nothing else tells."""
+
+
+class ServiceKeyError(ValueError):
+    """The key cannot be had; the text names the file."""
+
+
+class ServiceKey:
+    """The key of one service."""
+
+    def __init__(self, key: bytes) -> None:
+        """Raises ValueError for a key that could be guessed because it is too short."""
+        if len(key) < MIN_KEY_BYTES:
+            raise ValueError(f"a service key has at least {MIN_KEY_BYTES} bytes, this one {len(key)}")
+        self._key = key
+
+    @classmethod
+    def load(cls, file: str) -> ServiceKey | None:
+        """The key in `file`, without white space around it; None if no file is named.
+
+        Raises:
+            ServiceKeyError: the file cannot be read, or holds no key; or this ZeroMQ has no CURVE.
+        """
+        if not file:
+            return None
+        if not zmq.has("curve"):
+            raise ServiceKeyError("service_key_file: this pyzmq was built without CURVE; PyPI's wheels have it")
+        try:
+            key = container_path(file).read_bytes().strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ServiceKeyError(f"service_key_file {file} cannot be read: {reason}") from None
+        try:
+            return cls(key)
+        except ValueError as error:
+            raise ServiceKeyError(f"service_key_file {file}: {error}") from None
+
+    def __repr__(self) -> str:
+        return "ServiceKey(...)"  # never in a log
+
+    def secret(self, purpose: str) -> bytes:
+        """32 bytes that only those with the key know; one purpose's tell nothing of another's."""
+        return hmac.digest(self._key, b"baton/" + purpose.encode(), hashlib.sha256)
+
+    @property
+    def bearer(self) -> str:
+        """Value of the Authorization header for HTTP admin requests."""
+        return f"Bearer {self.secret('http').hex()}"
+
+    def admits(self, authorization: str | None) -> bool:
+        """Whether an HTTP request with this Authorization header comes from someone with the key."""
+        return authorization is not None and hmac.compare_digest(
+            authorization.encode(errors="replace"), self.bearer.encode()
+        )
+
+    def protect_server(self, socket: zmq.Socket[Any]) -> None:
+        """Before `bind`: from then on only clients with the key get through, and all that is said is encrypted."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
+        domain = f"baton-{self.secret('zap').hex()[:16]}"  # another per key: a process may have several
+        require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
+
+    def protect_client(self, socket: zmq.Socket[Any]) -> None:
+        """Before `connect`: speaks only with servers that have the key."""
+        socket.curve_serverkey = self._curve_keys("server")[0]
+        socket.curve_publickey, socket.curve_secretkey = self._curve_keys("client")
+
+    def _curve_keys(self, side: str) -> tuple[bytes, bytes]:
+        """Public and private, in Z85. Any 32 bytes are a private key of Curve25519."""
+        private = z85.encode(self.secret(f"curve/{side}"))
+        return zmq.curve_public(private), private
+
+
+def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> str:
+    """What a client says of a server; the server's name comes before it.
+
+    Args:
+        event: one of HANDSHAKE_FAILED, as zmq.utils.monitor parses it.
+        ours: the client's key.
+    """
+    kind, mismatch = event["event"], event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # the server closed the connection, and did not say why
+        why = (
+            "wants a service key (none is set here)" if ours is None else "does not accept our service key, or has none"
+        )
+        return f"closed the connection in the handshake: it {why}, or has just ended"
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not mismatch:
+        return f"does not speak our protocol (error {event['value']:#x})"
+    if ours is None:
+        return "wants a service key, and none is set here: see service_key_file"
+    return "does not accept our service key, or has none: service_key_file must hold the same one everywhere"
+
+
+def watch_handshakes(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
+    """A socket that gets a message per client that was turned away since; see `count_refused`.
+
+    It takes any number of them: ZeroMQ's thread would wait for room, and everyone with it.
+    """
+    address = f"inproc://handshakes-{socket.fileno()}"
+    socket.monitor(address, HANDSHAKE_FAILED)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR, socket_class=zmq.Socket)
+    monitor.rcvhwm = 0
+    monitor.linger = 0
+    monitor.connect(address)
+    return monitor
+
+
+def count_refused(handshakes: zmq.Socket[bytes]) -> int:
+    """Takes what lies there: clients turned away since the last call."""
+    count = 0
+    try:
+        while True:
+            handshakes.recv_multipart(zmq.NOBLOCK)
+            count += 1
+    except zmq.Again:
+        return count

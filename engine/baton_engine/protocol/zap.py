@@ -1,0 +1,92 @@
+"""ZeroMQ asks here whether a client that speaks CURVE may come in: ZAP, https://rfc.zeromq.org/spec/27.
+
+One handler per context, in a thread of its own, for all sockets of that context; it ends with the context. A server names a
+domain, and a domain has one client key. Who has another is refused, and so is everyone if nobody answers: `ZAP_ENFORCE_DOMAIN`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+from typing import Any
+
+import zmq
+
+ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+class _Handler:
+    """Answers until the context is terminated."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        """Raises zmq.ZMQError: someone else answers in this context already."""
+        self._client_keys: dict[bytes, bytes] = {}
+        self._context = context
+        # Of a shadow: the given context may be asyncio's; and its destroy() closes its own sockets, also those in use elsewhere.
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(ENDPOINT)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        threading.Thread(target=self._answer_all, name="zap", daemon=True).start()
+
+    def admit(self, domain: bytes, client_key: bytes) -> None:
+        self._client_keys[domain] = client_key
+
+    def _answer_all(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            with _lock:  # before the context can be gone, and another at its address
+                _handlers.pop(self._context.underlying, None)
+            self._socket.close()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """Of (version, request id, domain, address, routing id, mechanism, credentials ...)."""
+        domain, mechanism, credentials = request[2], request[5], request[6:]
+        expected = self._client_keys.get(domain)
+        known = (
+            expected is not None
+            and mechanism == b"CURVE"
+            and len(credentials) == 1
+            and hmac.compare_digest(credentials[0], expected)
+        )
+        status, text = (b"200", b"OK") if known else (b"400", b"unknown client key")
+        return [_VERSION, request[1], status, text, b"", b""]
+
+
+_handlers: dict[int, _Handler] = {}
+"""By the address of the context: several Python objects may stand for one."""
+_lock = threading.Lock()
+
+
+def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) -> None:
+    """Before `bind`: of clients that speak CURVE, only one with this public key (32 bytes) gets in.
+
+    Raises:
+        zmq.ZMQError: the context has a ZAP handler that is not ours.
+    """
+    context = socket.context
+    socket.zap_domain = domain.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    with _lock:
+        handler = _handlers.get(context.underlying)
+        if handler is None:
+            handler = _handlers[context.underlying] = _Handler(context)
+        handler.admit(domain.encode(), client_key)
+
+
+def _forget_handlers() -> None:
+    """In a forked child: it has none of its parent's threads and contexts, and somebody may have held the lock."""
+    global _handlers, _lock
+    _handlers, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_handlers)

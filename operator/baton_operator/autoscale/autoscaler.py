@@ -1,0 +1,253 @@
+"""The autoscaler at work: what the operator has seen of each service, its scrapes, and the sizes that follow.
+
+A reconcile asks for the sizes (`sized`) and tells what it saw (`observe`); `run` scrapes, decides, and makes a service due when
+something is to be done or said. The size lives in the status, so it outlives the process; what led to it does not: after a restart
+nothing shrinks before it was looked at for a whole stabilisation window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from baton_operator import names, report
+from baton_operator.api_autoscaling import AutoscalingStatus
+from baton_operator.autoscale.facts import groups_of, targets_of
+from baton_operator.autoscale.history import History
+from baton_operator.autoscale.policy import Decision, Group, decide
+from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
+from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
+from baton_operator.autoscale.windows import Snapshot, window
+from baton_operator.builders.owner import Owner
+from baton_operator.workqueue import Key
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+PUBLISH_S = 60.0
+"""The status of a size that stays is written no more often: its figures change with every scrape."""
+FRESH_PERIODS = 2.5
+"""Without an answer for so many periods a container counts as gone."""
+
+
+class News(msgspec.Struct, frozen=True):
+    """An Event that is due."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+class _Role:
+    """One role of one service."""
+
+    def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
+        self.settings = settings
+        self.status = status
+        """As it is told; of the size it is always true."""
+        self.published_at = now
+        self.history = History()
+
+
+class _Service:
+    """One service with at least one role to size."""
+
+    def __init__(self, uid: str, now: float) -> None:
+        self.uid = uid
+        self.roles: dict[names.MemberRole, _Role] = {}
+        self.groups: dict[names.MemberRole, Group] = {}
+        self.targets: list[ScrapeTarget] = []
+        self.snapshots: list[Snapshot] = []
+        self.errors: dict[str, str] = {}
+        self.news: list[News] = []
+        self.next_at = now
+        self.is_scraped = False
+
+    @property
+    def sizes(self) -> dict[names.MemberRole, int]:
+        return {role: state.status.size for role, state in self.roles.items()}
+
+    @property
+    def period_s(self) -> float:
+        return scrape_period_s({role: state.settings for role, state in self.roles.items()}, self.sizes)
+
+
+class Autoscaler:
+    """
+    Args:
+        clock: seconds, for the measurements.
+        wall_clock: for `lastScaleTime`.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._services: dict[Key, _Service] = {}
+
+    # What a reconcile asks and tells
+
+    def sized(self, owner: Owner, service: dict[str, Any]) -> Owner:
+        """`owner` with the sizes that its groups shall have now, which are the spec's without `autoscaling`.
+
+        Args:
+            service: the LLMService as it is stored; its status says what was decided before this process began.
+        """
+        key, now = Key(owner.namespace, owner.name), self._clock()
+        settings = settings_of(owner.spec)
+        if not settings:
+            self.forget(key)
+            return owner
+        known = self._services.get(key)
+        if known is None or known.uid != owner.uid:
+            known = self._services[key] = _Service(owner.uid, now)
+        for role in names.MEMBER_ROLES:
+            if role not in settings:
+                known.roles.pop(role, None)
+            elif role not in known.roles:
+                known.roles[role] = _Role(settings[role], _told(service, role) or _first(role, settings[role]), now)
+            elif known.roles[role].settings != settings[role]:
+                self._change_settings(known, role, settings[role])
+        return msgspec.structs.replace(owner, sizes=known.sizes)
+
+    def observe(self, owner: Owner, groups: Mapping[names.Role, report.Group], pods: list[dict[str, Any]]) -> None:
+        """What the same reconcile saw.
+
+        Args:
+            groups: those that are known.
+            pods: of the whole service.
+        """
+        known = self._services.get(Key(owner.namespace, owner.name))
+        if known is not None:
+            settings = {role: state.settings for role, state in known.roles.items()}
+            known.groups, known.targets = groups_of(owner, groups, settings), targets_of(owner, pods)
+
+    def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
+        """What the service's status is to say; None: the role is not sized here."""
+        known = self._services.get(Key(owner.namespace, owner.name))
+        state = known.roles.get(role) if known is not None else None
+        return None if state is None else state.status
+
+    def take_news(self, owner: Owner) -> list[News]:
+        """Events that are due, each once."""
+        known = self._services.get(Key(owner.namespace, owner.name))
+        if known is None:
+            return []
+        news, known.news = known.news, []
+        return news
+
+    def forget(self, key: Key) -> None:
+        """The service is gone, or sizes itself no more."""
+        self._services.pop(key, None)
+
+    # What goes on between reconciles
+
+    async def run(self, scraper: Scraper, due: Callable[[Key], None]) -> None:
+        """Scrapes and decides until cancelled; `due` is told which service has to be reconciled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                now = self._clock()
+                for key, service in self._services.items():
+                    if service.groups and service.next_at <= now and not service.is_scraped:
+                        service.is_scraped = True
+                        group.create_task(self._round(key, service, scraper, due))
+                await asyncio.sleep(TICK_S)
+
+    async def _round(self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]) -> None:
+        try:
+            if await self.look(key, scraper):
+                due(key)
+        except Exception:  # what goes wrong for one service must not end the operator
+            log.exception("the autoscaler failed for %s, again in %g s", key, service.period_s)
+        finally:
+            service.next_at = self._clock() + service.period_s
+            service.is_scraped = False
+
+    async def look(self, key: Key, scraper: Scraper) -> bool:
+        """One scrape and the decisions that follow. Returns whether the service has to be reconciled."""
+        now, service = self._clock(), self._services[key]
+        scraped = await scraper.scrape(service.targets)
+        if self._services.get(key) is not service or not service.roles:
+            return False  # gone meanwhile
+        for pod, error in scraped.errors.items():
+            if pod not in service.errors:
+                log.warning("%s: no metrics of pod %s: %s", key, pod, error)
+        service.errors = scraped.errors
+        oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
+        service.snapshots = [*(s for s in service.snapshots if s.at >= oldest), Snapshot(now, scraped.samples)]
+        due = [self._decide(service, role, now) for role in service.roles]
+        return any(due)
+
+    def _decide(self, service: _Service, role: names.MemberRole, now: float) -> bool:
+        """Whether there is something to do or to say."""
+        state, seen = service.roles[role], service.groups.get(role)
+        if seen is None:
+            return False
+        settings = state.settings
+        measured = window(
+            service.snapshots,
+            start=now - settings.behavior.window_s,
+            fresh_s=FRESH_PERIODS * service.period_s,
+            quantile=settings.quantile,
+        )
+        group = msgspec.structs.replace(seen, size=state.status.size)
+        decision = decide(now, group, settings.bounds, settings.targets, measured, state.history, settings.behavior)
+        state.history = decision.history
+        return self._publish(service, role, decision, now)
+
+    def _publish(self, service: _Service, role: names.MemberRole, decision: Decision, now: float) -> bool:
+        state = service.roles[role]
+        before = state.status
+        resized = decision.size != before.size
+        message = decision.explanation
+        if decision.reason == "MetricsMissing" and service.errors:
+            pod, error = min(service.errors.items())
+            message = f"{message} Of {pod}: {error}"
+        told = AutoscalingStatus(
+            size=decision.size,
+            recommended=decision.recommended,
+            reason=decision.reason,
+            message=message,
+            last_scale_time=self._wall_clock().strftime("%Y-%m-%dT%H:%M:%SZ") if resized else before.last_scale_time,
+        )
+        if told == before or not (resized or now - state.published_at >= PUBLISH_S):
+            return False
+        if resized:
+            service.news.append(News("Scaled", message))
+        state.status, state.published_at = told, now
+        return True
+
+    def _change_settings(self, service: _Service, role: names.MemberRole, settings: Settings) -> None:
+        state = service.roles[role]
+        if settings.replicas != state.settings.replicas:
+            words = (
+                f"spec.{role}.replicas is {settings.replicas}, but autoscaling sizes the group, which stays at "
+                f"{state.status.size}: edit minReplicas and maxReplicas, or remove autoscaling"
+            )
+            service.news.append(News("ReplicasIgnored", words, warning=True))
+        state.settings, service.next_at = settings, self._clock()
+
+
+def _told(service: dict[str, Any], role: names.MemberRole) -> AutoscalingStatus | None:
+    """What the status said when it was read; None: nothing that can be used."""
+    found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
+    if not found:
+        return None
+    try:
+        return msgspec.convert(found, AutoscalingStatus)
+    except msgspec.ValidationError:  # another version of the operator wrote it
+        return None
+
+
+def _first(role: names.MemberRole, settings: Settings) -> AutoscalingStatus:
+    size = settings.initial
+    message = f"{role} begins with {size}: spec.{role}.replicas is {settings.replicas}."
+    return AutoscalingStatus(size=size, recommended=size, reason="Initial", message=message)

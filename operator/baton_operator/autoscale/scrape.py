@@ -1,0 +1,95 @@
+"""Asks pods for their metrics. What does not answer, or not with metrics, is told by name and is missing from the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import aiohttp
+import msgspec
+from prometheus_client import Counter
+
+from baton_operator.autoscale.windows import Sample, sample
+from baton_operator.names import MemberRole
+
+CONCURRENCY = 32
+"""Scrapes at the same time, of all services."""
+TIMEOUT_S = 5.0
+MAX_BYTES = 4 * 2**20
+
+
+class ScrapeTarget(msgspec.Struct, frozen=True):
+    """One container that exports metrics."""
+
+    pod: str
+    container: str
+    """As in `windows.Snapshot`."""
+    role: MemberRole | None
+    """None: a gateway."""
+    host: str
+    port: int
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}/metrics"
+
+
+class Scraped(msgspec.Struct, frozen=True):
+    """The answers of one round."""
+
+    samples: dict[str, Sample]
+    """By container."""
+    errors: dict[str, str]
+    """By pod: why there is no sample of it."""
+
+
+class Scraper:
+    """
+    Args:
+        results: counted by `ok` and `error`.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        results: Counter,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._session = session
+        self._results = results
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def scrape(self, targets: Iterable[ScrapeTarget]) -> Scraped:
+        """All of them side by side, each within TIMEOUT_S of its turn."""
+        scraped = Scraped({}, {})
+
+        async def ask(target: ScrapeTarget) -> None:
+            try:
+                scraped.samples[target.container] = await self._scrape(target)
+                self._results.labels("ok").inc()
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                scraped.errors[target.pod] = str(error) or f"no answer within {self._timeout_s:g} s"
+                self._results.labels("error").inc()
+
+        await asyncio.gather(*map(ask, targets))
+        return scraped
+
+    async def _scrape(self, target: ScrapeTarget) -> Sample:
+        """Raises aiohttp.ClientError, OSError, TimeoutError; ValueError: the answer is none, is too long, or is no metrics."""
+        # Its certificate is for the names that clients use, not for the address of a pod.
+        request = self._session.get(target.url, ssl=False)
+        async with self._slots, asyncio.timeout(self._timeout_s), request as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status} from {target.url}")
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > self._max_bytes:
+                    raise ValueError(f"more than {self._max_bytes} bytes from {target.url}")
+        return sample(target.role, body.decode())

@@ -1,0 +1,72 @@
+"""From `spec.<role>.autoscaling` to what `decide` takes. Pure."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from baton_operator.api import Spec
+from baton_operator.api_autoscaling import AutoscalingBounds
+from baton_operator.autoscale.policy import Behavior, Bounds
+from baton_operator.autoscale.signals import Targets
+from baton_operator.names import MEMBER_ROLES, MemberRole
+
+SCRAPE_S = 15.0
+WAKEFUL_SCRAPE_S = 2.0
+"""While a request may be held for an engine that only the next scrape starts."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How one role is sized."""
+
+    bounds: Bounds
+    targets: Targets
+    behavior: Behavior
+    quantile: float
+    replicas: int
+    """Of the spec."""
+
+    @property
+    def initial(self) -> int:
+        """The size before the first decision."""
+        return min(max(self.replicas, self.bounds.min), self.bounds.max)
+
+
+def settings_of(spec: Spec) -> dict[MemberRole, Settings]:
+    """Of the roles that are sized by the autoscaler."""
+    found: dict[MemberRole, Settings] = {}
+    if spec.prefill is not None and (prefill := spec.prefill.autoscaling) is not None:
+        targets = Targets(ttft_s=prefill.ttft_milliseconds / 1000, itl_s=inf, busy=prefill.busy_percent / 100)
+        found["prefill"] = _settings(prefill, targets, spec.prefill.replicas)
+    if (decode := spec.decode.autoscaling) is not None:
+        ttft_s = inf if decode.ttft_milliseconds is None else decode.ttft_milliseconds / 1000
+        targets = Targets(ttft_s=ttft_s, itl_s=decode.itl_milliseconds / 1000, kv_usage=decode.kv_usage_percent / 100)
+        found["decode"] = _settings(decode, targets, spec.decode.replicas)
+    return found
+
+
+def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -> Settings:
+    bounds = Bounds(autoscaling.min_replicas, max(autoscaling.min_replicas, autoscaling.max_replicas))
+    behavior = Behavior(
+        tolerance=autoscaling.tolerance_percent / 100,
+        up_window_s=float(autoscaling.scale_up_stabilization_seconds),
+        down_window_s=float(autoscaling.scale_down_stabilization_seconds),
+        # A server without CEL lets minReplicas 0 pass without it.
+        idle_s=inf if autoscaling.idle_seconds is None else float(autoscaling.idle_seconds),
+    )
+    return Settings(
+        bounds=bounds,
+        targets=targets,
+        behavior=behavior,
+        quantile=autoscaling.percentile / 100,
+        replicas=replicas,
+    )
+
+
+def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole, int]) -> float:
+    """How often to look at a service: often while it sleeps, and as finely as its idle times ask for."""
+    if any(sizes.get(role) == 0 for role in MEMBER_ROLES if role in settings):
+        return WAKEFUL_SCRAPE_S
+    idle_s = min((each.behavior.idle_s for each in settings.values() if each.bounds.min == 0), default=inf)
+    return min(SCRAPE_S, max(WAKEFUL_SCRAPE_S, idle_s / 4))

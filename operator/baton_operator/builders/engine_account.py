@@ -1,0 +1,15 @@
+"""The account under which engines and the coordinator run: nobody grants it anything, and its token is mounted nowhere."""
+
+from __future__ import annotations
+
+from baton_operator import names
+from baton_operator.builders.owner import Object, Owner
+
+
+def service_account(owner: Owner) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": owner.metadata(names.engine_account_name(owner.name)),
+        "automountServiceAccountToken": False,
+    }

@@ -1,0 +1,76 @@
+"""The LLMService definition itself: what kubectl and the API server say to a mistake in one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from baton_operator.crd import custom_resource_definition
+from baton_operator.names import API_VERSION, GROUP, KIND, PLURAL
+
+MODEL = {"model": {"uri": "file:///m"}}
+
+
+@pytest.fixture
+def services(api, define: Callable[[Any], None], namespace: str) -> Iterator[str]:
+    """Path of the namespace's LLMServices."""
+    path = f"/apis/{API_VERSION}/namespaces/{namespace}/{PLURAL}"
+    stored = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
+    api.eventually("the definition of the test before gone", lambda: api.get(stored).status_code == 404)
+    define(custom_resource_definition(rules=api.minor >= 25))
+    yield path
+    api.delete(path)
+    api.eventually("the services gone", lambda: not api.get(path).json().get("items"))
+
+
+def service(**spec: Any) -> dict[str, Any]:
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}, "spec": {**MODEL, **spec}}
+
+
+@pytest.mark.parametrize("how", [["create"], ["apply"], ["apply", "--server-side"]])
+def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
+    document = service(decoder={"replicas": 1}, gateway={"apiKey": {"secretName": "s"}})
+
+    def refused() -> bool:  # kubectl validates itself by what older servers publish a moment later
+        done = api.kubectl(*how, "-n", namespace, "-f", "-", stdin=document)
+        if done.returncode == 0:
+            api.delete(f"{services}/demo")
+            return False
+        return "decoder" in done.stderr and "apiKey" in done.stderr
+
+    api.eventually("both fields named", refused)
+    assert api.get(f"{services}/demo").status_code == 404
+
+
+def test_a_client_that_does_not_ask_for_strictness_loses_the_field(api, services):
+    """So documents say: the operator cannot warn of what the server does not keep."""
+    stored = api.post(services, service(decoder={"replicas": 1})).json()
+    assert "decoder" not in stored["spec"]
+
+
+def test_what_can_never_work_is_refused_where_the_server_knows_rules(api, services):
+    answer = api.post(services, service(gateway={"limits": {"maxConcurrentPerKey": 2}}))
+    if api.minor < 25:
+        assert answer.status_code == 201, "the operator says InvalidSpec"
+        return
+    assert answer.status_code == 422
+    [cause] = answer.json()["details"]["causes"]
+    assert cause["field"] == "spec.gateway"
+    assert "limits.maxConcurrentPerKey needs apiKeys" in cause["message"]
+    created = api.post(services, service(gateway={"ingress": {"host": "a.example"}}))
+    assert created.status_code == 201
+    route = {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}]}}}}
+    assert "ingress and httpRoute exclude each other" in api.patch(f"{services}/demo", route).json()["message"]
+
+
+def test_lists_and_names_are_bounded(api, services):
+    for spec, field in (
+        ({"gateway": {"httpRoute": {"parentRefs": []}}}, "spec.gateway.httpRoute.parentRefs"),
+        ({"gateway": {"tls": {"secretName": "Not A Name"}}}, "spec.gateway.tls.secretName"),
+        ({"gateway": {"tls": {}}}, "spec.gateway.tls.secretName"),
+        ({"gateway": {"routing": {"policy": "roundRobin"}}}, "spec.gateway.routing.policy"),
+        ({"decode": {"parallelism": {"pipeline": 65}}}, "spec.decode.parallelism.pipeline"),
+    ):
+        answer = api.post(services, service(**spec))
+        assert answer.status_code == 422, spec
+        assert field in [cause["field"] for cause in answer.json()["details"]["causes"]]

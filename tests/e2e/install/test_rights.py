@@ -1,0 +1,261 @@
+"""The operator under the rights that the chart grants it, on a real API server that writes down every request: nothing was refused,
+and nothing was granted that was not used."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+from kubernetes.client import ApiException
+from release_cluster import CHART, RELEASE, Cluster
+
+from baton_local.control_plane.real import RealControlPlane, find_assets, missing_assets
+from baton_operator.crd import custom_resource_definition
+from baton_operator.history import LIMIT
+from baton_operator.names import GROUP, PLURAL, VERSION
+from support.audit import Audit, Right, granted
+from support.http_routes import ROUTES
+from support.waiting import eventually
+
+Object = dict[str, Any]
+SERVICE = "demo"
+TIMEOUT_S = 60.0
+UNSEEN = {
+    # An admission plugin looks at it whenever an object with blockOwnerDeletion is made; no request is for it.
+    Right(GROUP, f"{PLURAL}/finalizers", "update"),
+    # A service that the operator has written to is read when the watch does not show it: the API server would have to be slow.
+    Right(GROUP, PLURAL, "get"),
+}
+BESIDE = [
+    ("budget", "policy", "v1beta1", "poddisruptionbudgets"),
+    ("policy", "networking.k8s.io", "v1", "networkpolicies"),
+    ("ingress", "networking.k8s.io", "v1", "ingresses"),
+    ("route", "gateway.networking.k8s.io", "v1", "httproutes"),
+]
+
+
+@pytest.fixture(scope="module")
+def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "audit.log"
+
+
+@pytest.fixture(scope="module")
+def audited_plane(audit_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealControlPlane]:
+    """A real control plane that asks whether who sets blockOwnerDeletion may, as some clusters do."""
+    assets = find_assets()
+    if assets is None:
+        if os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
+            pytest.fail(missing_assets())
+        pytest.skip(f"no real control plane: {missing_assets()}")
+    flags = ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)
+    plane = RealControlPlane(
+        assets, tmp_path_factory.mktemp("audited-plane"), audit_log=audit_log, apiserver_flags=flags
+    )
+    plane.start(timeout_s=120)
+    try:
+        yield plane
+    finally:
+        plane.stop()
+
+
+class Services:
+    """What a user and the kubelet do in one namespace, with an administrator's rights."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+
+    def get(self) -> Object:
+        found: Object = self.cluster.custom.get_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, PLURAL, SERVICE
+        )
+        return found
+
+    def patch(self, **spec: Any) -> None:
+        body = {"spec": spec}
+        self.cluster.custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, SERVICE, body)
+
+    def leave_former_secret(self) -> None:
+        """What an operator of before there was a key for all has made."""
+        owner = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "LLMService",
+            "name": SERVICE,
+            "uid": self.get()["metadata"]["uid"],
+            "controller": True,
+        }
+        metadata = {"name": f"{SERVICE}-kv-token", "ownerReferences": [owner]}
+        data = {"token": base64.b64encode(b"former").decode()}
+        self.cluster.core.create_namespaced_secret(self.namespace, {"metadata": metadata, "data": data})
+
+    def secrets(self) -> set[str]:
+        found = {secret.metadata.name for secret in self.cluster.core.list_namespaced_secret(self.namespace).items}
+        return {name for name in found if name in (f"{SERVICE}-key", f"{SERVICE}-kv-token")}
+
+    def members(self) -> set[str]:
+        names = self.cluster.pods(self.namespace)
+        return {
+            name.removeprefix(f"{SERVICE}-")
+            for name in names
+            if "-gateway-" not in name and "-coordinator-" not in name
+        }
+
+    def beside(self) -> set[str]:
+        """Objects that come and go with the spec."""
+        found = []
+        for what, group, version, plural in BESIDE:
+            answer = self.cluster.custom.list_namespaced_custom_object(group, version, self.namespace, plural)
+            found += [f"{what} {item['metadata']['name']}" for item in answer["items"]]
+        deployments = self.cluster.apps.list_namespaced_deployment(self.namespace).items
+        found += [f"deployment {each.metadata.name}" for each in deployments if "coordinator" in each.metadata.name]
+        return {name.replace(f"{SERVICE}-", "") for name in found}
+
+    def run_members(self) -> None:
+        """The kubelet's report of pods that run and are ready. Nobody answers at their address."""
+        state = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
+        container = {"name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": True, "started": True}
+        status = {
+            "phase": "Running",
+            "podIP": "127.203.0.1",
+            "podIPs": [{"ip": "127.203.0.1"}],
+            "containerStatuses": [{**container, "state": state}],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        for pod in self.cluster.core.list_namespaced_pod(self.namespace, label_selector=f"{GROUP}/member=true").items:
+            if pod.status.phase == "Pending":
+                with contextlib.suppress(ApiException):  # it went
+                    name = pod.metadata.name
+                    self.cluster.core.patch_namespaced_pod_status(name, self.namespace, {"status": status})
+
+    def take_name(self, member: str) -> None:
+        """By a pod that is none of the service's."""
+        spec = {"containers": [{"name": "x", "image": "x"}]}
+        self.cluster.core.create_namespaced_pod(
+            self.namespace, {"metadata": {"name": f"{SERVICE}-{member}"}, "spec": spec}
+        )
+
+    def reason(self) -> str:
+        """Why it is not ready."""
+        conditions = self.get().get("status", {}).get("conditions", [])
+        return str(next((c["reason"] for c in conditions if c["type"] == "Ready"), ""))
+
+    def newest_record(self) -> int | None:
+        """maxNumSeqs of the spec that was recorded last."""
+        found = self.cluster.apps.list_namespaced_controller_revision(self.namespace).items
+        newest = max(found, key=lambda each: each.revision, default=None)
+        return None if newest is None else (newest.data["spec"].get("engine") or {}).get("maxNumSeqs")
+
+    def config_maps(self, role: str) -> list[str]:
+        selector = f"{GROUP}/service={SERVICE},{GROUP}/role={role}"
+        found = self.cluster.core.list_namespaced_config_map(self.namespace, label_selector=selector).items
+        return [config_map.metadata.name for config_map in found]
+
+    def until(self, probe: Callable[[], Any], wanted: Any, log: Path) -> None:
+        def same() -> bool:
+            self.run_members()
+            seen = probe()
+            told = [(c["reason"], c["message"]) for c in self.get().get("status", {}).get("conditions", [])]
+            assert seen == wanted, f"{seen}, not {wanted}; {told}; {log.read_text()[-1500:]}"
+            return True
+
+        eventually(same, timeout_s=TIMEOUT_S, what=str(wanted))
+
+
+def a_services_life(services: Services, log: Path) -> None:
+    """Every kind of thing that the operator does, once."""
+    beside = {"policy members", *(f"budget {role}" for role in ("prefill", "decode", "gateway"))}
+    services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1"}, log)
+    services.until(services.beside, {*beside, "ingress gateway"}, log)
+    services.patch(
+        gateway={"ingress": None, "httpRoute": {"parentRefs": [{"name": "edge"}], "hostnames": ["a.example"]}}
+    )
+    services.until(services.beside, {*beside, "route gateway"}, log)
+    services.until(services.secrets, {f"{SERVICE}-key"}, log)
+
+    # The same thing happens twice: one event, counted.
+    services.cluster.core.delete_namespaced_pod(f"{SERVICE}-prefill-1", services.namespace, grace_period_seconds=0)
+    services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1"}, log)
+
+    # Somebody else's pod has the name that is wanted.
+    services.take_name("decode-2")
+    services.patch(decode={"replicas": 3})
+    services.until(services.reason, "NameConflict", log)
+    services.cluster.core.delete_namespaced_pod(f"{SERVICE}-decode-2", services.namespace, grace_period_seconds=0)
+    services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}, log)
+
+    # Smaller, without anything that can be done without.
+    services.patch(
+        prefill={"replicas": 1},
+        decode={"replicas": 1},
+        gateway={"replicas": 1, "httpRoute": None},
+        security={"networkPolicy": False},
+    )
+    services.until(services.members, {"prefill-0", "decode-0"}, log)
+    services.until(services.beside, set(), log)
+
+    # Another configuration, then another shape, and back.
+    before = services.config_maps("decode")
+    services.patch(engine={"maxNumSeqs": 7})
+    services.until(lambda: set(services.config_maps("decode")) & set(before), set(), log)
+    for number in range(8, 8 + LIMIT):  # more specs than are remembered
+        services.patch(engine={"maxNumSeqs": number})
+        services.until(services.newest_record, number, log)
+    services.patch(decode={"parallelism": {"expert": True}})
+    services.until(services.beside, {"deployment coordinator"}, log)
+    services.patch(decode={"parallelism": {"expert": False}})
+    services.until(services.beside, set(), log)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scope", ["cluster", "namespace"])
+def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
+    scope: str, audited_plane: RealControlPlane, audit_log: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(audited_plane.kubeconfig, tmp_path)
+    known = {crd.metadata.name for crd in cluster.definitions.list_custom_resource_definition().items}
+    for crd in (ROUTES, custom_resource_definition()):
+        if crd["metadata"]["name"] not in known:
+            cluster.definitions.create_custom_resource_definition(crd)
+    team = cluster.new_namespace()
+    values: Object = {"crds": {"install": False}, **({"watchNamespaces": [team]} if scope == "namespace" else {})}
+    with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=cluster.namespace) as releases:
+        releases.install(CHART, RELEASE, values, create_namespace=True, timeout=60)
+        try:
+            eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
+            cluster.create_service(team, SERVICE)
+            services = Services(cluster, team)
+            services.leave_former_secret()
+            services.patch(
+                prefill={"replicas": 2},
+                decode={"replicas": 2},
+                gateway={"replicas": 2, "ingress": {"host": "a.example"}},
+                drainTimeoutSeconds=0,
+            )
+            with cluster.operator("--leader-elect", "--lease-namespace", cluster.namespace) as log:
+                a_services_life(services, log)
+            if scope == "namespace":
+                assert not [r for r in cluster.rbac.list_cluster_role().items if r.metadata.name.startswith(RELEASE)]
+                rules = roles(cluster, team, cluster.namespace)
+            else:
+                rules = cluster.rbac.read_cluster_role(f"{RELEASE}-operator").rules
+                rules = [cluster.rbac.api_client.sanitize_for_serialization(rule) for rule in rules]
+                rules += roles(cluster, cluster.namespace)
+        finally:
+            releases.uninstall(RELEASE, ignore_not_found=True)
+    audit = Audit(audit_log, f"system:serviceaccount:{cluster.namespace}:{RELEASE}-operator")
+    assert audit.forbidden == [], log.read_text()[-3000:]
+    assert "forbidden" not in log.read_text().lower(), log.read_text()
+    assert audit.used, "the log has no request of the operator"
+    assert granted(rules) - audit.used - UNSEEN == set()
+
+
+def roles(cluster: Cluster, *namespaces: str) -> list[Object]:
+    """Rules of the release's Roles."""
+    found = [role for namespace in namespaces for role in cluster.rbac.list_namespaced_role(namespace).items]
+    mine = [role for role in found if role.metadata.name.startswith(f"{RELEASE}-operator")]
+    return [cluster.rbac.api_client.sanitize_for_serialization(rule) for role in mine for rule in role.rules]

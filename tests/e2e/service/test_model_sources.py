@@ -1,0 +1,122 @@
+"""A service whose model lies on a hub: fetched by init containers with the credentials of a Secret, kept in a cache of the node.
+
+On the embedded control plane: what is new here is the pods', which come from the same kubelet on either.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_engine.protocol.config import GATEWAY_PORT
+from support.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
+from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.waiting import eventually
+
+SECRET = "hub-credentials"
+URI = "hf://org/model"
+
+
+def service(name: str, checkpoint: Path, uri: str, **model: Any) -> dict[str, Any]:
+    wanted = manifest(name, checkpoint)
+    wanted["spec"]["model"] |= {"uri": uri, "credentialsSecret": SECRET, **model}
+    return wanted
+
+
+def secret(**entries: str) -> dict[str, Any]:
+    data = {name: base64.b64encode(value.encode()).decode() for name, value in entries.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET, "namespace": "default"}, "data": data}
+
+
+@pytest.fixture(scope="module")
+def hub(checkpoints: dict[str, Path]) -> Iterator[FakeHub]:
+    with fake_hub(folder_files(checkpoints["qwen3"])) as hub:
+        hub.private = True
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def embedded(hub: FakeHub, checkpoints: dict[str, Path]) -> Iterator[LocalClusterUnderTest]:
+    with local_cluster("embedded") as cluster:
+        cluster.up(manifest("aside", checkpoints["qwen3"], prefill=0))
+        cluster.kubectl("delete", "llms", "aside", "--wait=false")
+        yield cluster
+
+
+def complete(cluster: LocalClusterUnderTest, name: str) -> str:
+    (gateway,) = cluster.pods(name, "gateway")
+    body = json.dumps(
+        {"model": name, "prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    ).encode()
+    url = f"http://{gateway['status']['podIP']}:{GATEWAY_PORT}/v1/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(json.load(response)["choices"][0]["finish_reason"])
+
+
+def test_a_model_of_a_private_hub_is_fetched_once_for_all_engines_of_a_node_and_served(
+    embedded: LocalClusterUnderTest, hub: FakeHub, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    embedded.apply(secret(HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN))
+    embedded.apply(service("hubbed", checkpoints["qwen3"], URI, cache={"hostPath": str(tmp_path / "cache")}))
+    try:
+        status = embedded.wait_ready("hubbed", timeout_s=180)
+        available = embedded.condition("hubbed", "ModelAvailable")
+        assert (available["status"], available["reason"]) == ("True", "Available"), available
+        assert status["model"] == {"uri": URI, "revision": hub.commit}
+        weights = {name: count for name, count in hub.downloads.items() if name.endswith(".safetensors")}
+        assert weights, hub.downloads
+        assert set(weights.values()) == {1}, "prefill and decode pods share the cache"
+        assert complete(embedded, "hubbed") == "length"
+    finally:
+        embedded.kubectl("delete", "llms", "hubbed", "--wait=false")
+
+
+@pytest.mark.parametrize(
+    ("uri", "token", "reason"),
+    [("hf://org/no-such-model", TOKEN, "ModelMissing"), (URI, "hf_of_someone_else", "ModelAccessDenied")],
+)
+def test_why_a_model_cannot_be_had_is_in_the_conditions(
+    embedded: LocalClusterUnderTest, hub: FakeHub, checkpoints: dict[str, Path], uri: str, token: str, reason: str
+) -> None:
+    embedded.apply(secret(HF_ENDPOINT=hub.url, HF_TOKEN=token))
+    name = reason.lower()
+    embedded.apply(service(name, checkpoints["qwen3"], uri))
+    try:
+
+        def told() -> bool:
+            for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
+                found = embedded.condition(name, type_)
+                assert (found["status"], found["reason"]) == ("False", reason), found
+            return True
+
+        eventually(told, timeout_s=90, what=f"conditions with the reason {reason}")
+    finally:
+        embedded.kubectl("delete", "llms", name, "--wait=false")
+
+
+def test_a_control_plane_without_image_volumes_says_so(
+    cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
+) -> None:
+    """1.20 has none."""
+    if cluster.control_plane != "real" or "v1.20" not in cluster.kubectl("version", "-o", "json"):
+        pytest.skip("the embedded control plane takes any volume, and newer ones know this one")
+    wanted = manifest("imaged", checkpoints["qwen3"])
+    wanted["spec"]["model"] |= {"uri": "image://registry.example/models/small:v1"}
+    cluster.apply(wanted)
+    try:
+
+        def told() -> bool:
+            found = cluster.condition("imaged", "ModelAvailable")
+            assert (found["status"], found["reason"]) == ("False", "ImageVolumeUnsupported"), found
+            return True
+
+        eventually(told, timeout_s=90, what="the condition")
+    finally:
+        cluster.kubectl("delete", "llms", "imaged", "--wait=false")

@@ -1,0 +1,133 @@
+"""Rolling updates under load: of each role in turn, and of the operator. No request fails, and no other role is restarted.
+
+Two minutes for each control plane, so both wait for `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest, processes_with_home
+from support.parity import reference_model
+from support.under_load import under_load
+from support.waiting import eventually
+
+NAME = "rolling"
+ROLES = ("prefill", "decode", "gateway")
+VOCAB_SIZE = 512
+UPDATED_S = 150.0
+"""Two pods after each other, each of which imports torch and loads, beside the load and other tests on two cores."""
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("control_plane", ["embedded", "real"])
+async def test_a_rolling_update_of_each_role_and_of_the_operator_fails_no_request(
+    control_plane: str, tmp_path: Path
+) -> None:
+    checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
+    service = manifest(NAME, checkpoint, prefill=1, decode=2, gateway={"replicas": 2})
+    service["spec"]["model"]["servedName"] = "m"  # what `Load` asks for
+    with local_cluster(control_plane) as cluster:
+        await asyncio.to_thread(cluster.up, service)
+        endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
+        async with (
+            under_load(endpoint, reference_model(checkpoint), width=3, vocab_size=VOCAB_SIZE),
+            fresh_connections(endpoint),
+        ):
+            for role in ROLES:
+                await asyncio.to_thread(a_new_template_replaces_only_this_role, cluster, role)
+            await asyncio.to_thread(the_operator_is_replaced, cluster)
+
+
+def a_new_template_replaces_only_this_role(cluster: LocalClusterUnderTest, role: str) -> None:
+    before = {each: uids(cluster, each) for each in ROLES}
+    template = {"spec": {role: {"template": {"metadata": {"annotations": {"example.com/release": "2"}}}}}}
+    cluster.kubectl("patch", f"llms/{NAME}", "--type=merge", "-p", json.dumps(template))
+
+    def replaced() -> bool:
+        pods = cluster.pods(NAME, role)
+        released = [pod["metadata"].get("annotations", {}).get("example.com/release") == "2" for pod in pods]
+        assert all(released), f"{released.count(False)} of {len(pods)} {role} pods are of the old revision"
+        assert len(pods) == len(before[role]), [pod["metadata"]["name"] for pod in pods]
+        return True
+
+    eventually(replaced, timeout_s=UPDATED_S, what=f"only {role} pods of the new revision", every_s=0.5)
+    cluster.wait_ready(NAME)
+    assert not uids(cluster, role) & before[role]
+    for other in set(ROLES) - {role}:
+        assert uids(cluster, other) == before[other], f"{other} pods were replaced, too"
+
+
+def the_operator_is_replaced(cluster: LocalClusterUnderTest) -> None:
+    """As an update of its Deployment does: SIGTERM to the one, then another comes. Meanwhile a decode pod is killed."""
+    before = {each: uids(cluster, each) for each in ROLES}
+    old = operator_of(cluster)
+    assert old is not None
+    old.send_signal(signal.SIGTERM)
+    cluster.process_of(cluster.pods(NAME, "decode")[0]["metadata"]["name"]).send_signal(signal.SIGKILL)
+
+    def another() -> bool:
+        now = operator_of(cluster)
+        return now is not None and now.pid != old.pid
+
+    eventually(another, timeout_s=60, what="another operator")
+    cluster.wait_ready(NAME)
+    assert {each: uids(cluster, each) for each in ROLES} == before, "an operator's restart replaces no pod"
+
+
+def operator_of(cluster: LocalClusterUnderTest) -> psutil.Process | None:
+    for process in processes_with_home(cluster.home):
+        try:
+            if any(word.endswith("baton-operator") for word in process.cmdline()):
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def uids(cluster: LocalClusterUnderTest, role: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in cluster.pods(NAME, role)}
+
+
+@asynccontextmanager
+async def fresh_connections(url: str) -> AsyncIterator[None]:
+    """Short requests within, one after the other, each over a connection of its own, as new clients come; none may fail."""
+    stopping = asyncio.Event()
+    answers: list[str] = []
+    """Empty for each that was right."""
+
+    async def ask() -> str:
+        body = {"model": "m", "prompt": "on and on", "max_tokens": 4}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+                session.post(f"{url}/v1/completions", json=body) as response,
+            ):
+                return "" if response.status == 200 else f"{response.status} {await response.text()}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return repr(error)
+
+    async def keep_asking() -> None:
+        while not stopping.is_set():
+            answers.append(await ask())
+
+    asking = asyncio.create_task(keep_asking())
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asking
+    failed = [answer for answer in answers if answer]
+    assert answers
+    assert not failed, f"{len(failed)} of {len(answers)} short requests failed: {failed[:5]}"

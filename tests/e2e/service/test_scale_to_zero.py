@@ -1,0 +1,77 @@
+"""A service that sleeps while nobody wants it: one request wakes it and is answered, and when nobody asks any more it goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.waiting import eventually
+
+NAME = "sleeper"
+IDLE_S = 6
+AUTOSCALING = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 1000, "idleSeconds": IDLE_S, "holdSeconds": 120}
+
+
+def sleeper(checkpoint: Path, **decode: Any) -> dict[str, Any]:
+    service = manifest(NAME, checkpoint, prefill=0)
+    service["spec"]["decode"] = {"replicas": 0, "autoscaling": AUTOSCALING, **decode}
+    return service
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoints: dict[str, Path]) -> Iterator[LocalClusterUnderTest]:
+    with local_cluster("embedded") as cluster:
+        cluster.up(sleeper(checkpoints["qwen3"]))
+        yield cluster
+
+
+def decode_status(cluster: LocalClusterUnderTest) -> dict[str, Any]:
+    decode: dict[str, Any] = cluster.get("llms", NAME)["status"]["decode"]
+    return decode
+
+
+@pytest.mark.timeout(300)
+def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, checkpoints):
+    # It began without decode pods. The question that `baton up` asks of every service was the first request.
+    eventually(lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"], timeout_s=60, what="awake")
+    eventually(lambda: decode_status(cluster)["desired"] == 0, timeout_s=90, what=f"asleep after {IDLE_S} s")
+    eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="no decode pods")
+    assert "tokens/s" in (cluster.home / "logs" / "supervisor.log").read_text(), "the question was answered"
+    status = cluster.wait_ready(NAME)
+    assert (status["decode"]["autoscaling"]["size"], status["decode"]["autoscaling"]["reason"]) == (0, "Idle")
+    assert cluster.condition(NAME, "DecodeReady")["reason"] == "ScaledToZero"
+
+    client = openai.OpenAI(base_url=f"{status['endpoint']}/v1", api_key="unused", max_retries=0, timeout=120.0)
+    assert [model.id for model in client.models.list()] == [NAME]
+    answer = client.completions.create(model=NAME, prompt="who is there", max_tokens=8, temperature=0)
+    assert answer.usage.completion_tokens > 0
+    assert decode_status(cluster)["autoscaling"]["size"] == 1
+    # What the user applied says 0, and to apply it again is no decision on the size.
+    cluster.apply(sleeper(checkpoints["qwen3"]))
+    assert cluster.wait_ready(NAME)["decode"]["desired"] == 1
+
+    events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
+    told = [event["message"] for event in events if event["reason"] == "Scaled"]
+    assert any(message.startswith("decode 0 -> 1: requests that wait at the gateways: 1") for message in told), told
+    assert any(message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in told), told
+
+
+def test_what_can_never_work_is_refused(cluster, checkpoints):
+    for wrong, why in (
+        ({"minReplicas": 3}, "minReplicas must not be greater than maxReplicas"),
+        ({"minReplicas": 1}, "idleSeconds belongs to minReplicas 0"),
+    ):
+        refused = cluster.kubectl(
+            "apply",
+            "-f",
+            "-",
+            stdin=json.dumps(sleeper(checkpoints["qwen3"], autoscaling=AUTOSCALING | wrong)),
+            check=False,
+        )
+        assert why in refused

@@ -1,0 +1,177 @@
+"""A Hugging Face hub on loopback: what `huggingface_hub` asks of one for a model, with the real one's headers, and its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_let_me_in"
+LFS_SUFFIX = ".safetensors"
+
+
+@dataclass
+class FakeHub:
+    """One repository. Fields are changed by tests while it serves."""
+
+    repo: str
+    files: dict[str, bytes]
+    commit: str = "c0ffee" + "0" * 34
+    branch: str = "main"
+    private: bool = False
+    """Only for who sends TOKEN."""
+    claimed_sizes: dict[str, int] = field(default_factory=dict)
+    damage: dict[str, int] = field(default_factory=dict)
+    """How many more times a file is sent with a flipped byte."""
+    truncate: dict[str, int] = field(default_factory=dict)
+    """How many more times a file's connection ends in the middle of what was asked for."""
+    unavailable: int = 0
+    """How many more requests are answered 503."""
+    hold_after: int | None = None
+    """Bytes of a body in safetensors after which the hub waits for `release`."""
+    release: threading.Event = field(default_factory=threading.Event)
+    held: threading.Event = field(default_factory=threading.Event)
+    """Set once a body waits."""
+    downloads: Counter[str] = field(default_factory=Counter)
+    """Bodies asked for, by file."""
+    ranges: list[tuple[str, int]] = field(default_factory=list)
+    """(file, first byte) of each body."""
+    url: str = ""
+
+    def etag(self, name: str) -> str:
+        if name.endswith(LFS_SUFFIX):
+            return hashlib.sha256(self.files[name]).hexdigest()
+        content = self.files[name]
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+    def siblings(self) -> list[dict[str, object]]:
+        result: list[dict[str, object]] = []
+        for name in self.files:
+            size = self.claimed_sizes.get(name, len(self.files[name]))
+            entry: dict[str, object] = {"rfilename": name, "size": size, "blobId": self.etag(name)}
+            if name.endswith(LFS_SUFFIX):
+                entry["lfs"] = {"sha256": self.etag(name), "size": size, "pointerSize": 134}
+            result.append(entry)
+        return result
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        if hub.unavailable > 0:
+            hub.unavailable -= 1
+            self._refuse(503, "")
+        elif hub.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._refuse(401, "RepoNotFound")
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
+            self._info(match[1], match[2])
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self._file(match[1], match[2], match[3])
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _info(self, repo: str, revision: str) -> None:
+        if repo != self.hub.repo:
+            self._refuse(404, "RepoNotFound")
+        elif revision not in (self.hub.branch, self.hub.commit):
+            self._refuse(404, "RevisionNotFound")
+        else:
+            info = {
+                "id": repo,
+                "modelId": repo,
+                "sha": self.hub.commit,
+                "private": False,
+                "siblings": self.hub.siblings(),
+            }
+            body = json.dumps(info).encode()
+            self._head(200, len(body), {"Content-Type": "application/json"})
+            self.wfile.write(body)
+
+    def _file(self, repo: str, revision: str, name: str) -> None:
+        hub = self.hub
+        if repo != hub.repo or revision != hub.commit or name not in hub.files:
+            self._refuse(404, "EntryNotFound")
+            return
+        content = hub.files[name]
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        first = int(asked[1]) if asked else 0
+        headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
+        if asked:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        body = content[first:]
+        if hub.damage.get(name, 0) > 0:
+            hub.damage[name] -= 1
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        self._head(206 if asked else 200, len(body), headers)
+        if self.command == "HEAD":
+            return
+        hub.downloads[name] += 1
+        hub.ranges.append((name, first))
+        if hub.truncate.get(name, 0) > 0:
+            hub.truncate[name] -= 1
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+        elif hub.hold_after is not None and name.endswith(LFS_SUFFIX):
+            self.wfile.write(body[: hub.hold_after])
+            self.wfile.flush()
+            hub.held.set()
+            hub.release.wait()
+            self.wfile.write(body[hub.hold_after :])
+        else:
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._head(status, 0, {"X-Error-Code": code} if code else {})
+
+    def _head(self, status: int, length: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(length)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients are killed in the middle of bodies
+
+
+@contextlib.contextmanager
+def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeHub]:
+    """Serves until the block ends; bodies that wait are let go then."""
+    hub = FakeHub(repo, files)
+    handler = type("_BoundHandler", (_Handler,), {"hub": hub})
+    server = _Server(("127.0.0.1", 0), handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.release.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def folder_files(folder: Path) -> dict[str, bytes]:
+    """The files at the top of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -1,0 +1,128 @@
+"""An object store of S3's kind on loopback: listings, ranges and conditions, for who signs with the right key, and its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+ACCESS_KEY = "AKIDALLOWED"
+PAGE = 4
+"""Objects of one answer to a listing."""
+
+
+@dataclass
+class FakeStore:
+    """One bucket. Fields are changed by tests while it serves."""
+
+    bucket: str
+    objects: dict[str, bytes]
+    unavailable: int = 0
+    """How many more requests are answered 503."""
+    truncate: int = 0
+    """How many more bodies of objects end in the middle."""
+    replace_on_read: str = ""
+    """An object that gets other content once it was asked for: the body of that answer ends in the middle."""
+    offsets: list[tuple[str, int]] = field(default_factory=list)
+    """(key, first byte) of each body asked for."""
+    url: str = ""
+
+    def tag(self, key: str) -> str:
+        return f'"{hashlib.md5(self.objects[key], usedforsecurity=False).hexdigest()}"'
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    store: FakeStore
+
+    def do_GET(self) -> None:
+        store, url = self.store, urlsplit(self.path)
+        bucket, _, key = unquote(url.path).removeprefix("/").partition("/")
+        if store.unavailable > 0:
+            store.unavailable -= 1
+            self._refuse(503, "SlowDown")
+        elif f"Credential={ACCESS_KEY}/" not in (self.headers.get("Authorization") or ""):
+            self._refuse(403, "InvalidAccessKeyId")
+        elif bucket != store.bucket:
+            self._refuse(404, "NoSuchBucket")
+        elif not key:
+            query = {name: values[0] for name, values in parse_qs(url.query).items()}
+            self._list(query["prefix"], query["delimiter"], query.get("continuation-token", ""))
+        elif key not in store.objects:
+            self._refuse(404, "NoSuchKey")
+        elif self.headers.get("If-Match") not in (None, store.tag(key)):
+            self._refuse(412, "PreconditionFailed")
+        else:
+            self._object(key)
+
+    def _list(self, prefix: str, delimiter: str, after: str) -> None:
+        keys = sorted(key for key in self.store.objects if key.startswith(prefix) and key > after)
+        page = keys[:PAGE]
+        here = [key for key in page if delimiter not in key.removeprefix(prefix)]
+        contents = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>{escape(self.store.tag(key))}</ETag><Size>{len(self.store.objects[key])}</Size></Contents>"
+            for key in here
+        )
+        more = len(keys) > PAGE
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        body = f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
+        self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+    def _object(self, key: str) -> None:
+        store, content = self.store, self.store.objects[key]
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        first = int(asked[1]) if asked else 0
+        store.offsets.append((key, first))
+        headers = {"ETag": store.tag(key), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        if asked:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        cut = key == store.replace_on_read or (store.truncate > 0 and len(content) > 1000)
+        if cut:
+            store.truncate = max(store.truncate - 1, 0)
+        if key == store.replace_on_read:
+            store.objects[key] = content[::-1]
+            store.replace_on_read = ""
+        self._answer(206 if asked else 200, content[first:], headers, cut=cut)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._answer(status, f"<Error><Code>{code}</Code></Error>".encode(), {"Content-Type": "application/xml"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection = cut
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients that leave in the middle
+
+
+@contextlib.contextmanager
+def fake_store(bucket: str, objects: dict[str, bytes]) -> Iterator[FakeStore]:
+    store = FakeStore(bucket, objects)
+    server = _Server(("127.0.0.1", 0), type("_BoundHandler", (_Handler,), {"store": store}))
+    store.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,28 @@
+"""The Gateway API as far as the operator uses it: a definition that takes any HTTPRoute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROUTES: dict[str, Any] = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {
+        "name": "httproutes.gateway.networking.k8s.io",
+        # API servers keep groups below k8s.io for approved definitions.
+        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+    },
+    "spec": {
+        "group": "gateway.networking.k8s.io",
+        "scope": "Namespaced",
+        "names": {"kind": "HTTPRoute", "plural": "httproutes"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}

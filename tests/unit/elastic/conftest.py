@@ -1,0 +1,11 @@
+"""What tests of the controller begin with."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_group import SimulatedGroup
+
+
+@pytest.fixture
+def group() -> SimulatedGroup:
+    return SimulatedGroup()

@@ -1,0 +1,65 @@
+"""`baton-model fetch` as a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+WEIGHTS = random.Random(7).randbytes(300_000)
+LARGE_WEIGHTS = random.Random(8).randbytes(24 * 2**20)
+"""More than two of the pieces (10 MiB) in which huggingface_hub hands on what comes."""
+
+MODEL_FILES = {
+    "config.json": b'{"architectures": ["X"]}',
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b"{}",
+    "model-00001-of-00002.safetensors": WEIGHTS,
+    "model-00002-of-00002.safetensors": WEIGHTS[::-1],
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    "pytorch_model.bin": b"a pickle",
+    "training_args.bin": b"another",
+    "modeling_custom.py": b"import os",
+    "README.md": b"# hello",
+}
+TAKEN = {name for name in MODEL_FILES if name.endswith((".json", ".safetensors"))}
+
+
+def start(uri: str, target: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "HF_")) and "proxy" not in name.lower()
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton_engine.fetch.command", "fetch", "--uri", uri, "--to", str(target), *flags],
+        env={**inherited, "HF_HOME": str(target.parent / "hf"), **env},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str]:
+    """(exit code, stderr). What still runs after `timeout_s` is killed."""
+    try:
+        _, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, stderr = process.communicate()
+        raise AssertionError(f"the fetcher did not end within {timeout_s:g} s:\n{stderr}") from None
+    return process.returncode, stderr
+
+
+def run(uri: str, target: Path, *flags: str, **env: str) -> tuple[int, str]:
+    return finish(start(uri, target, *flags, **env))
+
+
+def last_line(stderr: str) -> str:
+    return stderr.strip().splitlines()[-1]
+
+
+def left_behind(target: Path) -> set[str]:
+    """What lies beside the target, but for the lock's empty file and the library's own folder."""
+    return {path.name for path in target.parent.iterdir()} - {target.name, f"{target.name}.lock", "hf"}

@@ -1,0 +1,205 @@
+"""The fetcher's parts: the lock, partial folders, and a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import fetcher
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton_engine.fetch.errors import FetchError
+from baton_engine.fetch.folder import INCOMPLETE, Partial
+from baton_engine.fetch.lock import FetchLock, boot_id
+from baton_engine.fetch.selection import select
+from baton_engine.fetch.source import RemoteFile
+from baton_engine.protocol.progress import LoadProgress
+from support.fake_hub import fake_hub
+from support.waiting import eventually
+
+URI = "hf://org/model"
+
+
+@given(st.lists(st.text(max_size=20)))
+def test_whatever_a_source_names_what_is_taken_stays_in_the_folder(names: list[str]) -> None:
+    try:
+        taken = select([*names, "config.json", "x.safetensors"], "all")
+    except FetchError:
+        return
+    for name in taken:
+        assert os.path.normpath(name) == name
+        assert "/" not in name
+        assert name.endswith((".json", ".safetensors", ".jinja", ".txt", ".model"))
+
+
+def test_one_of_two_holds_the_lock_and_the_other_gets_it_when_it_is_released(tmp_path: Path) -> None:
+    first, second = FetchLock(tmp_path / "lock"), FetchLock(tmp_path / "lock")
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+
+
+def write_beat(path: Path, machine: str, count: int = 7) -> None:
+    path.write_bytes(msgspec.json.encode({"holder": "x", "machine": machine, "count": count}))
+
+
+def test_a_holder_of_this_machine_that_died_is_replaced_at_once(tmp_path: Path) -> None:
+    write_beat(tmp_path / "lock", boot_id())
+    lock = FetchLock(tmp_path / "lock", dead_after_s=3600)
+    assert lock.try_acquire()
+    lock.release()
+
+
+def test_a_holder_of_another_machine_lives_as_long_as_it_beats(tmp_path: Path) -> None:
+    """As on a file system whose flock does not reach the other machine."""
+    path = tmp_path / "lock"
+    write_beat(path, "another machine")
+    patient, quick = FetchLock(path, dead_after_s=3600), FetchLock(path, dead_after_s=0.2)
+    assert not patient.try_acquire()
+    for count in range(3):
+        write_beat(path, "another machine", count)
+        assert not quick.try_acquire(), "it has just beaten"
+    eventually(quick.try_acquire, timeout_s=30, what="the lock of a holder that is silent")
+    quick.release()
+
+
+def test_a_frozen_holder_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    frozen = FetchLock(path, beat_s=3600)
+    assert frozen.try_acquire()
+    other = FetchLock(path, dead_after_s=0.2)
+    eventually(other.try_acquire, timeout_s=30, what="the lock of a frozen holder")
+    frozen.release()
+    third = FetchLock(path, dead_after_s=3600)
+    assert not third.try_acquire(), "the frozen one's end does not free what is another's now"
+    other.release()
+
+
+FILE = RemoteFile("config.json", 2, "")
+WEIGHTS = RemoteFile("x.safetensors", 4, "")
+
+
+def begun(target: Path, revision: str = "r1") -> Partial:
+    """With one file proved and half of another."""
+    partial = Partial(target, URI, revision)
+    partial.incomplete(FILE).write_bytes(b"{}")
+    partial.accept(FILE)
+    partial.save()
+    partial.incomplete(WEIGHTS).write_bytes(b"ab")
+    return partial
+
+
+def partials(target: Path) -> set[Path]:
+    return set(target.parent.glob(f"{target.name}.partial-*"))
+
+
+def test_what_a_dead_fetcher_left_is_taken_over(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    begun(target).close()  # as the kernel does when the process dies
+    mine = Partial(target, URI, "r1")
+    mine.adopt()
+    assert mine.has(FILE)
+    assert mine.incomplete(WEIGHTS).read_bytes() == b"ab"
+    assert partials(target) == {mine.path}
+    mine.close()
+
+
+def test_what_a_living_fetcher_has_is_its_own(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    living, mine = begun(target), Partial(target, URI, "r1")
+    mine.adopt()
+    assert not mine.has(FILE)
+    assert living.has(FILE)
+    living.close()
+    mine.close()
+
+
+def test_of_a_fetcher_on_another_machine_only_what_was_proved_is_taken(tmp_path: Path) -> None:
+    """It may live, and write on in what is incomplete."""
+    target = tmp_path / "model"
+    other = begun(target)
+    other._state.machine = "another"
+    other.save()
+    other.close()
+    mine = Partial(target, URI, "r1")
+    mine.adopt()
+    assert mine.has(FILE)
+    assert not mine.incomplete(WEIGHTS).exists()
+    mine.close()
+
+
+def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    begun(target, "r0").close()
+    mine = Partial(target, URI, "r1")
+    mine.adopt()
+    assert not mine.has(FILE)
+    assert not list(mine.path.glob(f"*{INCOMPLETE}"))
+    assert partials(target) == {mine.path}, "it is of no use to anyone"
+    mine.close()
+
+
+def test_of_two_that_finish_the_first_wins_and_both_are_content(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    first, second = begun(target), begun(target)
+    assert first.commit("all", [FILE]) == second.commit("all", [FILE])
+    assert partials(target) == set()
+    assert (target / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "text"),
+    [
+        (0, 0, ""),
+        (3, 4, "75 % of 4.0 bytes"),
+        (3 * 2**30, 14 * 2**30, "21 % of 14.0 GiB"),
+        (2**20, 2**20, "100 % of 1.0 MiB"),
+    ],
+)
+def test_progress_in_words(done: int, total: int, text: str) -> None:
+    assert str(LoadProgress(done, total)) == text
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(small_disk: Path) -> None:
+    with fake_hub({**fetcher.MODEL_FILES, "big.safetensors": bytes(2**20)}) as hub:
+        code, stderr = fetcher.run(
+            URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
+        )
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL NoSpace"), stderr
+    assert hub.downloads.total() == 0
+
+
+def test_a_disk_that_fills_meanwhile_ends_the_fetch(small_disk: Path) -> None:
+    with fake_hub(dict(fetcher.MODEL_FILES)) as hub:
+        hub.hold_after = 1000
+        process = fetcher.start(URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf"))
+        assert hub.held.wait(60), "it never asked for weights"
+        free = os.statvfs(small_disk)
+        (small_disk / "of-another").write_bytes(bytes(free.f_bavail * free.f_frsize))
+        hub.release.set()
+        code, stderr = fetcher.finish(process)
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL NoSpace"), stderr
+    assert not (small_disk / "model").exists()

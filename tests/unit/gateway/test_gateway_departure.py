@@ -1,0 +1,112 @@
+"""A gateway that is told to go fails nobody: it serves on until those who send requests have noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+from gateway_fakes import MakeStand, Stand, until
+
+TEXT = "hello world, the quick brown fox"
+QUESTION = {"model": "m", "prompt": "go"}
+
+
+async def stand_of(make_stand: MakeStand, **config: float) -> Stand:
+    stand = make_stand(**config)
+    await stand.start(stand.engine("d", "decode", TEXT))
+    return stand
+
+
+async def is_not_ready(stand: Stand) -> bool:
+    return (await stand.get("/ready"))[0] == 503
+
+
+async def test_new_requests_are_served_until_nobody_sends_any(make_stand: MakeStand) -> None:
+    stand = await stand_of(make_stand, drain_quiet_s=0.6, drain_timeout_s=60.0)
+    leaving = asyncio.create_task(stand.gateway.leave())
+    await until(lambda: is_not_ready(stand), "/ready to answer 503")
+    for _ in range(4):  # together longer than it would wait for the first
+        await asyncio.sleep(0.2)
+        assert not leaving.done()
+        status, body, headers = await stand.post("/v1/completions", QUESTION)
+        assert (status, headers["Connection"]) == (200, "close")
+        assert body["choices"][0]["text"] == TEXT
+    last = time.monotonic()
+    async with asyncio.timeout(30.0):
+        await leaving
+    assert time.monotonic() - last >= 0.5
+
+
+async def test_probes_and_scrapes_do_not_keep_it(make_stand: MakeStand) -> None:
+    stand = await stand_of(make_stand, drain_quiet_s=0.3, drain_timeout_s=60.0)
+    leaving = asyncio.create_task(stand.gateway.leave())
+
+    async def left() -> bool:
+        try:
+            for path in ("/health", "/metrics"):
+                await stand.get(path)
+        except aiohttp.ClientError:
+            await leaving
+        return leaving.done()
+
+    await until(left, "the gateway to leave while it is probed all the time")
+
+
+async def test_a_stream_outlives_the_quiet(make_stand: MakeStand) -> None:
+    stand = make_stand(drain_quiet_s=0.05, drain_timeout_s=60.0)
+    engine = stand.engine("d", "decode", TEXT)
+    engine.hold_after = 2
+    await stand.start(engine)
+    stream = await stand.client().completions.create(stream=True, **QUESTION)
+    first = await anext(aiter(stream))
+    leaving = asyncio.create_task(stand.gateway.leave())
+    await until(lambda: is_not_ready(stand), "/ready to answer 503")
+    await asyncio.sleep(0.3)
+    assert not leaving.done()
+    engine.released.set()
+    rest = [chunk.choices[0].text async for chunk in stream]
+    assert first.choices[0].text + "".join(rest) == TEXT
+    async with asyncio.timeout(30.0):
+        await leaving
+
+
+async def test_a_connection_that_was_kept_open_is_asked_to_go(make_stand: MakeStand) -> None:
+    stand = await stand_of(make_stand, drain_quiet_s=0.5, drain_timeout_s=60.0)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+
+        async def ask() -> tuple[str | None, bytes]:
+            async with session.post(f"{stand.url}/v1/completions", json=QUESTION) as response:
+                assert response.status == 200
+                return response.headers.get("Connection"), await response.read()
+
+        assert (await ask())[0] is None
+        leaving = asyncio.create_task(stand.gateway.leave())
+        await until(lambda: is_not_ready(stand), "/ready to answer 503")
+        assert (await ask())[0] == "close"  # on the connection of before
+        async with asyncio.timeout(30.0):
+            await leaving
+
+
+async def test_who_does_not_stop_asking_is_refused_in_the_end(make_stand: MakeStand) -> None:
+    stand = await stand_of(make_stand, drain_quiet_s=5.0, drain_timeout_s=1.0)
+    leaving = asyncio.create_task(stand.gateway.leave())
+    codes = []
+    async with asyncio.timeout(30.0):
+        while not leaving.done():
+            try:
+                codes.append((await stand.post("/v1/completions", QUESTION))[0])
+            except aiohttp.ClientError:
+                break
+        await leaving
+    assert codes[0] == 200
+    assert set(codes) <= {200, 503}
+
+
+async def test_a_second_signal_ends_the_wait(make_stand: MakeStand) -> None:
+    stand = await stand_of(make_stand, drain_quiet_s=50.0, drain_timeout_s=600.0)
+    leaving = asyncio.create_task(stand.gateway.leave())
+    await until(lambda: is_not_ready(stand), "/ready to answer 503")
+    stand.gateway._hurry.set()  # what the signal's handler does
+    async with asyncio.timeout(30.0):
+        await leaving

@@ -1,0 +1,143 @@
+"""A service that is scaled to zero: requests are held until an engine is there, in bounds, and nobody sees a 404."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+from gateway_fakes import MakeStand, Stand, until
+
+from baton_gateway import holding
+
+TEXT = "hello world, the quick brown fox"
+BODY = {"model": "m", "prompt": "go", "max_tokens": 50}
+HELD = "baton:requests_held"
+
+
+async def complete(stand: Stand) -> str:
+    answer = await stand.client().completions.create(**BODY)
+    return answer.choices[0].text
+
+
+async def stream(stand: Stand) -> str:
+    chunks = await stand.client().completions.create(**BODY, stream=True)
+    return "".join([chunk.choices[0].text async for chunk in chunks])
+
+
+async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0)
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start()
+    assert (await stand.get("/ready"))[0] == 200
+    assert (await stand.get("/v1/models"))[0] == 200
+    asking = [asyncio.create_task(ask(stand)) for ask in (complete, stream)]
+    await until(lambda: stand.metric(HELD) == 2, "two requests held")
+    stand.announce(engine)
+    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+    assert stand.metric(HELD) == 0
+
+
+async def test_requests_are_held_again_when_the_engines_have_left(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0)
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start(engine)
+    assert await complete(stand) == TEXT
+    stand.announce()
+    await stand.connected()
+    asking = asyncio.create_task(complete(stand))
+    await until(lambda: stand.metric(HELD) == 1, "the request held")
+    assert (await stand.get("/ready"))[0] == 200
+    stand.announce(engine)
+    assert await asking == TEXT
+
+
+async def test_the_number_of_those_held_is_bounded(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0, max_held_requests=2)
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start()
+    asking = [asyncio.create_task(complete(stand)) for _ in range(2)]
+    await until(lambda: stand.metric(HELD) == 2, "two requests held")
+    status, body, headers = await stand.post("/v1/completions", BODY)
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert int(headers["Retry-After"]) == holding.RETRY_AFTER_S
+    stand.announce(engine)
+    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_nobody_is_held_longer_than_configured(make_stand: MakeStand, streamed: bool):
+    stand = make_stand(hold_s=0.3)
+    await stand.start()
+    status, body, headers = await stand.post("/v1/completions", {**BODY, "stream": streamed})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert int(headers["Retry-After"]) > 0
+    assert stand.metric(HELD) == 0
+
+
+async def test_a_request_that_can_not_be_served_wakes_nobody(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0)
+    await stand.start()
+    assert (await stand.post("/v1/completions", {**BODY, "model": "other"}))[0] == 404
+    assert (await stand.post("/v1/completions", {**BODY, "max_tokens": -1}))[0] == 400
+    assert stand.metric(HELD) == 0
+
+
+async def test_a_client_that_goes_away_is_held_no_more(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0)
+    await stand.start()
+    asking = asyncio.create_task(complete(stand))
+    await until(lambda: stand.metric(HELD) == 1, "the request held")
+    asking.cancel()
+    await until(lambda: stand.metric(HELD) == 0, "no request held")
+
+
+async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(holding, "KEEP_ALIVE_S", 0.05)
+    stand = make_stand(hold_s=30.0)
+    engine = stand.engine("d", "decode", TEXT)
+    await stand.start()
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(stream(stand))
+        async with session.post(f"{stand.url}/v1/completions", json={**BODY, "stream": True}) as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            assert (await response.content.readline()).startswith(b":")
+            stand.announce(engine)
+            rest = (await response.read()).decode()
+    assert '"finish_reason":"length"' in rest
+    assert rest.endswith("data: [DONE]\n\n")
+    assert await asking == TEXT
+
+
+async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(holding, "KEEP_ALIVE_S", 0.05)
+    stand = make_stand(hold_s=0.5)
+    await stand.start()
+    body = {**BODY, "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{stand.url}/v1/completions", json=body) as response:
+        *_, last = [line async for line in response.content if line.strip()]
+    assert response.status == 200
+    assert last.startswith(b'data: {"error":')
+    assert b"no_ready_engine" in last
+    assert stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
+
+
+async def test_who_is_held_by_a_gateway_that_ends_is_told(make_stand: MakeStand):
+    stand = make_stand(hold_s=30.0, drain_timeout_s=0.1)
+    await stand.start()
+    asking = asyncio.create_task(stand.post("/v1/completions", BODY))
+    await until(lambda: stand.metric(HELD) == 1, "the request held")
+    await stand.gateway.stop()
+    status, body, _ = await asking
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+
+
+async def test_without_a_time_to_hold_nothing_is_held(make_stand: MakeStand):
+    stand = make_stand()
+    await stand.start()
+    assert (await stand.get("/ready"))[0] == 503
+    assert (await stand.post("/v1/completions", BODY))[0] == 503

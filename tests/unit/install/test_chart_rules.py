@@ -1,0 +1,29 @@
+"""The CRD in the chart, for API servers that know no rules in schemas."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import helm_python as helm
+import yaml
+from rendered_chart import CHART, NAMESPACE, RELEASE, one, render
+
+from baton_operator.crd import custom_resource_definition
+
+
+def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> None:
+    template = CHART / "templates/crd.yaml"
+    bound = 'semverCompare "<1.25-0"'
+    assert bound in template.read_text()
+    shutil.copytree(CHART, tmp_path / "baton")
+    # The renderer takes a new server for granted: so every version counts as an old one.
+    old = tmp_path / "baton/templates/crd.yaml"
+    old.write_text(template.read_text().replace(bound, 'semverCompare "<99-0"'))
+    with helm.Chart.load(tmp_path / "baton") as chart:
+        text = chart.render(None, name=RELEASE, namespace=NAMESPACE)["baton/templates/crd.yaml"]
+    assert yaml.safe_load(text)["spec"] == custom_resource_definition(rules=False)["spec"]
+
+
+def test_from_then_on_they_are_there() -> None:
+    assert one(render(), "CustomResourceDefinition")["spec"] == custom_resource_definition()["spec"]

@@ -1,0 +1,66 @@
+"""Every LLMService that a document shows is one that the API server takes, and the operator too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from rendered_chart import ROOT
+
+from baton_local.control_plane.embedded.schema import StructuralSchema
+from baton_operator import api, names
+from baton_operator.crd import custom_resource_definition
+from baton_operator.rules import violations
+
+SCHEMA = StructuralSchema(custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+FENCE = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MODEL = {"uri": "file:///m"}
+
+
+def examples() -> list[Any]:
+    """Whole objects, and parts of a spec (blocks whose fields are all of the spec), by document and line."""
+    found = []
+    for path in sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("charts/**/*.md")]):
+        for match in FENCE.finditer(path.read_text()):
+            where = f"{path.relative_to(ROOT)}:{path.read_text()[: match.start()].count(chr(10)) + 1}"
+            documents = [document for document in yaml.safe_load_all(match[1]) if isinstance(document, dict)]
+            found += [pytest.param(document, id=where) for document in documents]
+    for path in sorted([*ROOT.glob("manifests/samples/*.yaml"), *ROOT.glob("charts/**/samples/*.yaml")]):
+        found += [
+            pytest.param(document, id=str(path.relative_to(ROOT))) for document in yaml.safe_load_all(path.read_text())
+        ]
+    return found
+
+
+def as_service(document: dict[str, Any]) -> dict[str, Any] | None:
+    """The object that `document` is, or is a part of; None if it is about something else."""
+    if document.get("kind") == names.KIND:
+        return document
+    if "kind" in document:
+        return None
+    spec = document["spec"] if set(document) == {"spec"} else document
+    if not set(spec) & set(SCHEMA.schema["properties"]["spec"]["properties"]):
+        return None
+    head = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "part"}}
+    return {**head, "spec": {"model": MODEL, **spec}}
+
+
+@pytest.mark.parametrize("document", examples())
+def test_it_is_taken_whole(document: dict[str, Any]) -> None:
+    service = as_service(document)
+    if service is None:
+        pytest.skip("no LLMService")
+    assert service["apiVersion"] == names.API_VERSION
+    pruned, unknown = SCHEMA.prune(service)
+    assert unknown == []
+    stored = SCHEMA.default(pruned)
+    assert SCHEMA.validate(stored, None) == []
+    assert violations(api.decode_spec(stored["spec"])) == []
+
+
+def test_the_search_finds_them() -> None:
+    whole = [example for example in examples() if as_service(example.values[0]) is not None]
+    assert {"README.md", "docs/api.md"} <= {str(example.id).split(":")[0] for example in whole}
+    assert sum(str(example.id).startswith("manifests/samples/") for example in whole) >= 6

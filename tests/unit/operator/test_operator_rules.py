@@ -1,0 +1,137 @@
+"""The rules of what can never work: the API server's CEL and the operator's Python say the same of any spec."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton_local.control_plane.embedded.schema import StructuralSchema
+from baton_operator.api import decode_spec
+from baton_operator.crd import custom_resource_definition
+from baton_operator.rules import RULES, violations
+
+Object = dict[str, Any]
+
+ROOT = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SCHEMA = StructuralSchema(ROOT)
+TEXTS = ("a", "b", "25%", "512Mi", "file:///m", "pvc://c/m", "hf://o/m", "s3://b/m", "oci://r/m", "IfNotPresent")
+
+
+def stored(spec: Object) -> Object:
+    """As the API server keeps it."""
+    document: Object = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "demo"}}
+    return SCHEMA.default(document | {"spec": copy.deepcopy(spec)})
+
+
+def refused(spec: Object) -> set[str]:
+    """By the API server: `path: message`, with the path below spec."""
+    said = set()
+    for error in SCHEMA.validate(stored(spec), None):
+        match = re.fullmatch(r'Invalid value: "object": (.*)', error.message, re.DOTALL)
+        assert match, f"{error.field}: {error.message}"
+        path = error.field.removeprefix("spec").removeprefix(".")
+        said.add(f"{path}: {match[1]}" if path else match[1])
+    return said
+
+
+def values(schema: Object) -> st.SearchStrategy[Any]:
+    """Values that the schema takes without its rules; numbers near their bounds, so that comparisons go both ways."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return st.just({"a": "b"} if schema.get("minProperties") else {})
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return st.integers(0, 2)
+    match schema["type"]:
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            low = schema["minimum"]
+            return st.integers(low, min(low + 2, schema["maximum"]))
+        case "string":
+            fitting = [text for text in TEXTS if re.search(schema.get("pattern", ""), text)]
+            return st.sampled_from(fitting) if fitting else st.from_regex(schema["pattern"])
+        case "array":
+            low = schema.get("minItems", 0)
+            return st.lists(values(schema["items"]), min_size=low, max_size=low + 1, unique_by=repr)
+        case "object" if "properties" in schema:
+            required = set(schema.get("required", ()))
+            fields = {name: values(below) for name, below in schema["properties"].items()}
+            return st.fixed_dictionaries(
+                {name: field for name, field in fields.items() if name in required},
+                optional={name: field for name, field in fields.items() if name not in required},
+            )
+        case "object":
+            return st.just({})
+    raise AssertionError(schema)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values(ROOT["properties"]["spec"]))
+def test_both_say_the_same_of_any_spec(spec: Object) -> None:
+    assert set(violations(decode_spec(stored(spec)["spec"]))) == refused(spec)
+
+
+M = {"model": {"uri": "file:///m"}}
+GATEWAY_TLS = {"tls": {"secretName": "s"}}
+BROKEN: list[tuple[str, Object]] = [
+    ("decode.parallelism.pipeline must be 1 with prefill", {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}}),
+    ("engine.numBlocks is needed", {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}}),
+    ("model.quantization is for CPUs", {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}}),
+    ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
+    ("cache and credentialsSecret are for", {"model": {**M["model"], "cache": {"claim": "c"}}}),
+    ("exclude each other", {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}}),
+    ("pipeline must be 1 with expert", {"decode": {"parallelism": {"expert": True, "pipeline": 2}}}),
+    ("redundantExperts needs expert", {"decode": {"parallelism": {"redundantExperts": 1}}}),
+    (
+        "ingress and httpRoute exclude each other",
+        {"gateway": {"ingress": {"host": "h"}, "httpRoute": {"parentRefs": [{"name": "g"}]}}},
+    ),
+    ("limits.maxConcurrentPerKey needs apiKeys", {"gateway": {"limits": {"maxConcurrentPerKey": 1}}}),
+    ("apiKeys.secretName must not be", {"gateway": {"apiKeys": {"secretName": "s"}, **GATEWAY_TLS}}),
+    (
+        "apiKeys.secretName must not be",
+        {"gateway": {"apiKeys": {"secretName": "s"}, "ingress": {"host": "h", **GATEWAY_TLS}}},
+    ),
+    (
+        "minReplicas must not be greater",
+        {"prefill": {"autoscaling": {"ttftMilliseconds": 1, "minReplicas": 2, "maxReplicas": 1}}},
+    ),
+    (
+        "minReplicas must not be greater",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "minReplicas": 2, "maxReplicas": 1}}},
+    ),
+    (
+        "idleSeconds belongs to",
+        {"prefill": {"autoscaling": {"ttftMilliseconds": 1, "minReplicas": 0, "maxReplicas": 1}}},
+    ),
+    ("idleSeconds belongs to", {"decode": {"autoscaling": {"itlMilliseconds": 1, "idleSeconds": 1, "maxReplicas": 1}}}),
+    ("holdSeconds is of use", {"decode": {"autoscaling": {"itlMilliseconds": 1, "holdSeconds": 1, "maxReplicas": 1}}}),
+]
+
+
+@pytest.mark.parametrize(("says", "spec"), BROKEN)
+def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> None:
+    spec = M | spec
+    (found,) = violations(decode_spec(spec))
+    assert says in found
+    assert refused(spec) == {found}
+
+
+def test_every_rule_was_broken_above() -> None:
+    broken = {found for _, spec in BROKEN for found in violations(decode_spec(M | spec))}
+    assert broken == {f"{rule.path}: {rule.message}" if rule.path else rule.message for rule in RULES}
+
+
+def test_the_api_server_evaluates_each_where_its_fields_are() -> None:
+    def rules(node: Object, path: str) -> list[tuple[str, str]]:
+        here = [(path, rule["rule"]) for rule in node.get("x-kubernetes-validations", ())]
+        below = (rules(child, f"{path}.{name}" if path else name) for name, child in node.get("properties", {}).items())
+        return here + [rule for found in below for rule in found]
+
+    assert sorted(rules(ROOT["properties"]["spec"], "")) == sorted((rule.path, rule.cel) for rule in RULES)
