@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test chaos elastic soak check format manifests control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak check format manifests control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
-	@echo "make test           all tests (under 15 minutes on 2 cores)"
+	@echo "make test           unit and integration tests (under 15 minutes on 2 cores)"
+	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 8 minutes)"
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers (about 20 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
@@ -35,7 +36,10 @@ up: $(STAMP)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
-	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile $(ARGS)
+	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e -n 3 --dist loadfile $(ARGS)
+
+e2e: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
 	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/e2e/service/test_rolling_update.py -m chaos $(ARGS)

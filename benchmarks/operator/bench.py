@@ -160,12 +160,12 @@ async def _fleet(
             "per service KiB": round((full_rss - empty_rss) / 2**10 / args.services, 1),
         },
     ]
-    writes, lists = sum(rest.requests[verb] for verb in WRITES), rest.requests["list"]
+    # What a reconcile asks for beside them is the service's Secret, by name: the operator has no right to watch Secrets.
+    writes = sum(part.requests[verb] for part in (visit, rest) for verb in WRITES)
+    lists = sum(part.requests["list"] for part in (visit, rest))
     goals = [
-        report.Goal("writes at rest", float(writes), 0.0, "requests", at_most=True),
-        report.Goal("lists at rest", float(lists), 0.0, "requests", at_most=True),
-        # The service's Secret, by its name: the operator has no right to watch Secrets.
-        report.Goal("API requests per reconcile at rest", _per(visit), 1.0, "requests", at_most=True),
+        report.Goal("writes at rest and in reconciles at rest", float(writes), 0.0, "requests", at_most=True),
+        report.Goal("lists at rest and in reconciles at rest", float(lists), 0.0, "requests", at_most=True),
         report.Goal("reconcile at rest, p99", visit.quantile_ms(0.99), 100.0, "ms", at_most=True),
         report.Goal("memory of the operator", full_rss / 2**20, 256.0, "MiB", at_most=True),
     ]

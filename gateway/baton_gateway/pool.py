@@ -216,7 +216,7 @@ class EnginePool:
     async def _maintain(self, member: Member) -> None:
         """Keeps `member` connected until it has left and its requests have ended."""
         backoff_s = MIN_BACKOFF_S
-        last_failure, warned = "", False
+        last_failure, refusals = "", 0
         while not member.has_left():
             endpoint = member.endpoint
             client = EngineClient(
@@ -233,7 +233,7 @@ class EnginePool:
                 await self._wait_ready(member, client)
                 if member.has_left():
                     return
-                backoff_s, last_failure = MIN_BACKOFF_S, ""
+                backoff_s, last_failure, refusals = MIN_BACKOFF_S, "", 0
                 member.client = client
                 self.decode_seen |= endpoint.role == "decode"
                 self._check_pairs(member)
@@ -242,13 +242,17 @@ class EnginePool:
                 await self._until_dead_or_left(member, client)
                 if not member.has_left():
                     logger.warning("engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason)
-            except (EngineDeadError, TimeoutError, OSError) as error:
-                if str(error) != last_failure:
-                    last_failure, warned = str(error), False
+            except HandshakeFailedError as error:  # its words vary with what of the refusal is seen first
+                last_failure, refusals = "", refusals + 1
+                if refusals == 1:
                     logger.info("engine %s is not there yet: %s", endpoint.name, error)
-                elif isinstance(error, HandshakeFailedError) and not warned:
-                    warned = True
+                elif refusals == 2:
                     logger.warning("engine %s is there, but of no use to this gateway: %s", endpoint.name, error)
+            except (EngineDeadError, TimeoutError, OSError) as error:
+                refusals = 0
+                if str(error) != last_failure:
+                    last_failure = str(error)
+                    logger.info("engine %s is not there yet: %s", endpoint.name, error)
             except Exception:  # no file descriptor left, say: nobody else would ever connect to this engine again
                 logger.exception("connecting to engine %s failed, trying again", endpoint.name)
             finally:
