@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -290,10 +291,12 @@ def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
     def open_things() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    gc.collect()  # what an exception of another test still held
     everybody = threading.Barrier(2)
     ranks.each(lambda rank: everybody.wait(WAIT_S))  # the pool's threads are there
     before = open_things()
     groups = ranks.join(timeout_s=0.5 if end == "timeout" else WAIT_S)
+    assert open_things() > before
     error: Exception | None = None
     try:
         if end == "abort":
@@ -303,7 +306,6 @@ def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
     except (GroupBrokenError, TimeoutError) as caught:
         error = caught  # who keeps it keeps nothing of the group
     assert (error is None) == (end == "close")
-    assert open_things() > before
     for group in groups:
         group.close()
         group.close()
