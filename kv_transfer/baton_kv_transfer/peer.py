@@ -147,8 +147,8 @@ class Peer:
         try:
             self.socket.send(side_channel.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # no connection any more
-            self._look_at_connection()  # it may be known why
-            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
+            if self._state is not PeerState.GREETED:  # else the monitor tells why, and the handshake has a deadline
+                self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
     def fail(self, reason: FailureReason, error: str) -> None:
         """Loses the peer; the first error stays."""
@@ -185,7 +185,12 @@ class Peer:
                     self._out_of_order(message)
             if self.error:
                 break
-        self._look_at_connection()
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self.monitor)
+            if event["event"] & HANDSHAKE_FAILED:
+                self._handshake_failed(event)
+            state = "failed" if self._state is PeerState.GREETED else "lost"
+            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
         if self._state is not PeerState.READY and now >= self.handshake_deadline:
             self.fail(FailureReason.TIMEOUT, f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s")
         return messages
@@ -200,15 +205,6 @@ class Peer:
         self.socket.close()
         if self._agent_name:
             self._agent.remove_remote_agent(self._agent_name)
-
-    def _look_at_connection(self) -> None:
-        """Loses the peer if its connection has ended."""
-        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self.monitor)
-            if event["event"] & HANDSHAKE_FAILED:
-                self._handshake_failed(event)
-            state = "failed" if self._state is PeerState.GREETED else "lost"
-            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
 
     def _handshake_failed(self, event: Mapping[str, Any]) -> None:
         why = f"{self.name} {why_handshake_failed(event, self._introduction.service_key)}"
