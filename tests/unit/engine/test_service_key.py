@@ -200,7 +200,9 @@ async def test_a_server_of_asyncio_is_protected_as_well():
     async with asyncio.timeout(DEADLINE_MS / 1000):
         assert (await server.recv_multipart())[1] == b"friend"
     assert not await server.poll(0)
-    await asyncio.to_thread(context.destroy)
+    for socket in (server, stranger, friend):
+        socket.close()  # on their own loop: from another thread it is not safe
+    await asyncio.to_thread(context.term)
 
 
 def test_a_context_may_end_and_another_begin_many_times():
