@@ -56,3 +56,13 @@ async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLCo
         ssl=context,
         backlog=BACKLOG,
     )
+
+
+async def stop_listening(listener: asyncio.Server) -> None:
+    """Takes no more connections. One that was accepted a moment ago is given its transport first: asyncio drops it otherwise, open
+    and unanswered, and its client waits for ever."""
+    loop = asyncio.get_running_loop()
+    for socket in listener.sockets:
+        loop.remove_reader(socket.fileno())
+    await asyncio.sleep(0)
+    listener.close()

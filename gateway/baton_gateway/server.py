@@ -23,7 +23,7 @@ from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeReque
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.access import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.admission import Admission
-from baton_gateway.connections import listen
+from baton_gateway.connections import listen, stop_listening
 from baton_gateway.departure import Departure
 from baton_gateway.discovery import Discovery
 from baton_gateway.dispatch import PREFILL_TIMEOUT_S, Dispatcher
@@ -145,7 +145,7 @@ class Gateway:
             self._access_task.cancel()
             await asyncio.gather(self._access_task, return_exceptions=True)
         if self._listener is not None:
-            self._listener.close()
+            await stop_listening(self._listener)
         if self._runner is not None:
             await self._runner.cleanup()
 

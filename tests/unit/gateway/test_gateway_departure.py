@@ -6,7 +6,11 @@ import asyncio
 import time
 
 import aiohttp
+import pytest
+from aiohttp import web
 from gateway_fakes import MakeStand, Stand, until
+
+from baton_gateway.connections import listen, stop_listening
 
 TEXT = "hello world, the quick brown fox"
 QUESTION = {"model": "m", "prompt": "go"}
@@ -110,3 +114,33 @@ async def test_a_second_signal_ends_the_wait(make_stand: MakeStand) -> None:
     stand.gateway._hurry.set()  # what the signal's handler does
     async with asyncio.timeout(30.0):
         await leaving
+
+
+@pytest.mark.parametrize("ticks", range(10))
+async def test_no_connection_is_left_unanswered(ticks: int) -> None:
+    """A client that connects in any of the last ticks of the event loop is served, refused or cut off."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="served")
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    listener = await listen(runner, "127.0.0.1", 0, None)
+    port = listener.sockets[0].getsockname()[1]
+
+    async def ask() -> str:
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as response:
+            return await response.text()
+
+    asked = asyncio.create_task(ask())
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    await stop_listening(listener)
+    await runner.cleanup()
+    async with asyncio.timeout(30.0):
+        try:
+            assert await asked == "served"
+        except aiohttp.ClientError:
+            assert ticks < 9, "a client that connected long before is served"
