@@ -24,8 +24,9 @@ from baton_engine.core.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, 
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_engine.core.standby_generation import POLL_INTERVAL_S
 from baton_engine.core.topology_stats import commit_pauses
+from baton_engine.distributed.process_group import is_before
 from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_server import open_store
+from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.elastic.checks import RANK_NAME
 from baton_engine.elastic.rank_link import RankLink, unreachable
 from baton_engine.executor.base import Executor
@@ -58,6 +59,8 @@ class DPEngineCoreProc(EngineCoreProc):
         self._host = host
         self._core: DPEngineCore | None = None
         self._member: Member
+        self._store: StoreServer
+        """Other ranks may meet in it as long as this process lives."""
         self._announced: Generation | None = None
         """The generation that clients know of."""
         self._dismissed_at: float | None = None
@@ -75,15 +78,14 @@ class DPEngineCoreProc(EngineCoreProc):
             raise
 
     def run(self) -> int:
-        # Other ranks may meet in it as long as this process lives.
-        store = open_store(self._host, secret=store_secret(self.access.key))
+        self._store = open_store(self._host, secret=store_secret(self.access.key))
         self._member = Member(
             name=rank_name(self.config),
             instance_id=self.instance_id,
             host=self._host,
             engine_port=self.io.port,
             link_port=self._link.port,
-            store_port=store.address.port,
+            store_port=self._store.address.port,
         )
         self._link.publish(Status(self._member, RankPhase.LOADING))
         self._link.start()
@@ -91,7 +93,7 @@ class DPEngineCoreProc(EngineCoreProc):
             return super().run()
         finally:
             self._link.close()
-            store.close()
+            self._store.close()
 
     def _make_core(self, executor: Executor) -> EngineCore:
         self._core = DPEngineCore(
@@ -195,6 +197,7 @@ class DPEngineCoreProc(EngineCoreProc):
         generation = rank.generation
         if generation is not None and generation is not self._announced:
             self._announced = generation
+            self._store.forget(is_before(generation.number))
             init = Init(PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number)
             self.io.send_init(init)
             super()._announce(core)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -41,11 +42,23 @@ Backend = Any
 """ProcessGroupGloo or ProcessGroupNCCL: torch's stubs do not know their methods."""
 End = Callable[[Backend], None]
 """Makes a backend's operations under way fail, from any thread."""
+GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
+"""See `generation_store`."""
 
 
 def generation_store(store: Store, number: int, nonce: str = "") -> Store:
     """A generation's part of the store. Two attempts at one number have different nonces, and never meet."""
     return PrefixStore(f"generation-{number}-{nonce}" if nonce else f"generation-{number}", store)
+
+
+def is_before(number: int) -> Callable[[str], bool]:
+    """Of a key of the store: whether it is of a generation with a lower number."""
+
+    def is_outdated(key: str) -> bool:
+        of_generation = GENERATION_KEY.match(key)
+        return of_generation is not None and int(of_generation[1]) < number
+
+    return is_outdated
 
 
 def create_group(

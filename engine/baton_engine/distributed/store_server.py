@@ -7,6 +7,7 @@ more is dropped, or told so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import selectors
@@ -14,12 +15,14 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from baton_engine.distributed.store_client import StoreClient
 from baton_engine.distributed.store_values import Values
 from baton_engine.distributed.store_wire import (
+    RECEIVE_BYTES,
     Add,
     Answer,
     Append,
@@ -72,9 +75,10 @@ class StoreServer:
         self._listener = listen(host, port)
         self._listener.setblocking(False)
         self.address = StoreAddress(*self._listener.getsockname()[:2])
-        self._closing, self._close = socket.socketpair()
+        self._wakes, self._wake = socket.socketpair()
+        self._outdated: deque[Callable[[str], bool]] = deque()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._closing, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._accept_again_at: float | None = None
         """The listener is not watched until then."""
@@ -96,18 +100,27 @@ class StoreServer:
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
+    def forget(self, is_outdated: Callable[[str], bool]) -> None:
+        """Removes the keys of which that is true, in a moment. From any thread; idempotent."""
+        self._outdated.append(is_outdated)
+        with contextlib.suppress(OSError):  # it is closed
+            self._wake.send(b"\0")
+
     def close(self) -> None:
         """Idempotent."""
-        self._close.close()
+        self._wake.close()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while True:
                 for key, events in self._selector.select(self._patience()):
-                    if key.fileobj is self._closing:
-                        return
-                    if key.fileobj is self._listener:
+                    if key.fileobj is self._wakes:
+                        if not self._wakes.recv(RECEIVE_BYTES):
+                            return  # it is closed
+                        while self._outdated:
+                            self._values.forget(self._outdated.popleft())
+                    elif key.fileobj is self._listener:
                         self._accept()
                     elif key.data in self._clients:  # else it was dropped for what another one did
                         self._attend(key.data, events)
@@ -116,7 +129,7 @@ class StoreServer:
         finally:
             for client in self._clients:
                 client.socket.close()
-            for own in (self._listener, self._closing, self._selector):
+            for own in (self._listener, self._wakes, self._selector):
                 own.close()
 
     def _patience(self) -> float | None:

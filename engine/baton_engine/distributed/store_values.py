@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton_engine.distributed.store_wire import (
     MAX_MESSAGE_BYTES,
@@ -54,10 +54,7 @@ class Values:
             case Check(keys):
                 return Answer(number=int(self.missing(keys) is None))
             case Delete(key):
-                removed = values.pop(key, None)
-                if removed is not None:
-                    self._nbytes -= _size(key, removed)
-                return Answer(number=int(removed is not None))
+                return Answer(number=int(self._remove(key)))
             case CountKeys():
                 return Answer(number=len(values))
         return Answer()
@@ -74,6 +71,19 @@ class Values:
         if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):
             raise ValueError(f"the values have {nbytes} bytes, and messages at most {MAX_MESSAGE_BYTES}")
         return Answer([self._values[key] for key in keys])
+
+    def forget(self, is_outdated: Callable[[str], bool]) -> None:
+        """Removes the keys of which that is true."""
+        for key in [key for key in self._values if is_outdated(key)]:
+            self._remove(key)
+
+    def _remove(self, key: str) -> bool:
+        """Returns whether it was there."""
+        removed = self._values.pop(key, None)
+        if removed is None:
+            return False
+        self._nbytes -= _size(key, removed)
+        return True
 
     def _put(self, new: dict[str, bytes]) -> None:
         if len(new) > MAX_KEYS_AT_ONCE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from engine_process import DEADLINE_S, EngineProcess, collect, connect, request,
 from rank_processes import ScriptedCoordinator
 
 from baton_engine.core.dp_engine_core_proc import DPEngineCoreProc
+from baton_engine.distributed.store import connect_store
+from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_engine.protocol.config import EngineConfig, ModelConfig, ParallelConfig
@@ -98,6 +101,22 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
     status = coordinator.statuses["a"]
     assert (status.num_sparse_layers, status.num_experts) == (2, 4)
     assert status.member.engine_port == a.engine_port
+
+
+def test_stores_forget_generations_that_are_over(ranks, coordinator):
+    """Else a group that changes often enough could not meet any more: a store takes so much and no more."""
+    ranks("a", "b")
+    coordinator.adopt(1, ["a", "b"])
+    members = [coordinator.statuses[name].member for name in ("a", "b")]
+    stores = [connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members]
+    of_one = sum(store.num_keys() for store in stores)
+    assert of_one > 0
+    for number in range(2, 5):
+        coordinator.adopt(number, ["a", "b"])
+    deadline = time.monotonic() + DEADLINE_S
+    while (kept := sum(store.num_keys() for store in stores)) != of_one:
+        assert time.monotonic() < deadline, f"after four generations {kept} keys are kept, and {of_one} after the first"
+        time.sleep(0.02)
 
 
 async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(ranks, coordinator):

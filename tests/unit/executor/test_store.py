@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.process_group import create_group, generation_store, is_before
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.distributed.store_wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
@@ -58,6 +58,24 @@ calls = st.one_of(
     st.tuples(st.just("num_keys")),
     st.tuples(st.just("multi_set"), st.just(["a", "b"]), st.tuples(values, values)),
 )
+
+
+def test_it_forgets_what_is_outdated_and_goes_on(server: StoreServer, store: Store) -> None:
+    for number in (1, 2, 10):
+        generation_store(store, number, "n").set("key", "x" * 100)
+    generation_store(store, 2).set("key", "x")
+    store.set("generation-none", "x")
+    before = server._values._nbytes
+    server.forget(is_before(10))
+    deadline = time.monotonic() + WAIT_S
+    while store.num_keys() != 2:
+        assert time.monotonic() < deadline, "outdated keys are kept"
+        time.sleep(0.01)
+    assert generation_store(store, 10, "n").get("key") == b"x" * 100
+    assert store.check(["generation-none"])
+    assert server._values._nbytes == before - 2 * (len("generation-1-n/key") + 100) - len("generation-2/key") - 1
+    server.close()
+    server.forget(is_before(10))
 
 
 @pytest.mark.parametrize("called_from", ["Python", "C++"])
