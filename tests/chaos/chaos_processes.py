@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from baton_local.ports import free_ports
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -97,9 +98,7 @@ def engine_command(checkpoint: Path, layout: str, port: int, *flags: str) -> lis
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    return free_ports(1, HOST)[0]
 
 
 def assert_port_is_free(port: int) -> None:

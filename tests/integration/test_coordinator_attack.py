@@ -43,7 +43,7 @@ from support.streams import Load, Stream
 from support.token_rule import assert_right_tokens
 from support.waiting import eventually
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 NUM_LAYERS, NUM_EXPERTS = SHAPE["num_layers"], SHAPE["num_experts"]
 
 

@@ -61,7 +61,7 @@ def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) 
     group.scale(names[1:])
     assert_all_right(ask(group, list(range(30, 36)), 6), model, group, "two ranks")
     group.ranks[names[2]].kill()
-    group.wait_for([names[1]], timeout_s=20)
+    group.wait_for([names[1]], timeout_s=60)
     assert_all_right(ask(group, list(range(40, 44)), 4), model, group, "the survivor")
     group.ranks[names[2]].restart()
     group.wait_for(names[1:], timeout_s=60)
@@ -93,9 +93,9 @@ def test_a_group_that_is_deleted_ends_its_requests_and_goes(group: ExpertGroup, 
     streams = asyncio.run(delete_under_load())
     ended_at = time.monotonic()
     for rank in group.ranks.values():
-        assert rank.process.wait(timeout=20) == 0, rank.tail()
+        assert rank.process.wait(timeout=60) == 0, rank.tail()
     took_s = time.monotonic() - ended_at
-    assert took_s < 10, f"{took_s:.1f} s after the last request\n{group.tails()}"
+    assert took_s < 20, f"{took_s:.1f} s after the last request\n{group.tails()}"
     assert_all_right(streams, model, group, "while the group is deleted")
 
 

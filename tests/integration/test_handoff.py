@@ -42,8 +42,8 @@ async def test_engine_alone_is_greedy_equal_to_transformers(stack):
     asked = prompts(32, VOCAB, longest=150, seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
-        await client.connect(10)
-        await client.wait_ready(10)
+        await client.connect(60)
+        await client.wait_ready(60)
         outputs = await asyncio.gather(
             *(generate(client, EngineCoreRequest(f"alone-{i}", prompt, params)) for i, prompt in enumerate(asked))
         )
@@ -87,8 +87,8 @@ async def test_any_engine_continues_what_another_began(stack):
         EngineClient(stack.decode.address, ENGINE_PORT, client_id="b") as two,
     ):
         for client in (one, two):
-            await client.connect(10)
-            await client.wait_ready(10)
+            await client.connect(60)
+            await client.wait_ready(60)
         whole = await generate(one, EngineCoreRequest("whole", prompt, params))
         for cut in (1, 7, 39):
             rest = await generate(
@@ -111,7 +111,7 @@ async def test_prefill_death_is_survived_and_its_return_used(own_stack):
         await complete(own_stack.url, fresh[:90], 4)
         return own_stack.decode.metric("baton:prompt_tokens_remote_total") > before
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not await handed_over():
             await asyncio.sleep(0.2)
 
@@ -119,15 +119,15 @@ async def test_prefill_death_is_survived_and_its_return_used(own_stack):
 async def test_decode_death_is_survived_by_running_requests(own_stack):
     """The gateway knows every token it sent: the pod that comes back goes on where the dead one stopped."""
     asked = prompts(4, VOCAB, longest=60)
-    running = [asyncio.create_task(complete(own_stack.url, prompt, 200)) for prompt in asked]
-    async with asyncio.timeout(30):
+    running = [asyncio.create_task(complete(own_stack.url, prompt, 400)) for prompt in asked]
+    async with asyncio.timeout(60):
         while own_stack.decode.metric("baton:generation_tokens_total") < 20:
             await asyncio.sleep(0.02)
     own_stack.decode.kill()
     own_stack.decode.restart()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         resumed = await asyncio.gather(*running)
-    assert [len(output) for output in resumed] == [200] * len(asked)
+    assert [len(output) for output in resumed] == [400] * len(asked)
     assert own_stack.gateway.metric("baton:requests_resumed_total", GATEWAY_PORT) >= 1
     assert_greedy(own_stack.reference, asked, list(resumed), "resumed")
 
@@ -143,8 +143,8 @@ async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
         rest = [chunk async for chunk in stream]
     assert first.choices
     assert rest[-1].choices[0].finish_reason == "length"
-    assert own_stack.gateway.process.wait(timeout=30) == 0
-    assert own_stack.decode.process.wait(timeout=30) == 0
+    assert own_stack.gateway.process.wait(timeout=60) == 0
+    assert own_stack.decode.process.wait(timeout=60) == 0
 
 
 async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(checkpoints, stack, tmp_path):
@@ -156,8 +156,8 @@ async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(
         asked = prompts(12, VOCAB, longest=100, seed=4)
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
         async with EngineClient(engine.address, ENGINE_PORT, client_id="test") as client:
-            await client.connect(10)
-            await client.wait_ready(10)
+            await client.connect(60)
+            await client.wait_ready(60)
             outputs = await asyncio.gather(
                 *(generate(client, EngineCoreRequest(f"r{i}", prompt, params)) for i, prompt in enumerate(asked))
             )

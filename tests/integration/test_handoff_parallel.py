@@ -5,7 +5,6 @@ Also when a load ends badly on one rank only, when requests are aborted on eithe
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import KVCacheLayout
+from baton_local.ports import free_ports
 from support.parity import assert_greedy, prompts, reference_model
 
 VOCAB = 500
@@ -142,17 +142,6 @@ class Engines:
     def close(self) -> None:
         with ThreadPoolExecutor() as ending:
             list(ending.map(EngineCore.shutdown, self.cores.values()))
-
-
-def free_ports(count: int) -> list[int]:
-    """All different, free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

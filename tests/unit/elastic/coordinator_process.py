@@ -25,7 +25,7 @@ from baton_engine.protocol.topology import Directive, OperationPhase, RankPhase,
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 REAL_STEP_S = 0.03
 FLAGS = (
     *("--settle-s", "0.5", "--form-after-s", "3", "--wait-s", "3", "--prepare-timeout-s", "10"),

@@ -144,14 +144,16 @@ def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: Coordinat
 
 def test_one_request_after_the_other_does_not_wait_for_acknowledgements(coordinator: CoordinatorProcess) -> None:
     """Without TCP_NODELAY an answer of two parts takes 40 ms."""
+    took_s = []
     with connect(coordinator.http_port) as connection:
-        started = time.monotonic()
         for _ in range(50):
+            started = time.monotonic()
             connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             answer = b""
             while b"loop that answers ranks runs" not in answer:
                 answer += connection.recv(2**16)
-        assert time.monotonic() - started < 1.5
+            took_s.append(time.monotonic() - started)
+    assert min(took_s[-25:]) < 0.03, "a busy machine slows down some of them, the other thing all but the first"
 
 
 # The server by itself, with less patience

@@ -14,7 +14,7 @@ from baton_engine.protocol.topology import Activity, Directive, Member, RankPhas
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 START = StartWave(3, "nonce-3", 7)
 
 

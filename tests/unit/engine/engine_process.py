@@ -19,7 +19,9 @@ from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, 
 from baton_engine.protocol.sampling import SamplingParams
 
 HOST = "127.0.0.1"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+START_S = 180.0
+"""Until a process has imported what it needs, on a machine where many do."""
 
 
 class EngineProcess:
@@ -40,7 +42,8 @@ class EngineProcess:
         environment = {**os.environ, "POD_IP": HOST, "PYTHONPATH": os.pathsep.join(sys.path), **env}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
-        found = wait_for(lambda: re.search(r"engine port (\d+), http port (\d+)", self.text), "ports in the log", self)
+        ports = re.compile(r"engine port (\d+), http port (\d+)")
+        found = wait_for(lambda: ports.search(self.text), "ports in the log", self, deadline_s=START_S)
         self.engine_port, self.http_port = int(found[1]), int(found[2])
 
     @property

@@ -23,7 +23,7 @@ from baton_engine.protocol.topology import Directive, ExpertLoads, Generation, M
 from baton_engine.worker.preparation import Preparation, PreparationState
 from support.waiting import eventually
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def config(**parallel: Any) -> EngineConfig:

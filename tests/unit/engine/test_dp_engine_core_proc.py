@@ -120,7 +120,7 @@ def test_stores_forget_generations_that_are_over(ranks, coordinator):
 
 
 async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(ranks, coordinator):
-    engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
+    engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
     async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
         await until_draining(client, False)
@@ -141,7 +141,7 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
 
 
 async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_generation(ranks, coordinator):
-    engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.005")
+    engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
     async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
         streams = [each.add(request("r", [7], 150)) for each in (client, other)]
@@ -191,7 +191,7 @@ async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(r
 async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at_the_second_signal_at_once(
     ranks, coordinator
 ):
-    engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.05")
+    engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
     async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
         streams = [each.add(request("r", [1, 2], 250)) for each in (client, other)]

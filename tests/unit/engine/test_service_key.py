@@ -27,6 +27,7 @@ from baton_engine.protocol.service_key import (
     watch_handshakes,
     why_handshake_failed,
 )
+from support.waiting import eventually
 
 DEADLINE_MS = 30_000
 OURS, THEIRS = ServiceKey(b"the key of one service"), ServiceKey(b"the key of another one")
@@ -175,9 +176,9 @@ def test_several_keys_in_one_process_and_context_keep_to_their_own(context):
 
 def test_every_context_has_its_own_handler_and_sockets_of_one_share_it(context):
     others = [zmq.Context(), zmq.Context()]
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some may be of earlier tests, and end meanwhile
     servers = [make_server(each, OURS) for each in (context, context, *others)]
-    assert threading.active_count() == before + 3
+    assert len(set(threading.enumerate()) - before) == 3
     for server, address in servers:
         talk(server, make_client(context, address, OURS.protect_client))
     for other in others:
@@ -214,7 +215,9 @@ def test_a_context_may_end_and_another_begin_many_times():
         talk(server, make_client(context, address, OURS.protect_client))
         context.destroy()
         assert context.closed
-    assert set(threading.enumerate()) <= before
+    eventually(
+        lambda: set(threading.enumerate()) <= before, timeout_s=DEADLINE_MS / 1000, what="the end of all threads"
+    )
     assert not [address for address in zap._handlers if address != zmq.Context.instance().underlying]
 
 

@@ -186,7 +186,7 @@ def test_abort_ends_a_thread_that_waits(ranks: Ranks) -> None:
     groups[0].abort()
     with pytest.raises(GroupBrokenError, match=r"all_reduce in group test, rank 0 of 2.*the group was aborted"):
         waiting.result(WAIT_S)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5
 
 
 def test_a_member_without_an_answer_is_a_timeout_and_ends_the_group(ranks: Ranks) -> None:
@@ -309,7 +309,7 @@ def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
     for group in groups:
         group.close()
         group.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while open_things() != before:
         assert time.monotonic() < deadline, f"descriptors and threads {open_things()}, before {before}"
         time.sleep(0.01)

@@ -99,9 +99,9 @@ def test_a_frozen_member_is_given_up_from_another_thread(transport: str, tmp_pat
             assert f"{operation} in group {operation}, rank {rank} of 3" in text
             assert "the group was aborted" in text or "a member is gone" in text, "the other one may be faster"
             assert "the group was aborted" in text_after
-            assert waited_s > 0.2 or "a member is gone" in text, "it was in the middle of the operation"
-            assert seconds_since_abort < 0.5
-            assert took_s < 0.5
+            assert waited_s > seconds_since_abort or "a member is gone" in text, "it was in the middle of the operation"
+            assert seconds_since_abort < 5
+            assert took_s < 5
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])

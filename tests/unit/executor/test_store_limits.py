@@ -55,10 +55,17 @@ def connection_to(server: StoreServer) -> socket.socket:
 
 def is_closed(connection: socket.socket) -> bool:
     """By the other side, within AT_ONCE_S; what it said before is read."""
+    received(connection)
+    return True
+
+
+def received(connection: socket.socket) -> int:
+    """Bytes, until the other side closes it, within AT_ONCE_S."""
+    total = 0
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(2**20):
-            del data
-    return True
+            total += len(data)
+    return total
 
 
 def deadline() -> float:
@@ -75,10 +82,8 @@ def test_who_asks_again_before_it_is_answered_is_dropped(server: StoreServer, st
     with connection_to(server) as stranger:
         with contextlib.suppress(OSError):
             stranger.sendall(ask * 3000)  # and never reads
-        started = time.monotonic()
         assert store.num_keys() == 8
-        assert time.monotonic() - started < 1.0
-        assert is_closed(stranger)
+        assert received(stranger) < 2 * 8 * 100_000, "no second answer was begun"
 
 
 def test_a_client_that_does_not_fetch_its_answer_keeps_one(server: StoreServer, store: Store) -> None:
@@ -158,7 +163,7 @@ def test_many_that_wait_for_large_answers_leave_time_to_the_others(server: Store
         store.set("last", "1")
         started = time.monotonic()
         assert store.num_keys() == 15
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < AT_ONCE_S
 
 
 def test_who_waits_and_goes_is_forgotten(server: StoreServer, store: Store) -> None:
@@ -190,7 +195,7 @@ def test_without_descriptors_those_who_are_there_are_served_on(
     server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those who are not, once there are some again."""
-    monkeypatch.setattr(store_server, "ACCEPT_PAUSE_S", 1.0)
+    monkeypatch.setattr(store_server, "ACCEPT_PAUSE_S", 5.0)
     store.set("key", "value")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = socket.socket()
@@ -203,7 +208,7 @@ def test_without_descriptors_those_who_are_there_are_served_on(
         started = time.monotonic()
         for _ in range(20):
             assert store.get("key") == b"value"
-        assert time.monotonic() - started < 0.9, "they wait for a pause to end"
+        assert time.monotonic() - started < 4.5, "they wait for a pause to end"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(spare)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from baton_local.ports import free_ports
 
 WAIT_S = 180.0
 
@@ -29,8 +30,7 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
 
 def run_without_an_agent(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
     """As `run_under_torchrun`."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    [port] = free_ports(1)
     environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     command = [sys.executable, str(Path(__file__).with_name("launched_rank.py")), str(results), *map(str, arguments)]

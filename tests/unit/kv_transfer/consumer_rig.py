@@ -21,7 +21,7 @@ from baton_kv_transfer.transport_agent import TransportAgent
 from baton_kv_transfer.transports.base import Operation, XferState
 
 HOST = "127.0.0.1"
-WAIT_MS = 5000
+WAIT_MS = 60_000
 KEY = ServiceKey(b"the key of these producers")
 NUM_HEADS = 4
 ALL_HEADS = HeadRange(0, NUM_HEADS)

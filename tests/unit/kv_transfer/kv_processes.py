@@ -29,7 +29,7 @@ from baton_kv_transfer.transports import libucp
 libucp.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
 
 HOST = "127.0.0.1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LAYOUT = KVCacheLayout(num_blocks=64, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32")
 
 

@@ -164,19 +164,19 @@ def test_unreachable_producer_fails_the_load(engine: Callable[..., Engine]) -> N
 
 
 def test_killed_consumer_costs_the_producer_one_lease(engine: Callable[..., Engine], mode: str) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=1.0), engine("D", KVRole.CONSUMER, mode=mode)
+    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=2.0), engine("D", KVRole.CONSUMER, mode=mode)
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=False)
     wait_for("first block", lambda: consumer.call("stats").blocks_received == 1)
     consumer.kill()
-    producer.wait_sent("t", timeout_s=10)
+    producer.wait_sent("t")
     assert producer.call("stats").leases_expired == 1
     hand_over(producer, engine("D2", KVRole.CONSUMER), "next")
 
 
 def test_heartbeats_keep_the_lease(engine: Callable[..., Engine]) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=0.5), engine("D", KVRole.CONSUMER, load_timeout_s=1.5)
+    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=1.5), engine("D", KVRole.CONSUMER, load_timeout_s=4.5)
     producer.offer("t", "D")
     consumer.load("t", producer, [1])
     consumer.load("never-offered", producer, [2])

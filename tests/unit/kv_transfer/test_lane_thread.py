@@ -15,7 +15,7 @@ from kv_processes import wait_for
 from baton_kv_transfer.transports import lane_thread
 from baton_kv_transfer.transports.lane_thread import AWAY_S, LaneThread
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Lane:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -108,13 +107,10 @@ def test_a_host_that_does_not_answer_holds_up_nobody(tcp_pair: tuple[LaneHere, L
             end_of_other.connect_ex(server.getsockname())
         one.lane.add_peer("silent", msgspec.msgpack.encode(TCPAddress(*server.getsockname(), b"s")))
         some = rows(one.words, (0, 8))
-        began = time.monotonic()
         read = one.post("READ", "silent", some, some)
         assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
-        assert time.monotonic() - began < 1
-        assert read.state is XferState.PROC
+        assert read.state is XferState.PROC, "the other did not wait for it"
         assert end(read)[0] is XferState.ERR
-        assert time.monotonic() - began < 8
 
 
 def test_a_peer_killed_while_it_is_read_ends_the_read(side: Side) -> None:
