@@ -96,6 +96,8 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._socket: zmq.asyncio.Socket | None = None
+        self._arriving: asyncio.Future[list[bytes]] | None = None
+        """The next message, unless it was handled."""
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         handlers: list[tuple[EngineCoreResponseType, type, Callable[[Any], None]]] = [
@@ -264,7 +266,15 @@ class EngineClient:
     async def _receive(self) -> None:
         assert self._socket is not None
         while self.dead_reason is None:
-            self._handle(await self._socket.recv_multipart())
+            arriving = self._arriving = asyncio.ensure_future(self._socket.recv_multipart())  # is a future already
+            await arriving
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        """A message has left the socket's queue some time before the task that waits for it goes on."""
+        if self._arriving is not None and self._arriving.done():
+            frames, self._arriving = self._arriving.result(), None
+            self._handle(frames)
 
     def _handle(self, frames: list[bytes]) -> None:
         was_suspect = self._heartbeat.heard()
@@ -297,6 +307,7 @@ class EngineClient:
     def _take_rest(self) -> None:
         """What the engine said before its connection ended is still in the socket's queue: it counts."""
         assert self._socket is not None
+        self._take_arrived()
         queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         with contextlib.suppress(zmq.Again):
             while self.dead_reason is None:

@@ -31,7 +31,7 @@ from baton_engine.protocol.messages import (
 )
 from baton_engine.protocol.sampling import SamplingParams
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Router:
@@ -155,6 +155,34 @@ async def test_what_an_engine_said_before_it_went_away_still_counts(router):
     router.socket.close(linger=1000)
     for stream in streams:
         assert [output.finish_reason async for output in stream] == [FinishReason.STOP]
+    await client.close()
+
+
+async def test_what_is_left_in_the_socket_does_not_overtake_what_was_read(router, monkeypatch):
+    """The connection's end is noticed at the worst moment: a message was read, and the task that waits for it has not gone on."""
+    client = await connected(router)
+    stream = client.add(request())
+    await router.receive(EngineCoreRequestType.ADD)
+    receive = zmq.asyncio.Socket.recv_multipart
+
+    def receive_and_end(socket: zmq.asyncio.Socket) -> asyncio.Future[list[bytes]]:
+        arriving: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+        def pass_on(read: asyncio.Future[list[bytes]]) -> None:
+            if not read.cancelled():
+                arriving.set_result(read.result())
+                client._take_rest()
+
+        receive(socket).add_done_callback(pass_on)
+        return arriving
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive_and_end)
+    for offset in range(20):
+        await router.send(
+            EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([EngineCoreOutput("r", [1], token_offset=offset)])
+        )
+    offsets = [(await asyncio.wait_for(anext(stream), DEADLINE_S)).token_offset for _ in range(20)]
+    assert offsets == list(range(20))
     await client.close()
 
 
