@@ -32,8 +32,8 @@ from baton_engine.protocol.config import (
     ModelConfig,
 )
 from baton_local.lifeline import set_parent_death_signal
+from baton_local.ports import LOOPBACK, free_ports
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 PROGRESS_S = 5.0
 """A wait is mentioned again after this long."""
@@ -207,7 +207,7 @@ class _Server:
 
     async def _serve(self) -> None:
         """Raises _ChildEndedError, or TimeoutError: not ready in time. Never returns."""
-        engine_port, http_port = _free_port(LOOPBACK), _free_port(LOOPBACK)
+        engine_port, http_port = free_ports(2)
         engine = await self._start_engine(engine_port, http_port)
         gateway = await self._start_gateway(engine_port)
         watch = [asyncio.create_task(_until_ended(child)) for child in (engine, gateway)]
@@ -360,8 +360,10 @@ def _dies_with(parent: int) -> Callable[[], None]:
     return before_exec
 
 
-def _free_port(host: str, port: int = 0) -> int:
+def _free_port(host: str, port: int) -> int:
     """`port`, or a free one for 0, where nobody listens right now. Raises OSError: somebody does, or `host` is not ours."""
+    if port == 0:
+        [port] = free_ports(1, host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of ended connections are free enough

@@ -10,14 +10,12 @@ of the machine could reach it while it runs, so this is for development and test
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import os
 import re
 import secrets
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from baton_local.control_plane.certificates import (
     write_private,
 )
 from baton_local.control_plane.kubeconfig import write_kubeconfig
+from baton_local.ports import free_ports
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
@@ -76,15 +75,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _die_with_parent() -> None:
     """Between fork and exec of a child: the kernel ends it when the thread that started it ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((_HOST, 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 class RealControlPlane:

@@ -117,9 +117,10 @@ class IngressProxy:
         if service is None or port is None:
             text = f"service {backend.namespace}/{backend.service} has no port {backend.port!r}\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "1"})
+        scheme = "https" if port.get("name") == "https" else "http"
         for pod_host, pod_port in self._proxy.candidates(service, port):
             try:
-                return await self._forward(request, f"http://{pod_host}:{pod_port}{request.raw_path}")
+                return await self._forward(request, f"{scheme}://{pod_host}:{pod_port}{request.raw_path}")
             except aiohttp.ClientConnectorError as error:  # nothing was sent: the next one may have it
                 log.info("service %s: %s", key_of(service), error)
             except aiohttp.ServerTimeoutError as error:
@@ -134,7 +135,12 @@ class IngressProxy:
         # Reading must not have begun when a connection fails, so the body is handed over as the stream it is.
         body = request.content if request.can_read_body else None
         async with self._http.request(
-            request.method, URL(url, encoded=True), headers=_request_headers(request), data=body, allow_redirects=False
+            request.method,
+            URL(url, encoded=True),
+            headers=_request_headers(request),
+            data=body,
+            allow_redirects=False,
+            ssl=False,  # no certificate has a pod's address
         ) as upstream:
             response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
             for name, value in upstream.headers.items():

@@ -71,7 +71,7 @@ class ServiceProxy:
                     message = f"port {port['port']}/{port['protocol']} is not proxied; only TCP is"
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
         for endpoint in self._listeners.keys() - wanted.keys():
-            self._listeners.pop(endpoint).close()  # open connections go on until one side ends them
+            await _stop_listening(self._listeners.pop(endpoint))  # open connections go on until one side ends them
         # The address of a Service that is gone stays while connections to it are open.
         addresses = {address for address, _ in [*wanted, *self._connections.values()]}
         for endpoint, key in wanted.items():
@@ -132,6 +132,18 @@ class ServiceProxy:
                     if port["port"] == listener[1]:
                         return service, port
         return None
+
+
+async def _stop_listening(listener: asyncio.Server) -> None:
+    """Takes no more connections. One that was accepted a moment ago is given its transport first: asyncio drops it otherwise, open
+    and unanswered, and its client waits for ever."""
+    try:
+        loop = asyncio.get_running_loop()
+        for socket in listener.sockets:
+            loop.remove_reader(socket.fileno())
+        await asyncio.sleep(0)
+    finally:
+        listener.close()
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

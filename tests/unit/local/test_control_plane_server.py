@@ -28,7 +28,7 @@ MAPS = "/api/v1/namespaces/default/configmaps"
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
     plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"), event_window=20)
-    plane.start(30)
+    plane.start(90)
     yield plane
     plane.stop()
 
@@ -126,7 +126,7 @@ async def test_streaming_lists_end_with_a_bookmark(call):
 async def test_an_object_whose_owner_never_existed_is_collected(call):
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "ghost", "uid": "no-such-uid"}
     await call("POST", MAPS, {"metadata": {"name": "orphan", "ownerReferences": [owner]}})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await call("GET", f"{MAPS}/orphan"))[0] != 404:
             await asyncio.sleep(0.02)
 
@@ -218,7 +218,7 @@ def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
         assert kubeconfig == tmp_path / "kubeconfig"
         assert kubeconfig.stat().st_mode & 0o777 == 0o600
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_taken_port_is_reported(plane, tmp_path):
@@ -238,7 +238,7 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
         old = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Pod"}, "lastTimestamp": "2020-01-01T00:00:00Z"}
         cluster.registry.create(events, "default", old, options)
         collector = asyncio.create_task(cluster.collector.run())
-        deadline = asyncio.get_running_loop().time() + 5
+        deadline = asyncio.get_running_loop().time() + 60
         while cluster.store.list("events"):
             assert asyncio.get_running_loop().time() < deadline, "the event is still there"
             cluster.registry.create(maps, "default", {"metadata": {"name": "m"}}, options)
@@ -276,18 +276,19 @@ async def test_a_watch_nobody_reads_does_not_hoard_events():
 async def test_a_client_that_leaves_ends_its_watch_at_once(plane, call):
     """Not at the next event, which may never come."""
 
-    def connections() -> int:
-        return sum(task.get_coro().__qualname__ == "RequestHandler.start" for task in asyncio.all_tasks(plane._loop))
+    def connections() -> set[asyncio.Task]:
+        tasks = asyncio.all_tasks(plane._loop)
+        return {task for task in tasks if task.get_coro().__qualname__ == "RequestHandler.start"}
 
-    before = connections()
+    before = connections()  # some may be of clients that have left, and end meanwhile
     response = await call.session.get(MAPS, params={"watch": "true"})
-    assert connections() == before + 1
+    [ours] = connections() - before
     response.close()
-    await settled(lambda: connections() == before, "the watch ended")
+    await settled(ours.done, "the watch ended")
 
 
 async def settled(condition, missing):
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + 60
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, missing
         await asyncio.sleep(0.02)

@@ -1,6 +1,7 @@
 """The proxy: which pods and which Service a connection is for, and bytes that pass at once in both directions."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ async def serve(app: web.Application, address: str) -> tuple[web.AppRunner, int]
 
 
 async def settled(condition: Any, missing: str) -> None:
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + 60
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, missing
         await asyncio.sleep(0.01)
@@ -167,7 +168,7 @@ async def test_a_service_skips_dead_pods_and_streams_unbuffered(tmp_path: Path) 
             for _ in range(2):  # round robin begins with either pod
                 more.clear()
                 async with http.post("http://127.97.0.7:8080/stream", data=b"in ") as response:
-                    assert await asyncio.wait_for(response.content.readany(), 5) == b"in one\n\n"
+                    assert await asyncio.wait_for(response.content.readany(), 60) == b"in one\n\n"
                     more.set()
                     assert await response.content.read() == b"none"
         assert events.reasons == []
@@ -191,7 +192,7 @@ async def test_connections_of_a_deleted_service_go_on_and_then_its_address_goes(
         await settled(lambda: proxy._listeners, "the listener")
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
             async with http.post("http://127.97.0.9:8080/stream", data=b"") as response:
-                assert await asyncio.wait_for(response.content.readany(), 5) == b"one\n\n"
+                assert await asyncio.wait_for(response.content.readany(), 60) == b"one\n\n"
                 services.remove("ns/web")
                 await settled(lambda: not proxy._listeners, "the listener closed")
                 assert addresses.there == {"127.97.0.9"}
@@ -204,6 +205,33 @@ async def test_connections_of_a_deleted_service_go_on_and_then_its_address_goes(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("ticks", range(10))
+async def test_whoever_connects_while_a_service_is_deleted_is_not_left_waiting(ticks: int) -> None:
+    services = Cache(service("127.97.0.10", 8080))
+    proxy = ServiceProxy(services, Cache(), Events(), Addresses())  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+
+    async def wait_for_an_end() -> bytes:
+        reader, writer = await asyncio.open_connection("127.97.0.10", 8080)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    try:
+        await settled(lambda: proxy._listeners, "the listener")
+        connecting = asyncio.create_task(wait_for_an_end())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        services.remove("ns/web")
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                assert await connecting == b""
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
@@ -240,15 +268,15 @@ async def test_the_ingress_streams_and_lets_go_when_the_client_leaves(tmp_path: 
             for _ in range(2):
                 more.clear()
                 async with http.post(url, data=b"in ", headers=headers) as response:
-                    assert await asyncio.wait_for(response.content.readany(), 5) == b"in one\n\n"
+                    assert await asyncio.wait_for(response.content.readany(), 60) == b"in one\n\n"
                     more.set()
                     assert await response.content.read() == b"web.test"
             more.clear()
             ended.clear()
             response = await http.get(url, headers=headers)
-            assert await asyncio.wait_for(response.content.readany(), 5) == b"one\n\n"
+            assert await asyncio.wait_for(response.content.readany(), 60) == b"one\n\n"
             response.close()
-            await asyncio.wait_for(ended.wait(), 5)
+            await asyncio.wait_for(ended.wait(), 60)
             async with http.get("http://127.97.2.9:18080/", headers={"Host": "x.test"}) as response:
                 assert response.status == 404
             pods.objects.clear()

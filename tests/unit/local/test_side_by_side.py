@@ -68,5 +68,5 @@ def test_the_state_folder_is_absolute_its_owners_and_needs_no_home(monkeypatch, 
 def test_what_a_killed_supervisor_wrote_is_not_its_successors(tmp_path) -> None:
     state = StateDir(tmp_path)
     state.acquire()
-    state.write_info(ClusterInfo(1, "/k", "embedded", "default", "demo"))
+    state.write_info(ClusterInfo(1, "/k", "embedded", "default", "demo", "/f"))
     assert state.read_info() is None
