@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from baton_engine.protocol.arguments import MAX_PORT
 from baton_engine.protocol.config import GatewayConfig, container_path, pod_ip
 from baton_engine.protocol.service_key import ServiceKeyError
 from baton_engine.text.tokenizer import Tokenizer
@@ -100,11 +101,13 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
         hint = "; set it in --config FILE or with --model" if "model" not in content else ""
         raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
     for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
-        if getattr(config, name) <= 0:
+        if not getattr(config, name) > 0:  # nor NaN
             raise ConfigurationError("InvalidConfig", f"{name} must be positive, got {getattr(config, name)}")
-    for name in ("queue_wait_s", "resume_wait_s", "hold_s", "max_held_requests", "drain_quiet_s"):
-        if getattr(config, name) < 0:
+    for name in ("queue_wait_s", "resume_wait_s", "hold_s", "max_held_requests", "drain_timeout_s", "drain_quiet_s"):
+        if not getattr(config, name) >= 0:
             raise ConfigurationError("InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}")
+    if not 0 <= config.port <= MAX_PORT:
+        raise ConfigurationError("InvalidConfig", f"port must be in [0, {MAX_PORT}], got {config.port}")
     for name in ("max_concurrent_per_client", "max_prompt_tokens", "max_completion_tokens"):
         limit = getattr(config.access, name)
         if limit is not None and limit <= 0:
@@ -114,7 +117,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
             "InvalidConfig",
             "access.max_concurrent_per_client needs access.api_keys_dir: without keys nobody is told apart",
         )
-    if config.heartbeat_timeout_s < MIN_HEARTBEATS * config.heartbeat_interval_s:
+    if not config.heartbeat_timeout_s >= MIN_HEARTBEATS * config.heartbeat_interval_s:
         raise ConfigurationError(
             "InvalidConfig",
             f"heartbeat_timeout_s must be {MIN_HEARTBEATS} times heartbeat_interval_s at least, got "

@@ -13,42 +13,59 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from functools import partial
 
 import msgspec
 
 from baton_engine.protocol.config import AccessConfig
 from baton_engine.protocol.messages import EngineCoreOutput, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.text.chat_template import ChatTemplateError
 from baton_engine.text.errors import RequestError
-from baton_engine.text.messages import template_messages
 from baton_engine.text.output import OutputProcessor, TextOutput
-from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse
 from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from baton_engine.text.structured_outputs import bad_words_token_ids
-from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.dispatch import Dispatcher
-from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, prompt_too_long, unavailable
+from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, unavailable
 from baton_gateway.jobs import Choice, Job, PromptJob, Run
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.pool import EnginePool
+from baton_gateway.prompts import PromptBounds, PromptReader
 from baton_gateway.sequences import SampleGroup, Sequence
+from baton_gateway.workers import offload
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS = 4096
-"""Longer texts are tokenized in a thread: the event loop must not stand still for other streams."""
+INLINE_TOKENS = 64
+"""Of beams, which come all at once: more are detokenized in a thread."""
+STAGGERED_TOKENS = 2**16
+"""So many tokens of prompts and options are sent to engines at a time: writing them down is the event loop's time."""
+SEQUENCE_TOKENS = 2**11
+"""What a sequence costs besides, in the same measure."""
+MAX_OPTION_ENTRIES = 2**22
+"""Of logit_bias, or of allowed_token_ids, in all sequences of a request: each goes to its engine with a copy."""
+MAX_UNREAD_OUTPUTS = 4096
+"""Per choice. Outputs of engines that a client has yet to take: text for a minute at least, and some megabytes."""
 
 GAP_S = 1.0
 """Longer silences of a stream are counted one by one."""
 
-_Result = TypeVar("_Result")
-
-
 _Event = tuple[Choice, TextOutput] | Exception | None
 """What a run tells: an output, its failure, or that it has ended."""
+
+
+class _Events(asyncio.Queue[_Event]):
+    """What is yet to be taken of one request; `on_backlog` is called with every event beyond `most`."""
+
+    def __init__(self, most: int, on_backlog: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._most = most
+        self._on_backlog = on_backlog
+
+    def put_nowait(self, item: _Event) -> None:
+        super().put_nowait(item)
+        if self._on_backlog is not None and self.qsize() > self._most:
+            self._on_backlog()
 
 
 class GenerationService:
@@ -63,11 +80,17 @@ class GenerationService:
         limits: AccessConfig,
     ) -> None:
         self.tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer)
         self._limits = limits
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._running: dict[asyncio.Queue[_Event], Job] = {}
+        self._running: dict[_Events, Job] = {}
+
+    @property
+    def max_model_len(self) -> int | None:
+        """None: no engine has told yet."""
+        return self._pool.max_model_len
 
     def fail_all(self) -> None:
         """This gateway ends: so does everything that runs, each with an error. Engines are told to abort."""
@@ -75,105 +98,75 @@ class GenerationService:
             lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
             queue.put_nowait(unavailable(f"This gateway shut down before the request ended.{lost}", code="draining"))
 
-    async def prepare_chat(self, request: ChatCompletionRequest, started: float) -> Job:
-        """Raises RequestError or APIError: the messages cannot be rendered, do not fit, or nobody can serve them."""
-        template = self.tokenizer.chat_template
-        if template is None:
-            raise RequestError(
-                "This model has no chat template; use /v1/completions, or add chat_template.jinja to the checkpoint.",
-                param="messages",
-            )
-        messages = request.template_messages()
+    async def prepare_chat(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
+        """
+        Args:
+            size: bytes of the request's body: how long all this may take.
+
+        Raises:
+            RequestError or APIError: the messages cannot be rendered, do not fit, or nobody can serve them.
+        """
+        self._check_rank(request.data_parallel_rank)
+        bounds = self._bounds()
+        return await offload(lambda: self._chat_job(request, started, bounds), size)
+
+    def _chat_job(self, request: ChatCompletionRequest, started: float, bounds: PromptBounds) -> Job:
         variables = request.chat_template_kwargs or {}
         reserved = {"messages", "add_generation_prompt"} & variables.keys()
         if reserved:
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
+        add_generation_prompt = request.add_generation_prompt is not False
+        text = self._reader.render(request.messages, variables, bounds, add_generation_prompt=add_generation_prompt)
+        token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
+        return self._job(request, "chatcmpl", [token_ids], [""], "messages", started, bounds)
 
-        limit = self._pool.max_model_len
+    async def prepare_completion(self, request: CompletionRequest, started: float, size: int) -> Job:
+        """As `prepare_chat`, of a prompt or several."""
+        self._check_rank(request.data_parallel_rank)
+        bounds = self._bounds()
+        return await offload(lambda: self._completion_job(request, started, bounds), size)
 
-        def tokenize() -> list[int]:
-            add_prompt = request.add_generation_prompt is not False
-            text = template.render(messages, add_generation_prompt=add_prompt, **variables)
-            return self._encode(text, "messages", limit, add_special_tokens=False)
-
-        try:
-            token_ids = await _offload(tokenize, sum(len(message["content"]) for message in messages))
-        except ChatTemplateError as error:
-            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
-        bad_words = await self._bad_words(request)
-        return self._job(request, "chatcmpl", [token_ids], [""], bad_words, "messages", started)
-
-    async def prepare_completion(self, request: CompletionRequest, started: float) -> Job:
-        """Raises RequestError or APIError: a prompt cannot be used, does not fit, or nobody can serve it."""
-        add_special = request.add_special_tokens is not False
+    def _completion_job(self, request: CompletionRequest, started: float, bounds: PromptBounds) -> Job:
         prompts = request.prompts()
-        limit = self._pool.max_model_len
-
-        def tokenize(prompt: str | list[int]) -> list[int]:
+        add_special = request.add_special_tokens is not False
+        token_ids: list[list[int]] = []
+        for prompt in prompts:
             if isinstance(prompt, str):
-                return self._encode(prompt, "prompt", limit, add_special_tokens=add_special)
-            self._check_ids(prompt, "prompt")
-            return prompt
+                token_ids.append(self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special))
+            else:
+                self._reader.check_ids(prompt, "prompt")
+                token_ids.append(prompt)
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in prompts]
+        return self._job(request, "cmpl", token_ids, echoes, "prompt", started, bounds)
 
-        def echo(prompt: str | list[int]) -> str:
-            if not request.echo:
-                return ""
-            return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-
-        token_ids, echoes = await _offload(
-            lambda: ([tokenize(prompt) for prompt in prompts], [echo(prompt) for prompt in prompts]),
-            sum(map(len, prompts)),  # together: many short prompts take as long as one long one
-        )
-        bad_words = await self._bad_words(request)
-        return self._job(request, "cmpl", token_ids, echoes, bad_words, "prompt", started)
-
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Token ids of a prompt or of rendered messages, as a generation request would use them. Raises RequestError."""
-        text, add_special = request.prompt, request.add_special_tokens is not False
-        if request.messages is not None:
-            if self.tokenizer.chat_template is None:
-                raise RequestError("This model has no chat template; send a prompt instead.", param="messages")
-            add_special = bool(request.add_special_tokens)  # the template writes them
-            try:
-                text = self.tokenizer.chat_template.render(
-                    template_messages(request.messages),
-                    add_generation_prompt=request.add_generation_prompt is not False,
-                    **(request.chat_template_kwargs or {}),
-                )
-            except ChatTemplateError as error:
-                raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
-        if text is None:
-            raise RequestError("prompt or messages is required", param="prompt", code="missing_required_parameter")
-        prompt = text
-        token_ids = await _offload(lambda: self.tokenizer.encode(prompt, add_special_tokens=add_special), len(prompt))
-        response = TokenizeResponse(count=len(token_ids), tokens=token_ids, max_model_len=self._pool.max_model_len)
-        if request.return_token_strs:
-            response.token_strs = [self.tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
-        return response
-
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Raises RequestError: ids outside the vocabulary."""
-        self._check_ids(request.tokens, "tokens")
-        text = await _offload(
-            lambda: self.tokenizer.decode(request.tokens, skip_special_tokens=False), len(request.tokens)
-        )
-        return DetokenizeResponse(prompt=text)
-
-    async def run(self, job: Job) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
+    async def run(
+        self, job: Job, on_backlog: Callable[[], None] | None = None
+    ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Outputs of all choices as they come; of each, in order up to the finished one.
 
         Closing early aborts what still runs.
 
+        Args:
+            on_backlog: called with every output that comes while MAX_UNREAD_OUTPUTS per choice wait to be taken.
+
         Raises:
             APIError: one of the sequences failed; the others are aborted.
         """
-        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        queue = _Events(MAX_UNREAD_OUTPUTS * len(job.choices), on_backlog)
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
-        tasks = [asyncio.create_task(self._run(job, prompt, run, queue)) for prompt, run in runs]
-        unfinished = len(tasks)
+        tasks: list[asyncio.Task[None]] = []
+        unfinished, num_tokens, num_options = len(runs), 0, _num_options(job.request)
         self._running[queue] = job
         try:
+            for prompt, run in runs:
+                tasks.append(asyncio.create_task(self._run(job, prompt, run, queue)))
+                num_tokens += len(prompt.token_ids) + num_options + SEQUENCE_TOKENS
+                if num_tokens > STAGGERED_TOKENS:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
             while unfinished:
                 event = await queue.get()
                 if isinstance(event, Exception):
@@ -189,7 +182,7 @@ class GenerationService:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.e2e_latency.observe(time.monotonic() - job.started)
 
-    async def _run(self, job: Job, prompt: PromptJob, run: Run, queue: asyncio.Queue[_Event]) -> None:
+    async def _run(self, job: Job, prompt: PromptJob, run: Run, queue: _Events) -> None:
         last = job.started
         first = True
         prompt_only = isinstance(job.request, CompletionRequest) and job.request.is_prompt_only
@@ -208,7 +201,9 @@ class GenerationService:
                         last, first = now, False
                         self._metrics.generation_tokens.inc(len(output.new_token_ids))
                     if output.beams is not None:
-                        _push_beams(job, run, output, queue)
+                        size = sum(len(beam.token_ids) for beam in output.beams)
+                        for event in await offload(partial(_beams, job, run, output), size, INLINE_TOKENS):
+                            queue.put_nowait(event)
                         break
                     if first_token and job.request.requested_prompt_logprobs() is not None:
                         if run is prompt.runs[0]:
@@ -235,29 +230,35 @@ class GenerationService:
             logger.exception("request %s: %s failed", job.id, run.sequence.request_id)
             queue.put_nowait(internal(f"The gateway failed: {error!r}"))
 
+    def _bounds(self) -> PromptBounds:
+        """Raises APIError: no engine has told yet what fits it."""
+        limit = self._pool.max_model_len
+        if limit is None:
+            raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
+        return PromptBounds(limit, self._limits.max_prompt_tokens)
+
     def _job(
         self,
         request: GenerationRequest,
         prefix: str,
         prompts: list[list[int]],
         echoes: list[str],
-        bad_words: list[list[int]],
         field: str,
         started: float,
+        bounds: PromptBounds,
     ) -> Job:
-        self._check_rank(request.data_parallel_rank)
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
-        self._check_ids(request.allowed_token_ids or [], "allowed_token_ids")
+        _check_options(request)
+        self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
         request.check_prompt_logprobs(sum(map(len, prompts)))
+        lengths = [self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts]
+        params_of = self._params(request, set(lengths))
         jobs = []
         for prompt_index, token_ids in enumerate(prompts):
-            max_tokens = self._max_tokens(request, len(token_ids), field)
             # A seed of the client's own is the same for all prompts; of equal prompts it makes equal answers.
             seed = secrets.randbits(63) if request.seed is None else request.seed
-            params = request.sampling_params(seed=seed, max_tokens=max_tokens, bad_words_token_ids=bad_words)
-            self._check_ids(list(params.logit_bias or {}), "logit_bias")
-            self._check_ids(params.stop_token_ids, "stop_token_ids")
+            params = msgspec.structs.replace(params_of[lengths[prompt_index]], seed=seed)
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
@@ -285,9 +286,19 @@ class GenerationService:
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
 
-    async def _bad_words(self, request: GenerationRequest) -> list[list[int]]:
-        words = request.bad_words or []
-        return await _offload(lambda: bad_words_token_ids(self.tokenizer, words), sum(map(len, words)))
+    def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
+        """By max_tokens, checked: prompts share their options, which may be long lists. Raises RequestError."""
+        bad_words = bad_words_token_ids(self.tokenizer, request.bad_words or [])
+        params_of = {
+            max_tokens: request.sampling_params(
+                seed=request.seed or 0, max_tokens=max_tokens, bad_words_token_ids=bad_words
+            )
+            for max_tokens in lengths
+        }
+        for params in params_of.values():
+            self._reader.check_ids(list(params.logit_bias or {}), "logit_bias")
+            self._reader.check_ids(params.stop_token_ids, "stop_token_ids")
+        return params_of
 
     def _processor(self, request: GenerationRequest, params: SamplingParams) -> OutputProcessor:
         return OutputProcessor(
@@ -299,38 +310,22 @@ class GenerationService:
             stop_token_ids=params.stop_token_ids,
         )
 
-    def _encode(self, text: str, field: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
-        fewest = self.tokenizer.fewest_tokens(text)
-        if limit is not None and fewest >= limit:
-            raise prompt_too_long(limit, fewest, field)
-        self._check_prompt(fewest, field)  # before it costs anything, and again when it is known
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _max_tokens(self, request: GenerationRequest, prompt_len: int, field: str) -> int:
+    def _max_tokens(self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds) -> int:
         """Tokens to generate at most, so that prompt and answer fit the model."""
         if prompt_len == 0:
             raise RequestError(f"{field} must not be empty", param=field)
-        self._check_prompt(prompt_len, field)
-        limit = self._pool.max_model_len
-        if limit is None:
-            raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
+        bounds.check_own(prompt_len, field)
         requested = request.requested_max_tokens()
         explicit = request.max_tokens is not None or getattr(request, "max_completion_tokens", None) is not None
         needed = requested if requested is not None and explicit else 1
-        if prompt_len + needed > limit:
-            raise context_length_exceeded(limit, prompt_len, needed, field)
-        room, most = limit - prompt_len, self._limits.max_completion_tokens
+        if prompt_len + needed > bounds.max_model_len:
+            raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
+        room, most = bounds.max_model_len - prompt_len, self._limits.max_completion_tokens
         if most is not None:
             if explicit and needed > most:
                 raise RequestError(f"this server generates {most} tokens at most, got {needed}", param="max_tokens")
             room = min(room, most)
         return room if requested is None else min(requested, room)
-
-    def _check_prompt(self, num_tokens: int, field: str) -> None:
-        most = self._limits.max_prompt_tokens
-        if most is not None and num_tokens > most:
-            message = f"this server takes prompts of {most} tokens at most, got {num_tokens} or more"
-            raise RequestError(message, param=field, code="prompt_too_long")
 
     def _check_rank(self, rank: int | None) -> None:
         size = self._pool.data_parallel_size
@@ -340,26 +335,32 @@ class GenerationService:
                 param="data_parallel_rank",
             )
 
-    def _check_ids(self, token_ids: list[int], field: str) -> None:
-        vocab_size = self.tokenizer.vocab_size
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-        if wrong is not None:
-            raise RequestError(f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field)
+
+def _num_options(request: GenerationRequest) -> int:
+    """Entries of the lists that go to an engine with every sequence."""
+    return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
 
 
-def _push_beams(job: Job, run: Run, output: EngineCoreOutput, queue: asyncio.Queue[_Event]) -> None:
+def _check_options(request: GenerationRequest) -> None:
+    """Raises RequestError: lists that go to the engines with every sequence are too long for so many sequences."""
+    for name in ("logit_bias", "allowed_token_ids"):
+        entries = len(getattr(request, name) or ())
+        if entries * request.num_sequences > MAX_OPTION_ENTRIES:
+            raise RequestError(
+                f"{name} has {entries} entries, which {request.num_sequences} sequences make more than "
+                f"{MAX_OPTION_ENTRIES}; send fewer sequences at once",
+                param=name,
+            )
+
+
+def _beams(job: Job, run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
     """The beams, best first, as choices. A search may end with fewer than its width: then the answer has fewer, too."""
     beams = output.beams or []
     del run.choices[len(beams) :]
+    results = []
     for choice, beam in zip(run.choices, beams, strict=False):
         result = choice.processor.push_beam(run.sequence.request_id, beam)
         if job.request.requested_prompt_logprobs() is not None:
             result.prompt_logprobs = output.prompt_logprobs or []
-        queue.put_nowait((choice, result))
-
-
-async def _offload(work: Callable[[], _Result], num_chars: int) -> _Result:
-    """Runs `work` here when it is short, else in a thread."""
-    if num_chars <= INLINE_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
+        results.append((choice, result))
+    return results

@@ -9,15 +9,14 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
-from aiohttp import ClientPayloadError, web
-from aiohttp.http import HttpProcessingError
+from aiohttp import web
 
 from baton_engine.text.errors import RequestError
 from baton_engine.text.output import TextOutput, chat_logprobs, completion_logprobs, prompt_token_logprobs
-from baton_engine.text.parsing import parse_request
 from baton_engine.text.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -35,11 +34,14 @@ from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, G
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.access import CLIENT, client_name
 from baton_gateway.admission import Admission
+from baton_gateway.bodies import parse_body, read_body
+from baton_gateway.delivery import deliver, hang_up, hang_up_if_unread, is_unread
 from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
 from baton_gateway.event_stream import LAST_WORDS_S, EventStream
 from baton_gateway.generation import GenerationService
 from baton_gateway.holding import HoldingRoom
 from baton_gateway.jobs import Choice, Job
+from baton_gateway.workers import offload
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ _RANK = re.compile("[0-9]{1,9}")
 FINAL_STATUS = web.RequestKey("final_status", int)
 """Status for the metrics when a stream that began as 200 failed later."""
 
-INLINE_LOGPROBS = 1024
-"""Positions. An answer with the log-probabilities of more is written in a thread."""
+INLINE_ENTRIES = 1024
+"""Tokens, and log-probabilities of each. An answer, or a chunk, with more is written in a thread."""
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
@@ -98,7 +100,8 @@ class Endpoint(abc.ABC, Generic[_Request]):
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
-        request = parse_request(await self._read(http, deadline), self.kind)
+        body = await read_body(http, deadline, self._timeout_s)
+        request = await parse_body(body, self.kind, self._service.max_model_len)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)
@@ -107,11 +110,12 @@ class Endpoint(abc.ABC, Generic[_Request]):
         stream = EventStream(http, is_wanted=bool(request.stream))
         try:
             await self._room.wait(stream.keep_alive)
-            job = await self.prepare(request, started)
-            async with aclosing(self._service.run(job)) as events:
+            job = await self.prepare(request, started, len(body))
+            on_backlog = partial(hang_up_if_unread, http, f"request {job.id}")
+            async with aclosing(self._service.run(job, on_backlog)) as events:
                 if request.stream:
                     return await self._stream(http, request, job, events, deadline, stream)
-                return await self._answer(request, job, events, deadline)
+                return await self._answer(http, request, job, events, deadline)
         except (RequestError, APIError) as failure:
             if not stream.is_open:
                 raise
@@ -121,17 +125,9 @@ class Endpoint(abc.ABC, Generic[_Request]):
         finally:
             self._admission.give(request.num_sequences, client)
 
-    async def _read(self, http: web.Request, deadline: float) -> bytes:
-        """The body. Raises APIError: it does not come, or not as its headers say."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await http.read()
-        except TimeoutError:
-            raise APIError(408, f"The body did not arrive within {self._timeout_s:g} s.", code="timeout") from None
-        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
-            raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
-
-    async def _answer(self, request: _Request, job: Job, events: _Events, deadline: float) -> web.Response:
+    async def _answer(
+        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
+    ) -> web.Response:
         outputs: dict[int, list[TextOutput]] = {choice.index: [] for choice in job.choices}
         try:
             async with asyncio.timeout_at(deadline):
@@ -139,15 +135,14 @@ class Endpoint(abc.ABC, Generic[_Request]):
                     outputs[choice.index].append(output)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
-        merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
-        indices = {id(choice): choice.index for choice in job.choices}
-        merged = [(choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()]
-        num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs or ()) for _, output in merged)
-        if num_logprobs <= INLINE_LOGPROBS:
-            body = self._encode(self.response(request, job, merged))
-        else:  # the event loop must not stand still for other streams
-            body = await asyncio.to_thread(lambda: msgspec.json.encode(self.response(request, job, merged)))
-        return web.Response(body=body, content_type="application/json")
+
+        def body() -> bytes:
+            merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
+            indices = {id(choice): choice.index for choice in job.choices}
+            merged = [(choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()]
+            return msgspec.json.encode(self.response(request, job, merged))
+
+        return await deliver(http, await offload(body, job.num_entries, INLINE_ENTRIES), deadline)
 
     async def _stream(
         self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float, stream: EventStream
@@ -159,8 +154,8 @@ class Endpoint(abc.ABC, Generic[_Request]):
             raise timed_out(self._timeout_s) from None
         response = await stream.open()
 
-        async def send(chunk: msgspec.Struct) -> None:
-            await response.write(b"data: " + self._encode(chunk) + b"\n\n")
+        async def send(event: bytes) -> None:
+            await response.write(b"data: " + event + b"\n\n")
 
         try:
             try:
@@ -174,15 +169,13 @@ class Endpoint(abc.ABC, Generic[_Request]):
                     "request %s%s failed while it was streamed: %s", job.id, client_name(http), error.message
                 )
                 http[FINAL_STATUS] = error.status
-                if isinstance(failure, TimeoutError) and _unread(http):
+                if isinstance(failure, TimeoutError) and is_unread(http):
                     raise
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await send(error.body)
+                    await send(self._encode(error.body))
                     await response.write_eof()
         except TimeoutError:  # a client that reads nothing must not hold its place for ever
-            logger.warning("request %s%s: the client does not read, closing its connection", job.id, client_name(http))
-            if http.transport is not None:
-                http.transport.abort()
+            hang_up(http, f"request {job.id}")
         except ConnectionError:
             logger.info("request %s%s: the client went away", job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
@@ -194,7 +187,7 @@ class Endpoint(abc.ABC, Generic[_Request]):
         job: Job,
         first: tuple[Choice, TextOutput],
         events: _Events,
-        send: Callable[[msgspec.Struct], Awaitable[None]],
+        send: Callable[[bytes], Awaitable[None]],
     ) -> None:
         offsets = {choice.index: 0 for choice in job.choices}
 
@@ -202,24 +195,33 @@ class Endpoint(abc.ABC, Generic[_Request]):
             # A held back text is no news; the end of a choice is, and so is a token's logprob.
             wants_ids = bool(request.return_token_ids and output.token_ids)
             if output.text or _has_logprobs(output) or wants_ids or output.finish_reason is not None:
-                await send(self.chunk(request, job, choice, output, offsets[choice.index]))
+                offset = offsets[choice.index]
+                size = _num_entries(output)
+                if size <= INLINE_ENTRIES:
+                    event = self._encode(self.chunk(request, job, choice, output, offset))
+                else:
+                    chunk = partial(self.chunk, request, job, choice, output, offset)
+                    event = await offload(lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES)
+                await send(event)
             if output.prompt_logprobs is not None:  # only with echo may they be streamed
-                offsets[choice.index] += sum(map(self._length, choice.prompt_token_ids))
+                prompt = choice.prompt_token_ids
+                offsets[choice.index] += await offload(lambda: sum(map(self._length, prompt)), len(prompt))
             offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
 
         for chunk in self.opening(request, job):
-            await send(chunk)
+            await send(self._encode(chunk))
         await send_output(*first)
         async for choice, output in events:
             await send_output(choice, output)
         if request.include_usage:
-            await send(self.usage_chunk(job))
+            await send(self._encode(self.usage_chunk(job)))
 
     def _length(self, token_id: int) -> int:
         return len(self._service.tokenizer.token_text(token_id))
 
     @abc.abstractmethod
-    async def prepare(self, request: _Request, started: float) -> Job: ...
+    async def prepare(self, request: _Request, started: float, size: int) -> Job:
+        """`size`: bytes of the body."""
 
     @abc.abstractmethod
     def response(self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> msgspec.Struct:
@@ -239,8 +241,8 @@ class Endpoint(abc.ABC, Generic[_Request]):
 class ChatEndpoint(Endpoint[ChatCompletionRequest]):
     kind = ChatCompletionRequest
 
-    async def prepare(self, request: ChatCompletionRequest, started: float) -> Job:
-        return await self._service.prepare_chat(request, started)
+    async def prepare(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
+        return await self._service.prepare_chat(request, started, size)
 
     def response(
         self, request: ChatCompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
@@ -292,8 +294,8 @@ class ChatEndpoint(Endpoint[ChatCompletionRequest]):
 class CompletionEndpoint(Endpoint[CompletionRequest]):
     kind = CompletionRequest
 
-    async def prepare(self, request: CompletionRequest, started: float) -> Job:
-        return await self._service.prepare_completion(request, started)
+    async def prepare(self, request: CompletionRequest, started: float, size: int) -> Job:
+        return await self._service.prepare_completion(request, started, size)
 
     def response(self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> Completion:
         choices = []
@@ -369,9 +371,9 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
     return int(text)
 
 
-def _unread(http: web.Request) -> bool:
-    """Whether the client has not taken all that was sent to it."""
-    return http.transport is not None and http.transport.get_write_buffer_size() > 0
+def _num_entries(output: TextOutput) -> int:
+    """Tokens and log-probabilities."""
+    return sum(1 + len(item.top) for items in (output.logprobs, output.prompt_logprobs or ()) for item in items)
 
 
 def _token_ids(request: GenerationRequest, output: TextOutput) -> list[int] | msgspec.UnsetType:

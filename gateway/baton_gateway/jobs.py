@@ -71,6 +71,17 @@ class Job:
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 
+    @property
+    def num_entries(self) -> int:
+        """Tokens in the answer so far, and log-probabilities of each: how long it takes to write down."""
+        tops, prompt_tops = self.request.requested_logprobs(), self.request.requested_prompt_logprobs()
+        entries = 0
+        for choice in self.choices:
+            entries += choice.processor.num_tokens * (1 if tops is None else 2 + tops)
+            if prompt_tops is not None:
+                entries += len(choice.prompt_token_ids) * (1 + prompt_tops)
+        return entries
+
     def best_choices(self) -> list[Choice]:
         """Those that are the answer, once all have ended: with best_of the most likely ones, best first."""
         best: list[Choice] = []

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -17,12 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from baton_engine.protocol.config import GatewayConfig, container_path
 from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.text.errors import RequestError
-from baton_engine.text.parsing import parse_request
 from baton_engine.text.responses import Model, ModelList
-from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.access import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.admission import Admission
+from baton_gateway.bodies import MAX_BODY_BYTES
 from baton_gateway.connections import listen, stop_listening
 from baton_gateway.departure import Departure
 from baton_gateway.discovery import Discovery
@@ -34,15 +33,14 @@ from baton_gateway.holding import HoldingRoom
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.placer import Placer
 from baton_gateway.pool import MAX_BACKOFF_S, EnginePool
+from baton_gateway.text_endpoints import TextEndpoints
 from baton_gateway.tls import ServerCertificate
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 ACCESS_POLL_S = 1.0
 """Files of keys and certificates are looked at so often."""
 
-_TextRequest = TypeVar("_TextRequest", TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -95,6 +93,14 @@ class Gateway:
             prefill_timeout_s=prefill_timeout_s,
         )
         self._service = GenerationService(tokenizer, self.pool, dispatcher, self.metrics, access)
+        self._text = TextEndpoints(
+            tokenizer,
+            self.pool,
+            self._admission,
+            access,
+            served_name=self.served_name,
+            request_timeout_s=config.request_timeout_s,
+        )
         self._created = int(time.time())
         self._hurry = asyncio.Event()
         """Set: a drain ends now."""
@@ -197,8 +203,8 @@ class Gateway:
         app.on_response_prepare.append(self._departure.sign)
         app.router.add_post("/v1/chat/completions", chat.handle)
         app.router.add_post("/v1/completions", completion.handle)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_post("/tokenize", self._text.tokenize)
+        app.router.add_post("/detokenize", self._text.detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/health", self._health)
@@ -255,19 +261,6 @@ class Gateway:
 
     def _served_model(self) -> Model:
         return Model(id=self.served_name, created=self._created, max_model_len=self.pool.max_model_len)
-
-    async def _tokenize(self, http: web.Request) -> web.Response:
-        return _json(await self._service.tokenize(await self._text_request(http, TokenizeRequest)))
-
-    async def _detokenize(self, http: web.Request) -> web.Response:
-        return _json(await self._service.detokenize(await self._text_request(http, DetokenizeRequest)))
-
-    async def _text_request(self, http: web.Request, kind: type[_TextRequest]) -> _TextRequest:
-        """Raises RequestError, or APIError for another model's name."""
-        request = parse_request(await http.read(), kind)
-        if request.model not in (None, self.served_name):
-            raise unknown_model(str(request.model), self.served_name)
-        return request
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

@@ -10,11 +10,13 @@ import msgspec
 from baton_engine.text.errors import RequestError
 
 
-class _Checked(Protocol):
+class Checked(Protocol):
+    """A request that can tell what is wrong with it."""
+
     def validate(self) -> None: ...
 
 
-_Request = TypeVar("_Request", bound=_Checked)
+_Request = TypeVar("_Request", bound=Checked)
 
 _MSGSPEC_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")

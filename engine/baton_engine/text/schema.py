@@ -24,6 +24,8 @@ from baton_engine.text.structured_outputs import StructuredOutputsParams, check_
 
 MAX_N = 128
 MAX_STOPS = 4
+MAX_STOP_LENGTH = 4096
+"""Characters: every piece of an answer is compared with the stop strings."""
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_LOGPROB_ENTRIES = 2**19
@@ -157,6 +159,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop")
         if any(not stop for stop in self.stops):
             raise RequestError("stop must not hold an empty string", param="stop")
+        longest = max(map(len, self.stops), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop must be strings of {MAX_STOP_LENGTH} characters at most, got one of {longest}", param="stop"
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         self._validate_search()
@@ -411,7 +418,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        return self.num_candidates * len(self.prompts())
+        return self.num_candidates * self.num_prompts
+
+    @property
+    def num_prompts(self) -> int:
+        """Of a request that was validated; unlike `prompts` it takes no time."""
+        prompt = self.prompt
+        return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
     def requested_max_tokens(self) -> int | None:
         if self.is_prompt_only:

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
 
 Reads `tokenizer.json` and `tokenizer_config.json`; token ids equal those of `transformers.AutoTokenizer`. Encoding and
-decoding release the GIL and are safe to call from several threads.
+decoding of what is long release the GIL, and both are safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_engine.text.chat_template import ChatTemplate
 
+_LONG_DECODE = 512
+"""Tokens. The library's plain decode keeps all other threads from running, its batch call costs a little more."""
 _MOST_SHORTENING = 4
 """Normalizers may shorten a text (NFC composes, others strip or lower); none that models use does so by more."""
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -105,6 +107,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        if len(token_ids) > _LONG_DECODE:
+            [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:

@@ -45,7 +45,7 @@ from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.discovery import FileDiscovery
 from baton_gateway.server import Gateway
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 async def until(probe: Callable[[], Any], what: str) -> Any:
@@ -59,6 +59,11 @@ async def until(probe: Callable[[], Any], what: str) -> Any:
             return value
         assert asyncio.get_running_loop().time() < deadline, f"not within {DEADLINE_S:g} s: {what}"
         await asyncio.sleep(0.01)
+
+
+def http_session() -> aiohttp.ClientSession:
+    """One whose requests fail when they have no answer in time."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
 
 
 class FakeEngine:
@@ -358,18 +363,18 @@ class Stand:
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
         """(status, JSON body, headers) of a POST of `body` (raw if bytes)."""
         options |= {"data": body} if isinstance(body, bytes) else {"json": body}
-        async with aiohttp.ClientSession() as session, session.post(self.url + path, **options) as response:
+        async with http_session() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
 
     async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
         """The chunks of a streamed answer to `body`, without the final [DONE]."""
-        async with aiohttp.ClientSession() as session, session.post(self.url + path, json=body) as response:
+        async with http_session() as session, session.post(self.url + path, json=body) as response:
             events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
             assert events[-1] == "[DONE]", events[-1]
             return [msgspec.json.decode(event) for event in events[:-1]]
 
     async def get(self, path: str) -> tuple[int, str]:
-        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
+        async with http_session() as session, session.get(self.url + path) as response:
             return response.status, await response.text()
 
     def metric(self, name: str, **labels: str) -> float:

@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 from cryptography import x509
-from gateway_fakes import DEADLINE_S, MakeStand, Stand, until
+from gateway_fakes import DEADLINE_S, MakeStand, Stand, http_session, until
 
 from baton_engine.protocol.config import AccessConfig
 from baton_gateway import server
@@ -54,7 +54,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def status_of(stand: Stand, **headers: str) -> int:
-    async with aiohttp.ClientSession() as session, session.get(f"{stand.url}/v1/models", headers=headers) as response:
+    async with http_session() as session, session.get(f"{stand.url}/v1/models", headers=headers) as response:
         return response.status
 
 
@@ -95,7 +95,7 @@ async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: Stand) -> 
         if route.resource is not None and route.method != "HEAD"
     }
     assert {("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("GET", "/v1/models"), ("GET", "/ready")} <= routes
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         for method, path in sorted(routes | {("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/")}):
             async with session.request(method, guarded.url + path) as response:
                 assert (response.status == 401) is (path not in OPEN), path
@@ -160,7 +160,7 @@ async def test_two_headers_prove_nothing(guarded: Stand) -> None:
     headers = [("Authorization", "Bearer key-of-a"), ("Authorization", "Bearer wrong")]
     for order in (headers, headers[::-1]):
         async with (
-            aiohttp.ClientSession() as session,
+            http_session() as session,
             session.get(f"{guarded.url}/v1/models", headers=order) as response,
         ):
             assert response.status == 401
@@ -298,7 +298,7 @@ async def test_https_with_a_certificate_that_is_renewed(make_stand: MakeStand, t
 
 async def answers_plain_http(port: int) -> bool:
     try:
-        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/health"):
+        async with http_session() as session, session.get(f"http://127.0.0.1:{port}/health"):
             return True
     except aiohttp.ClientError:
         return False

@@ -30,7 +30,10 @@ def test_flags_override_the_file(tmp_path: Path):
         (["--model", "/nowhere/m", "--discovery-file", "f"], "ModelNotFound", "/nowhere/m does not exist"),
         (["--config", "/nowhere/g.json"], "InvalidConfig", "/nowhere/g.json"),
         (["--port", "many"], "InvalidConfig", "--port"),
+        (["--model", "/m", "--discovery-file", "f", "--port", "99999"], "InvalidConfig", "port must be in [0, 65535]"),
         (["--model", "/m", "--request-timeout-s", "0"], "InvalidConfig", "request_timeout_s"),
+        (["--model", "/m", "--request-timeout-s", "nan"], "InvalidConfig", "request_timeout_s must be positive"),
+        (["--model", "/m", "--drain-timeout-s", "nan"], "InvalidConfig", "drain_timeout_s must not be negative"),
         (["--model", "/m", "--heartbeat-interval-s", "0"], "InvalidConfig", "heartbeat_interval_s"),
         (["--model", "/m", "--heartbeat-timeout-s", "1"], "InvalidConfig", "heartbeat_timeout_s must be 3 times"),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
@@ -93,7 +96,7 @@ async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(tmp_pa
 
             await until(ready, "the gateway ready")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 15) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()

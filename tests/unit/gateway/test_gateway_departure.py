@@ -27,19 +27,19 @@ async def is_not_ready(stand: Stand) -> bool:
 
 
 async def test_new_requests_are_served_until_nobody_sends_any(make_stand: MakeStand) -> None:
-    stand = await stand_of(make_stand, drain_quiet_s=0.6, drain_timeout_s=60.0)
+    stand = await stand_of(make_stand, drain_quiet_s=2.4, drain_timeout_s=60.0)
     leaving = asyncio.create_task(stand.gateway.leave())
     await until(lambda: is_not_ready(stand), "/ready to answer 503")
     for _ in range(4):  # together longer than it would wait for the first
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.8)
         assert not leaving.done()
         status, body, headers = await stand.post("/v1/completions", QUESTION)
         assert (status, headers["Connection"]) == (200, "close")
         assert body["choices"][0]["text"] == TEXT
     last = time.monotonic()
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         await leaving
-    assert time.monotonic() - last >= 0.5
+    assert time.monotonic() - last >= 2.0
 
 
 async def test_probes_and_scrapes_do_not_keep_it(make_stand: MakeStand) -> None:
@@ -71,12 +71,12 @@ async def test_a_stream_outlives_the_quiet(make_stand: MakeStand) -> None:
     engine.released.set()
     rest = [chunk.choices[0].text async for chunk in stream]
     assert first.choices[0].text + "".join(rest) == TEXT
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         await leaving
 
 
 async def test_a_connection_that_was_kept_open_is_asked_to_go(make_stand: MakeStand) -> None:
-    stand = await stand_of(make_stand, drain_quiet_s=0.5, drain_timeout_s=60.0)
+    stand = await stand_of(make_stand, drain_quiet_s=2.0, drain_timeout_s=60.0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
 
         async def ask() -> tuple[str | None, bytes]:
@@ -88,15 +88,15 @@ async def test_a_connection_that_was_kept_open_is_asked_to_go(make_stand: MakeSt
         leaving = asyncio.create_task(stand.gateway.leave())
         await until(lambda: is_not_ready(stand), "/ready to answer 503")
         assert (await ask())[0] == "close"  # on the connection of before
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             await leaving
 
 
 async def test_who_does_not_stop_asking_is_refused_in_the_end(make_stand: MakeStand) -> None:
-    stand = await stand_of(make_stand, drain_quiet_s=5.0, drain_timeout_s=1.0)
+    stand = await stand_of(make_stand, drain_quiet_s=50.0, drain_timeout_s=4.0)
     leaving = asyncio.create_task(stand.gateway.leave())
     codes = []
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while not leaving.done():
             try:
                 codes.append((await stand.post("/v1/completions", QUESTION))[0])
@@ -112,15 +112,18 @@ async def test_a_second_signal_ends_the_wait(make_stand: MakeStand) -> None:
     leaving = asyncio.create_task(stand.gateway.leave())
     await until(lambda: is_not_ready(stand), "/ready to answer 503")
     stand.gateway._hurry.set()  # what the signal's handler does
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         await leaving
 
 
-@pytest.mark.parametrize("ticks", range(10))
-async def test_no_connection_is_left_unanswered(ticks: int) -> None:
-    """A client that connects in any of the last ticks of the event loop is served, refused or cut off."""
+@pytest.mark.parametrize("ticks", [*range(10), None])
+async def test_no_connection_is_left_unanswered(ticks: int | None) -> None:
+    """A client that connects in any of the last ticks of the event loop is served, refused or cut off; one whose request was
+    received (None) is served."""
+    received = asyncio.Event()
 
     async def answer(_: web.Request) -> web.Response:
+        received.set()
         return web.Response(text="served")
 
     app = web.Application()
@@ -135,12 +138,15 @@ async def test_no_connection_is_left_unanswered(ticks: int) -> None:
             return await response.text()
 
     asked = asyncio.create_task(ask())
-    for _ in range(ticks):
+    if ticks is None:
+        async with asyncio.timeout(60.0):
+            await received.wait()
+    for _ in range(ticks or 0):
         await asyncio.sleep(0)
     await stop_listening(listener)
     await runner.cleanup()
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         try:
             assert await asked == "served"
         except aiohttp.ClientError:
-            assert ticks < 9, "a client that connected long before is served"
+            assert ticks is not None, "its request was received"

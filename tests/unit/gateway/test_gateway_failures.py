@@ -221,7 +221,7 @@ async def test_engines_with_different_config_hashes_are_not_paired(stand: Stand)
 
 
 async def test_a_request_that_takes_too_long_fails_and_is_aborted(make_stand):
-    stand = make_stand(request_timeout_s=0.3)
+    stand = make_stand(request_timeout_s=1.0)  # by when it is surely at the engine
     engine = stand.engine("d", "decode", TEXT)
     engine.hold_after = 2
     await stand.start(engine)

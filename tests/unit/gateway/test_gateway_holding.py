@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
 import pytest
-from gateway_fakes import MakeStand, Stand, until
+from gateway_fakes import MakeStand, Stand, http_session, until
 
 from baton_gateway import holding
 
@@ -99,7 +98,7 @@ async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
     stand = make_stand(hold_s=30.0)
     engine = stand.engine("d", "decode", TEXT)
     await stand.start()
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         asking = asyncio.create_task(stream(stand))
         async with session.post(f"{stand.url}/v1/completions", json={**BODY, "stream": True}) as response:
             assert (response.status, response.content_type) == (200, "text/event-stream")
@@ -118,7 +117,7 @@ async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
     stand = make_stand(hold_s=0.5)
     await stand.start()
     body = {**BODY, "stream": True}
-    async with aiohttp.ClientSession() as session, session.post(f"{stand.url}/v1/completions", json=body) as response:
+    async with http_session() as session, session.post(f"{stand.url}/v1/completions", json=body) as response:
         *_, last = [line async for line in response.content if line.strip()]
     assert response.status == 200
     assert last.startswith(b'data: {"error":')

@@ -102,7 +102,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def next_set(sets: Any) -> list[tuple[str, str, bool]]:
-    endpoints = await asyncio.wait_for(anext(sets), 10)
+    endpoints = await asyncio.wait_for(anext(sets), 60)
     return [(endpoint.name, endpoint.host, endpoint.draining) for endpoint in endpoints]
 
 

@@ -1,0 +1,109 @@
+"""vLLM's /tokenize and /detokenize, within bounds as generation has them: a request counts as one sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from baton_engine.protocol.config import AccessConfig
+from baton_engine.text.errors import RequestError
+from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse
+from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_engine.text.tokenizer import Tokenizer
+from baton_gateway.access import CLIENT
+from baton_gateway.admission import Admission
+from baton_gateway.bodies import parse_body, read_body
+from baton_gateway.delivery import deliver
+from baton_gateway.errors import unknown_model
+from baton_gateway.pool import EnginePool
+from baton_gateway.prompts import PromptBounds, PromptReader, TextBounds
+from baton_gateway.workers import offload
+
+UNKNOWN_MODEL_LEN = 2**15
+"""Bounds texts before the first engine has told what the model takes."""
+
+_Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)
+
+
+class TextEndpoints:
+    """
+    Args:
+        request_timeout_s: for a body to arrive and an answer to be taken.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: EnginePool,
+        admission: Admission,
+        limits: AccessConfig,
+        *,
+        served_name: str,
+        request_timeout_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer)
+        self._pool = pool
+        self._admission = admission
+        self._limits = limits
+        self._served_name = served_name
+        self._timeout_s = request_timeout_s
+
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+        """Raises RequestError or APIError."""
+        return await self._serve(http, TokenizeRequest, self._tokenized)
+
+    async def detokenize(self, http: web.Request) -> web.StreamResponse:
+        """Raises RequestError or APIError."""
+        return await self._serve(http, DetokenizeRequest, self._detokenized)
+
+    async def _serve(
+        self,
+        http: web.Request,
+        kind: type[_Request],
+        answer: Callable[[_Request, TextBounds, int | None], msgspec.Struct],
+    ) -> web.StreamResponse:
+        self._admission.check_draining()
+        client = http.get(CLIENT)
+        self._admission.take(1, client)
+        try:
+            deadline = asyncio.get_running_loop().time() + self._timeout_s
+            body = await read_body(http, deadline, self._timeout_s)
+            request = await parse_body(body, kind, self._pool.max_model_len)
+            if request.model not in (None, self._served_name):
+                raise unknown_model(str(request.model), self._served_name)
+            max_model_len = self._pool.max_model_len
+            bounds = TextBounds(PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens))
+            encoded = await offload(lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body))
+            return await deliver(http, encoded, deadline)
+        finally:
+            self._admission.give(1, client)
+
+    def _tokenized(self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None) -> TokenizeResponse:
+        """Token ids of a prompt or of rendered messages, as a generation request would use them."""
+        text, field, add_special = request.prompt, "prompt", request.add_special_tokens is not False
+        if request.messages is not None:
+            field, add_special = "messages", bool(request.add_special_tokens)  # the template writes them
+            text = self._reader.render(
+                request.messages,
+                request.chat_template_kwargs,
+                bounds,
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
+        if text is None:
+            raise RequestError("prompt or messages is required", param="prompt", code="missing_required_parameter")
+        token_ids = self._reader.encode(text, field, bounds, add_special_tokens=add_special)
+        bounds.check(len(token_ids), field)
+        response = TokenizeResponse(count=len(token_ids), tokens=token_ids, max_model_len=max_model_len)
+        if request.return_token_strs:
+            response.token_strs = list(map(self._tokenizer.token_text, token_ids))
+        return response
+
+    def _detokenized(self, request: DetokenizeRequest, bounds: TextBounds, _: int | None) -> DetokenizeResponse:
+        bounds.check(len(request.tokens), "tokens")
+        self._reader.check_ids(request.tokens, "tokens")
+        return DetokenizeResponse(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
