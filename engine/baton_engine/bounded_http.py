@@ -11,16 +11,15 @@ import http
 import logging
 import socket
 import socketserver
-import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import msgspec
 
 from baton_engine.foreign import SparseLog, one_line
-from baton_engine.json_handler import JSONHandler
+from baton_engine.json_handler import JSONHandler, JSONServer
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,7 @@ LINGER_S = 1.0
 """Who is refused before all was said may say so much longer: else the network would drop the answer with the rest."""
 
 
-class BoundedHTTPServer(ThreadingHTTPServer):
-    daemon_threads = True
+class BoundedHTTPServer(JSONServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
@@ -88,13 +86,6 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         with self._lock:
             self._since.pop(request, None)
         super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exception()
-        if isinstance(error, ConnectionError | TimeoutError):
-            logger.debug("an HTTP client is gone: %s", one_line(error))
-        else:
-            logger.error("an HTTP request failed", exc_info=error)
 
 
 class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):

@@ -15,11 +15,15 @@ from baton_engine.cli_flags import FLAGS, check_bounds
 from baton_engine.core.admin_server import AdminServer
 from baton_engine.core.engine_core_proc import EngineCoreProc
 from baton_engine.core.metrics import engine_registry
+from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, container_path, pod_ip
+from baton_engine.protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 
 EX_CONFIG = 78
 """sysexits.h: the configuration cannot work; starting again without a change is pointless."""
+
+LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")
+"""Their workers read the folder that this process sees."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +85,23 @@ def main(argv: list[str] | None = None) -> int:
             format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
             stream=sys.stderr,
         )
+        _check_model(config)
         return _serve(config)
     except ConfigurationError as error:
         logging.shutdown()
         print(f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True)
         return EX_CONFIG
+
+
+def _check_model(config: EngineConfig) -> None:
+    """What workers of ours on this host would find, but before torch is imported: that takes seconds.
+
+    Raises:
+        ModelNotFound, ModelInvalid: as `load_checkpoint_config` does.
+    """
+    parallel = config.parallel
+    if parallel.executor_class in LOCAL_EXECUTORS and parallel.worker_class == ParallelConfig().worker_class:
+        load_checkpoint_config(container_path(config.model.path))
 
 
 def _serve(config: EngineConfig) -> int:

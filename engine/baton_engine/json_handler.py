@@ -1,17 +1,33 @@
-"""What the HTTP handlers of engines and coordinators have in common: answers in JSON, deadlines, quiet logs."""
+"""What the HTTP servers of engines, coordinators and fetchers have in common: answers in JSON, deadlines, quiet logs."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import msgspec
+
+from baton_engine.foreign import one_line
 
 logger = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10.0
 """A client that sends or takes nothing for so long is let go."""
+
+
+class JSONServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Into the log, as an error only if it is one of ours: clients may leave whenever they like."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logger.debug("an HTTP client is gone: %s", one_line(error))
+        else:
+            logger.error("an HTTP request failed", exc_info=error)
 
 
 class JSONHandler(BaseHTTPRequestHandler):

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from baton_local.state import ClusterInfo, StateDir
+from baton_engine.protocol import arguments
+from baton_local.state import ClusterInfo, StateDir, StateDirError
 
 if TYPE_CHECKING:
     from baton_local.service import ServiceStatus
@@ -38,7 +39,7 @@ def main() -> None:
         sys.exit(args.run(args))
     except KeyboardInterrupt:
         sys.exit(130)
-    except ServerGoneError as error:
+    except (ServerGoneError, StateDirError) as error:
         sys.exit(f"baton: {error}")
     except BrokenPipeError:  # `baton logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,9 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--detach", action="store_true", help="return once Ready, leave the cluster running")
     up.add_argument("--control-plane", choices=["embedded", "real"], default="embedded", help="default: embedded")
     up.add_argument(
-        "--ingress-port", type=int, default=0, help="of the Ingress proxy on 127.0.0.1 (default: a free one)"
+        "--ingress-port", type=arguments.port, default=0, help="of the Ingress proxy on 127.0.0.1 (default: a free one)"
     )
-    up.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for Ready (default 180)")
+    up.add_argument(
+        "--timeout", type=arguments.positive, default=180.0, metavar="SECONDS", help="for Ready (default 180)"
+    )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
 
@@ -155,9 +158,12 @@ def _detach(timeout_s: float) -> int:
         console.print("[red]baton up:[/] not Ready; the supervisor said:")
         console.out(log_path.read_text(errors="replace"))
         return 1
+    assert info is not None
     assert status is not None
     console.out(
-        f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n`baton down` ends it.", highlight=False
+        f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n"
+        f"To change it: edit {info.file}, then kubectl apply -f {info.file}\n`baton down` ends it.",
+        highlight=False,
     )
     return 0
 
@@ -199,25 +205,28 @@ def _run_status(args: argparse.Namespace) -> int:
     info = _running("status")
     if info is None:
         return 1
-    status = asyncio.run(_status(info))
-    if status is None:
-        Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
-        return 1
-    from baton_local.service import with_pids
+    found = asyncio.run(_status(info))
+    from baton_local.service import ServiceStatus, with_pids
 
-    status = with_pids(status)
+    if found is not None:
+        status = with_pids(found)
+    else:
+        Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
+        status = ServiceStatus(info.service, info.namespace, "", "", [], [], "", info.kubeconfig, exists=False)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
-        return 0
-    from baton_local.display import service_tables
-
+        return 0 if status.exists else 1
     console = Console()
-    console.print(service_tables(status))
-    console.out(f"\nendpoint    {status.endpoint}", highlight=False)
+    if status.exists:
+        from baton_local.display import service_tables
+
+        console.print(service_tables(status))
+        console.out(f"\nendpoint    {status.endpoint}", highlight=False)
     if status.ingress:
         console.out(f"ingress     {status.ingress}", highlight=False)
     console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
-    return 0
+    console.out(f"manifest    {info.file}", highlight=False)
+    return 0 if status.exists else 1
 
 
 def _run_logs(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from baton_engine.protocol import arguments
 from baton_engine.protocol.config import (
     DiscoveryConfig,
     EngineEndpoint,
@@ -49,14 +50,20 @@ def flags_parser() -> argparse.ArgumentParser:
     """Flags of `serve` itself; the others are the engine's."""
     parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="of the endpoint (default 8000; 0: a free one)")
+    parser.add_argument(
+        "--port", type=arguments.port, default=8000, help="of the endpoint (default 8000; 0: a free one)"
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
     parser.add_argument("--max-concurrent-requests", type=int, metavar="N", help="sequences served at once")
-    parser.add_argument("--request-timeout-s", type=float, metavar="SECONDS", help="a request that takes longer fails")
     parser.add_argument(
-        "--drain-timeout-s", type=float, default=30.0, metavar="SECONDS", help="at the end (default 30)"
+        "--request-timeout-s", type=arguments.positive, metavar="SECONDS", help="a request that takes longer fails"
     )
-    parser.add_argument("--ready-timeout-s", type=float, default=600.0, metavar="SECONDS", help="default 600")
+    parser.add_argument(
+        "--drain-timeout-s", type=arguments.positive, default=30.0, metavar="SECONDS", help="at the end (default 30)"
+    )
+    parser.add_argument(
+        "--ready-timeout-s", type=arguments.positive, default=600.0, metavar="SECONDS", help="default 600"
+    )
     return parser
 
 
@@ -72,11 +79,6 @@ def run_serve(model: str, flags: list[str]) -> int:
     for flag in engine_flags:
         if flag.split("=", 1)[0] in _OURS:
             parser.error(f"{flag.split('=', 1)[0]} cannot be given: baton serve sets it")
-    for name in ("drain_timeout_s", "ready_timeout_s"):
-        if not 0 < getattr(options, name) < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be a positive number of seconds")
-    if not 0 <= options.port < 65536:
-        parser.error(f"--port must be in [0, 65535], got {options.port}")
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:

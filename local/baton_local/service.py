@@ -21,6 +21,7 @@ from baton_local.loopback import served_port
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
 ENGINES_READY = "baton:engines_ready"
 ACCOUNT_TOKEN_S = 365 * 86400
@@ -62,6 +63,8 @@ class ServiceStatus(msgspec.Struct):
     ingress: str
     """How to reach it through the Ingress: `curl` options; empty without one."""
     kubeconfig: str
+    exists: bool = True
+    """False: it was deleted. Then all but names and kubeconfig is empty."""
 
     @property
     def ready(self) -> bool:
@@ -177,17 +180,55 @@ def api_message(error: Exception) -> str:
 
 
 def load_documents(path: Path) -> list[JsonObject]:
-    """Kubernetes objects of a YAML file. Raises ValueError that names the file and what is wrong with it."""
+    """Kubernetes objects of a YAML file: they are JSON, and have names. Raises ValueError that names the file and what is wrong."""
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     for document in documents:
-        if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
-            raise ValueError(f"{path}: every document needs apiVersion, kind and metadata")
+        if complaint := _complaint(document):
+            raise ValueError(f"{path}: {complaint}")
     return documents
+
+
+def _complaint(document: Any) -> str:
+    """Why it is no Kubernetes object, as far as we read it ourselves; empty if it is one."""
+    if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
+        return "every document needs apiVersion, kind and metadata"
+    try:
+        json.dumps(document, allow_nan=False)
+    except TypeError as error:  # a date, say
+        return f"{error}; write it in quotes"
+    except RecursionError:
+        return "nested too deeply"
+    except ValueError as error:
+        return "an alias refers to itself" if "Circular" in str(error) else f"not JSON: {error}"
+    metadata = document["metadata"]
+    if not isinstance(metadata, dict) or "name" not in metadata:
+        return f"metadata must be an object with a name, got {metadata!r}"
+    texts = {"apiVersion": document["apiVersion"], "kind": document["kind"], "metadata.name": metadata["name"]}
+    for field, value in {**texts, "metadata.namespace": metadata.get("namespace", "")}.items():
+        if not isinstance(value, str):
+            return f"{field} must be a string, got {value!r}"
+    if not isinstance(annotations := metadata.get("annotations") or {}, dict):
+        return f"metadata.annotations must be an object, got {annotations!r}"
+    return ""
+
+
+def as_kubectl_applies(document: JsonObject) -> JsonObject:
+    """`document` with the annotation by which a later `kubectl apply` knows which fields the user has taken out of the file."""
+    metadata = {"annotations": {}, **document["metadata"]}
+    said = json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
+    annotations = {**(metadata["annotations"] or {}), LAST_APPLIED: said}
+    return {**document, "metadata": {**metadata, "annotations": annotations}}
+
+
+def as_yaml(documents: list[JsonObject]) -> str:
+    return yaml.safe_dump_all(documents, sort_keys=False)
 
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,22 +16,31 @@ PROBE_S = 0.5
 """How long somebody who only asks whether the lock is held may hold it at most."""
 
 
-class ClusterRunningError(Exception):
+class StateDirError(Exception):
+    """The folder cannot be used; the text says why, and what to do."""
+
+
+class ClusterRunningError(StateDirError):
     """Another supervisor holds this state folder."""
 
 
-class ClusterInfo(msgspec.Struct):
+class _Written(msgspec.Struct):
+    supervisor_pid: int
+
+
+class ClusterInfo(_Written):
     """Written by the supervisor once the control plane answers; read by the other commands."""
 
-    supervisor_pid: int
     kubeconfig: str
     control_plane: str
     namespace: str
     service: str
+    file: str
+    """The service as it was applied first: what to edit for `kubectl apply -f`."""
 
 
 class StateDir:
-    """`$BATON_HOME`, else `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`."""
+    """`$BATON_HOME`, else `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`. Methods raise StateDirError if it is of no use."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or _default_root()).absolute()
@@ -44,13 +54,15 @@ class StateDir:
 
     def make(self) -> None:
         """A folder for its owner alone, unless it is there already; so is each folder in it."""
-        for folder in (self.root, self.logs):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._usable():
+            for folder in (self.root, self.logs):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def acquire(self) -> None:
         """Becomes the supervisor of this folder until the process ends. Raises ClusterRunningError."""
         self.make()
-        lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._usable():
+            lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not _lock(lock_file, PROBE_S):
             os.close(lock_file)
             raise ClusterRunningError(
@@ -64,12 +76,13 @@ class StateDir:
 
     def supervisor(self) -> int | None:
         """Pid of the running supervisor, None if there is none. The lock tells, so a dead one is never reported."""
+        with self._usable():
+            try:
+                lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
         try:
-            lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: who asks is no supervisor to others who ask
             return None
         except BlockingIOError:
             return int(os.pread(lock_file, 32, 0) or b"0") or None
@@ -87,10 +100,15 @@ class StateDir:
         if pid is None:
             return None
         try:
-            info = msgspec.json.decode(self._info_path.read_bytes(), type=ClusterInfo)
+            written = self._info_path.read_bytes()
+            if msgspec.json.decode(written, type=_Written).supervisor_pid != pid:
+                return None  # left by one that was killed
+            return msgspec.json.decode(written, type=ClusterInfo)
         except FileNotFoundError:
             return None
-        return info if info.supervisor_pid == pid else None  # else left by one that was killed
+        except msgspec.DecodeError as error:
+            text = f"another version of baton runs the cluster of {self.root} ({error}); end it with `baton down`"
+            raise StateDirError(text) from error
 
     def stop_supervisor(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns whether one was running."""
@@ -105,7 +123,16 @@ class StateDir:
                 if self.supervisor() is None:
                     return True
                 time.sleep(0.05)
-        raise TimeoutError(f"supervisor {pid} holds {self.root} and does not end")
+        raise StateDirError(f"supervisor {pid} holds {self.root} and does not end")
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+            text = f"cannot keep a local cluster in {self.root}: {why}; set BATON_HOME to another folder"
+            raise StateDirError(text) from error
 
 
 def _default_root() -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 from kubernetes.aio.client import ApiException
+from kubernetes.aio.dynamic.exceptions import ResourceNotFoundError
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -32,11 +33,13 @@ from baton_local.service import (
     JsonObject,
     ServiceStatus,
     api_message,
+    as_kubectl_applies,
+    as_yaml,
     gateways_see_all_engines,
     kv_bytes_received,
     load_documents,
 )
-from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names, rbac
 from baton_operator.crd import custom_resource_definition
 
@@ -67,7 +70,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     try:
         documents, service = _read_service(options.file)
         state.acquire()
-    except (ValueError, OSError, UpError, ClusterRunningError) as error:
+    except (ValueError, OSError, UpError, StateDirError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     cluster = LocalCluster(state, control_plane=options.control_plane, ingress_port=options.ingress_port)
@@ -132,11 +135,18 @@ async def _bring_up(
             # Only now: so many starting at once would hold up the two requests above by a second or two.
             cluster.start_operator()
             cluster.start_node()
-            await checkpoint
+            file = options.file.absolute()
+            stands_in = await checkpoint
+            if stands_in:  # `kubectl apply` of the user's file would roll out the model that it names
+                file = state.root / "served.yaml"
+                file.touch(0o600)  # the user's file may hold Secrets
+                file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
             try:
-                await api.apply(documents)
+                await api.apply([as_kubectl_applies(document) for document in documents])
             except ApiException as error:
                 raise UpError(f"{options.file} was refused: {api_message(error)}") from None
+            except ResourceNotFoundError as error:  # an apiVersion and kind that this cluster does not know
+                raise UpError(f"{options.file} was refused: {error}") from None
             state.write_info(
                 ClusterInfo(
                     supervisor_pid=os.getpid(),
@@ -144,11 +154,12 @@ async def _bring_up(
                     control_plane=options.control_plane,
                     namespace=namespace,
                     service=name,
+                    file=str(file),
                 )
             )
             progress = _Progress(console, started)
             status = await _wait_ready(api, cluster, namespace, name, options.timeout_s, progress, console)
-            _print_next_steps(status, time.monotonic() - started, console)
+            _print_next_steps(status, file, time.monotonic() - started, console)
             await _answer(api, status, options, console)
             if options.once:
                 return 0
@@ -165,19 +176,23 @@ def _read_service(path: Path) -> tuple[list[JsonObject], JsonObject]:
     services = [document for document in documents if document["kind"] == "LLMService"]
     if len(services) != 1:
         raise UpError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
+    spec = services[0].get("spec", {})
+    for field, value in (("spec", spec), ("spec.model", spec.get("model", {}) if isinstance(spec, dict) else {})):
+        if not isinstance(value, dict):
+            raise UpError(f"{path}: {field} must be an object, got {value!r}")
     return documents, services[0]
 
 
-async def _provide_model(model: Path | None, service: JsonObject, state: StateDir, console: Console) -> None:
-    """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder."""
+async def _provide_model(model: Path | None, service: JsonObject, state: StateDir, console: Console) -> bool:
+    """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder. Returns whether it did."""
     spec_model = service.setdefault("spec", {}).setdefault("model", {})
     if model is not None:
         if not (model / "config.json").is_file():
             raise UpError(f"--model {model}: no config.json there; name a Hugging Face checkpoint folder")
         spec_model["uri"] = f"file://{model.resolve()}"
-        return
+        return True
     if spec_model.get("uri") != DEMO_MODEL_URI:
-        return
+        return False
     demo = state.models / "demo"
     if not (demo / "config.json").is_file():
         console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
@@ -197,6 +212,7 @@ async def _provide_model(model: Path | None, service: JsonObject, state: StateDi
             raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
         partial.rename(demo)
     spec_model["uri"] = f"file://{demo}"
+    return True
 
 
 async def _wait_ready(
@@ -285,11 +301,12 @@ async def _watch(
         await asyncio.sleep(0.5)
 
 
-def _print_next_steps(status: ServiceStatus, elapsed_s: float, console: Console) -> None:
+def _print_next_steps(status: ServiceStatus, file: Path, elapsed_s: float, console: Console) -> None:
     console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
     lines = [
         f"export KUBECONFIG={status.kubeconfig}",
         f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
+        f"${{EDITOR:-vi}} {file}; kubectl apply -f {file}",
         f"curl {status.endpoint}/v1/models",
         f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{status.model}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",

@@ -10,9 +10,11 @@ import sys
 
 from kubernetes.aio.config import ConfigException
 
+from baton_engine.protocol import arguments
 from baton_engine.protocol.config import pod_ip
 from baton_operator import logs, names, process
 from baton_operator.leader import LeaseLostError
+from baton_operator.server import AddressError
 
 log = logging.getLogger("baton_operator")
 
@@ -25,7 +27,8 @@ EXIT_CONFIGURATION = 78
 def main(argv: list[str] | None = None) -> None:
     """Entry point.
 
-    Exits 78, with a last line `FATAL <Reason>: <message>`, for a configuration that cannot work; 1 if the Lease is lost.
+    Exits 78, with a last line `FATAL <Reason>: <message>`, for a configuration that cannot work; 1 if the Lease is lost, or the
+    HTTP port is taken.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -36,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     logs.configure(args.log_format, args.log_level)
     try:
         asyncio.run(process.run(args))
-    except LeaseLostError as error:
+    except (LeaseLostError, AddressError) as error:
         log.error("ends: %s", error)
         sys.exit(1)
     except ConfigException as error:
@@ -59,10 +62,15 @@ def _parser() -> argparse.ArgumentParser:
         help="watch this one only; repeat for more; default: all",
     )
     add("--host", default=pod_ip(), help="address of /health and /metrics; default: $POD_IP, else loopback")
-    add("--http-port", type=int, default=HTTP_PORT, help="port of /health and /metrics (default: %(default)s)")
+    add(
+        "--http-port",
+        type=arguments.port,
+        default=HTTP_PORT,
+        help="port of /health and /metrics (default: %(default)s)",
+    )
     add(
         "--resync",
-        type=_positive,
+        type=arguments.positive,
         default=RESYNC_S,
         metavar="S",
         help="seconds, more or less, between full looks at everything, beside the watches (default: %(default)s)",
@@ -76,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lease-name", default=names.MANAGER, metavar="NAME", help="default: %(default)s")
     add(
         "--lease-duration",
-        type=_positive,
+        type=arguments.positive,
         default=LEASE_S,
         metavar="S",
         help="after which another operator takes over from one that is not heard of (default: %(default)s)",
@@ -84,13 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="text", choices=["json", "text"], help="default: %(default)s")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if value <= 0:
-        raise ValueError(text)
-    return value
 
 
 if __name__ == "__main__":

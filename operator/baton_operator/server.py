@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -84,9 +85,13 @@ class Metrics:
         return timed
 
 
+class AddressError(Exception):
+    """The address for /health and /metrics is taken, or none of this machine's."""
+
+
 @asynccontextmanager
 async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]) -> AsyncIterator[int]:
-    """Serves inside the context; yields the port, which is `port` unless that is 0. Raises OSError if it is taken.
+    """Serves inside the context; yields the port, which is `port` unless that is 0. Raises AddressError.
 
     Args:
         stuck: why restarting this process would help; empty: it would not, however bad the API server is. A process whose event
@@ -109,7 +114,11 @@ async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise AddressError(f"cannot listen on {host}:{port}: {why}") from error
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

@@ -11,6 +11,7 @@ import zmq
 
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
+from baton_engine.protocol import arguments
 from baton_engine.protocol.config import pod_ip
 from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
@@ -26,8 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="baton-coordinator", description=__doc__, epilog="It binds $POD_IP, or 127.0.0.1 if that is not set."
     )
-    parser.add_argument("--port", type=int, default=COORDINATOR_PORT, help="where ranks report; 0: any free one")
-    parser.add_argument("--http-port", type=int, default=COORDINATOR_HTTP_PORT, help="0: any free one")
+    parser.add_argument(
+        "--port", type=arguments.port, default=COORDINATOR_PORT, help="where ranks report; 0: any free one"
+    )
+    parser.add_argument("--http-port", type=arguments.port, default=COORDINATOR_HTTP_PORT, help="0: any free one")
     parser.add_argument(
         "--service-key-file",
         default="",
@@ -37,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     for field in dataclasses.fields(ControllerConfig):
         flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, type=_not_negative, default=field.default, help="default: %(default)s")
+        parser.add_argument(flag, type=arguments.not_negative, default=field.default, help="default: %(default)s")
     args = vars(parser.parse_args(argv))
     host, port, http_port, level = pod_ip(), args.pop("port"), args.pop("http_port"), args.pop("log_level")
     logging.basicConfig(
@@ -58,13 +61,6 @@ def main(argv: list[str] | None = None) -> int:
         "coordinator %s: port %d, http port %d on %s", coordinator.id, coordinator.port, coordinator.http_port, host
     )
     return coordinator.run()
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
 
 
 if __name__ == "__main__":

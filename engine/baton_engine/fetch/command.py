@@ -18,6 +18,7 @@ from baton_engine.fetch.download import Patience
 from baton_engine.fetch.errors import FetchError
 from baton_engine.fetch.fetch import Order, fetch
 from baton_engine.fetch.folder import Marker
+from baton_engine.protocol import arguments
 from baton_engine.protocol.config import container_path, pod_ip
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sub.add_argument("--to", required=True, help="folder to make; several processes may be given the same one")
     sub.add_argument("--only", choices=["all", "tokenizer"], default="all", help="tokenizer: what a gateway reads")
     sub.add_argument("--max-bytes", type=int, help="refuse a model that is larger")
-    sub.add_argument("--http-port", type=int, help="answer GET /health with the progress there, on $POD_IP")
+    sub.add_argument("--http-port", type=arguments.port, help="answer GET /health with the progress there, on $POD_IP")
     sub.add_argument("--termination-log", help="file that is told the revision")
-    sub.add_argument("--give-up-after", type=float, default=Patience.give_up_after_s, help="seconds without a new byte")
+    sub.add_argument(
+        "--give-up-after",
+        type=arguments.positive,
+        default=Patience.give_up_after_s,
+        metavar="SECONDS",
+        help="without a new byte",
+    )
     args = parser.parse_args(argv)
     signal.signal(
         signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton_engine.fetch.errors import FetchError, TransientError, no_space
 from baton_engine.fetch.folder import Partial
+from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.source import RemoteFile, Source, verify
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class Patience:
 class Download:
     """Brings the files of one listing into a partial folder."""
 
-    def __init__(self, source: Source, revision: str, partial: Partial, patience: Patience) -> None:
+    def __init__(self, source: Source, revision: str, partial: Partial, patience: Patience, progress: Progress) -> None:
         self._source, self._revision = source, revision
-        self._partial, self._patience = partial, patience
+        self._partial, self._patience, self._progress = partial, patience, progress
         self._stop = threading.Event()
 
     def run(self, files: list[RemoteFile]) -> None:
@@ -107,6 +108,7 @@ class Download:
                     if size <= file.size:
                         if size > reached:
                             attempt, reached, silent_since = 0, size, time.monotonic()
+                        self._progress.fail(str(error))
                         self._patience.retry(attempt, silent_since, error, self._stop)
                         attempt += 1
                         continue
@@ -119,6 +121,7 @@ class Download:
             if corrupt >= CORRUPT_TRIES:
                 raise FetchError("ModelCorrupt", f"{file.name} came {corrupt} times and {problem}", temporary=True)
             logger.warning("%s: %s; fetching it again", file.name, problem)
+            self._progress.fail(f"{file.name}: {problem}")
 
 
 def _disk_error(error: OSError) -> Exception:

@@ -31,5 +31,10 @@ def invalid(message: str) -> FetchError:
     return FetchError("ModelInvalid", message)
 
 
+def source_invalid(message: str) -> FetchError:
+    """The settings that lead to the source cannot work."""
+    return FetchError("ModelSourceInvalid", message)
+
+
 class TransientError(Exception):
     """The network, or what came over it, failed: the same request may succeed later."""

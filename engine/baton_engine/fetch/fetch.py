@@ -56,6 +56,7 @@ def fetch(order: Order, progress: Progress, patience: Patience) -> Marker:
             try:
                 return _fetch_once(order, source, progress, patience)
             except TransientError as error:
+                progress.fail(str(error))
                 patience.retry(attempt, began, error, threading.Event())
                 attempt += 1
     finally:
@@ -81,7 +82,7 @@ def _fetch_once(order: Order, source: Source, progress: Progress, patience: Pati
             f"fetching {order.uri} at {listing.revision}",
             lambda: LoadProgress(sum(map(partial.size_of, files)), total),
         )
-        Download(source, listing.revision, partial, patience).run(files)
+        Download(source, listing.revision, partial, patience, progress).run(files)
         return partial.commit(order.only, files)
     finally:
         partial.close()

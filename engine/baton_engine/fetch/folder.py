@@ -3,6 +3,7 @@
 DIR                        complete, with a marker; never changed after it appeared
 DIR.lock                   see lock.py
 DIR.partial-<random>/      of one fetcher: verified files by their names, `<name>.incomplete`, what it was begun for
+DIR.discarded-<random>/    being removed
 """
 
 from __future__ import annotations
@@ -95,13 +96,16 @@ class Partial:
         self._write_state()
 
     def adopt(self) -> None:
-        """Takes over what others began, and removes their folders, but for that of a fetcher that still lives on this machine.
+        """Takes over what others began, and removes their folders, but for that of a fetcher that still lives on this machine; and
+        what somebody died removing.
 
         Verified files nobody writes to any more. One that is incomplete is taken only if its writer is dead for sure.
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
                 self._adopt_one(other)
+        for doomed in self._target.parent.glob(f"{self._target.name}.discarded-*"):
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _adopt_one(self, other: Path) -> None:
         try:

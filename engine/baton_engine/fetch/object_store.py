@@ -13,12 +13,13 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import GCSStore, S3Store
 
-from baton_engine.fetch.errors import FetchError, TransientError, access_denied, missing
+from baton_engine.fetch.errors import FetchError, TransientError, access_denied, missing, source_invalid
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import StoredModel
 
@@ -36,6 +37,7 @@ class ObjectStoreSource:
     """The objects right below a prefix. Each is read as long as its ETag is the one that was listed."""
 
     def __init__(self, model: StoredModel) -> None:
+        """Raises FetchError: the environment's settings cannot work."""
         self._model = model
         client: ClientConfig = {
             "connect_timeout": timedelta(seconds=TIMEOUT_S),
@@ -44,11 +46,14 @@ class ObjectStoreSource:
         }
         retry: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=TIMEOUT_S)}
         self._store: S3Store | GCSStore
-        if model.scheme == "gs":
-            self._store = GCSStore(model.bucket, client_options=client, retry_config=retry)
-        else:
-            client["allow_http"] = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-            self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
+        try:
+            if model.scheme == "gs":
+                self._store = GCSStore(model.bucket, client_options=client, retry_config=retry)
+            else:
+                client["allow_http"] = _endpoint().startswith("http://")
+                self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
+        except BaseError as error:
+            raise source_invalid(f"settings of {model.scheme}:// in the environment: {_first_line(error)}") from error
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
@@ -106,10 +111,31 @@ class ObjectStoreSource:
             if any(word in text for word in _MISSING):
                 raise missing(f"{self._name}: {_first_line(error)}") from error
             raise TransientError(f"{self._name}: {_first_line(error)}") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            # The library's Rust gives up so, which is no Exception, on settings that it does not check.
+            text = f"{self._name}: the library failed on the settings in the environment: {_first_line(error)}"
+            raise source_invalid(text) from error
 
     def _denied(self, error: Exception) -> FetchError:
         return access_denied(f"the credentials' Secret does not open {self._name}: {_first_line(error)}")
 
 
-def _first_line(error: Exception) -> str:
+def _endpoint() -> str:
+    """$AWS_ENDPOINT_URL, empty if it is not set. Raises FetchError."""
+    url = os.environ.get("AWS_ENDPOINT_URL")
+    if url is None:
+        return ""
+    try:
+        parts = urlsplit(url)
+        usable = url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        usable = False
+    if not usable or not url.isascii() or not url.isprintable() or " " in url:
+        raise source_invalid(f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
+    return url
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,16 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import msgspec
 
-from baton_engine.json_handler import JSONHandler
+from baton_engine.json_handler import JSONHandler, JSONServer
 from baton_engine.protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
+MAX_ERROR_CHARS = 1000
 
 
 class Progress:
@@ -24,16 +25,25 @@ class Progress:
     def __init__(self) -> None:
         self._message = "starting"
         self._measure: Callable[[], LoadProgress | None] = lambda: None
+        self._failed: tuple[str, LoadProgress | None] | None = None
+        """An error, and how much there was when it came."""
 
     def tell(self, message: str, measure: Callable[[], LoadProgress | None] | None = None) -> None:
         """What is done now; `measure` says how much of it, whenever someone asks."""
         self._measure = measure or (lambda: None)
         if message != self._message:
             logger.info("%s", message)
+            self._failed = None
         self._message = message
 
+    def fail(self, error: str) -> None:
+        """What is done now failed, and is tried again; told until more is there, or something else is done."""
+        self._failed = (" ".join(error.split())[:MAX_ERROR_CHARS], self._measure())
+
     def health(self) -> Health:
-        return Health("Fetching", self._message, self._measure())
+        progress, failed = self._measure(), self._failed
+        stands = failed is not None and failed[1] == progress
+        return Health("Fetching", self._message, progress, error=failed[0] if failed is not None and stands else "")
 
     def log_from_now_on(self) -> None:
         """A line on stderr every few seconds, by a thread that ends with the process."""
@@ -46,8 +56,7 @@ class Progress:
             logger.info("%s %s", health.message, health.progress or "")
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(JSONServer):
     progress: Progress
 
 

@@ -4,6 +4,7 @@ import argparse
 import socket
 from pathlib import Path
 
+from baton_engine.protocol import arguments
 from baton_local.kubelet.backoff import BackoffPolicy
 from baton_local.kubelet.kubelet import Kubelet, KubeletConfig
 from baton_local.lifeline import die_with_parent, run_until_terminated
@@ -24,7 +25,9 @@ def main() -> None:
         default="127.77.0.0/16",
         help="network pods get their addresses from; outside of 127.0.0.0/8 they are added to the loopback device (needs root)",
     )
-    parser.add_argument("--port", type=int, default=0, help="of the kubelet's HTTPS server; 0 lets the system choose")
+    parser.add_argument(
+        "--port", type=arguments.port, default=0, help="of the kubelet's HTTPS server; 0 lets the system choose"
+    )
     parser.add_argument("--max-pods", type=int, default=500)
     parser.add_argument(
         "--extended-resource", action="append", default=[], metavar="NAME=N", help="for example nvidia.com/gpu=1"

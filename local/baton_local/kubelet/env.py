@@ -157,7 +157,7 @@ async def _data(kind: str, namespace: str, reference: Json, lookup: Lookup) -> d
     if obj is None:
         if reference.get("optional"):
             return None
-        raise ConfigError(f"{kind.lower()} {reference['name']!r} not found in namespace {namespace!r}")
+        raise ConfigError(f'{kind.lower()} "{reference["name"]}" not found')
     return {key: value.decode("utf-8", "replace") for key, value in decode_data(kind, obj).items()}
 
 
@@ -175,7 +175,8 @@ async def _value_from(
                 return data[reference["key"]]
             if reference.get("optional"):
                 return None
-            raise ConfigError(f"{kind.lower()} {reference['name']!r} has no key {reference['key']!r}")
+            where = f"{pod['metadata']['namespace']}/{reference['name']}"
+            raise ConfigError(f"couldn't find key {reference['key']} in {kind} {where}")
     raise ConfigError(f"unsupported valueFrom {sorted(source)}")
 
 

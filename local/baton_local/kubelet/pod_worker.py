@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to make volumes or to get an address
 DEFAULT_GRACE_S = 30
+MIN_GRACE_S = 2.0  # what nodes give a pod that is deleted without a grace period
 LAST_STATUS_S = 2.0  # for telling the API server when the kubelet ends
 TERMINAL = ("Succeeded", "Failed")
 
@@ -42,6 +43,7 @@ class PodWorker:
         self._written: Json | None = None  # the status as last written by us
         self._context: PodContext | None = None  # set once address and service account are known
         self._account: Json | None = None
+        self._address = ""
         status = pod.get("status") or {}
         policy = pod["spec"].get("restartPolicy") or "Always"
         before = {entry["name"]: entry for entry in status.get("containerStatuses") or []}
@@ -74,7 +76,7 @@ class PodWorker:
     def forget(self) -> None:
         """The pod is gone from the API server (deleted with grace 0): stop without telling anyone."""
         self._gone = True
-        self._shorten(self._grace_s())
+        self._shorten(MIN_GRACE_S)
         self._leave.set()
 
     def shut_down(self, grace_s: float) -> None:
@@ -111,8 +113,8 @@ class PodWorker:
             await self._farewell()
         elif self._keep_folder:
             await self._write_last_status()
-        if self.runtime.pod_ip:
-            self._pool.release(self.runtime.pod_ip)
+        if self._address:
+            self._pool.release(self._address)
         if not self._keep_folder:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -124,17 +126,17 @@ class PodWorker:
         if (self.pod.get("status") or {}).get("phase") in TERMINAL:
             return  # it ended under a kubelet before us
         self._dirty.set()
-        self.runtime.pod_ip = await self._retry("Failed", self._allocate)
+        self._address = await self._retry("Failed", self._allocate)
         self._account = await self._retry("FailedMount", self._service_account)
         pod = with_service_account_token(self.pod, self._account)
-        addresses = {"status.podIP": self.runtime.pod_ip, "status.hostIP": self.runtime.host_ip}
+        addresses = {"status.podIP": self._address, "status.hostIP": self.runtime.host_ip}
         volumes = PodVolumes(
             pod, self._folder, self._services.api, self._services.lookup, addresses, self._services.allocatable
         )
         context = PodContext(
             self._services,
             pod,
-            self.runtime.pod_ip,
+            self._address,
             volumes,
             self._folder / "logs",
             self._dirty.set,
@@ -143,6 +145,8 @@ class PodWorker:
         self._context = context
         self._dirty.set()
         await self._retry("FailedMount", volumes.make)
+        self.runtime.pod_ip = self._address  # a pod has its address, as others see it, once its volumes are there
+        self._dirty.set()
         refresher = asyncio.create_task(self._refresh(volumes))
         try:
             for container in pod["spec"].get("initContainers") or []:
@@ -203,7 +207,7 @@ class PodWorker:
         metadata, spec = self.pod["metadata"], self.pod["spec"]
         for value in (metadata.get("deletionGracePeriodSeconds"), spec.get("terminationGracePeriodSeconds")):
             if value is not None:
-                return float(value)
+                return max(float(value), MIN_GRACE_S)
         return DEFAULT_GRACE_S
 
     def _shorten(self, grace_s: float) -> None:

@@ -100,7 +100,7 @@ class PodVolumes:
             try:
                 payload = await self._payload(volume)
             except (ConfigError, ApiError, ValueError) as error:
-                raise MountError(f"volume {name!r}: {error}") from error
+                raise MountError(f'MountVolume.SetUp failed for volume "{name}" : {error}') from error
             if payload is None:
                 self._make_folder(volume)
             elif payload != self._written.get(name):
@@ -198,14 +198,14 @@ class PodVolumes:
         if obj is None:
             if source.get("optional"):
                 return {}
-            raise ConfigError(f"{kind.lower()} {name!r} not found in namespace {namespace!r}")
+            raise ConfigError(f'{kind.lower()} "{name}" not found')
         data = decode_data(kind, obj)
         items = source.get("items")
         if not items:
             return data
         missing = [item["key"] for item in items if item["key"] not in data]
         if missing and not source.get("optional"):
-            raise ConfigError(f"{kind.lower()} {name!r} has no key {missing[0]!r}")
+            raise ConfigError(f"references non-existent {kind.lower().removesuffix('map')} key: {missing[0]}")
         return {item["path"]: data[item["key"]] for item in items if item["key"] in data}
 
     def _downward(self, source: Json) -> Payload:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from baton_engine.protocol import arguments
 from baton_local.client import Api, EventRecorder, Reflector
 from baton_local.lifeline import die_with_parent, run_until_terminated, until_stopped
 from baton_local.loopback import LoopbackAddresses
@@ -18,7 +19,9 @@ def main() -> None:
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--ingress-address", default="127.0.0.1")
-    parser.add_argument("--ingress-port", type=int, default=0, help="0 lets the system choose; the log says which")
+    parser.add_argument(
+        "--ingress-port", type=arguments.port, default=0, help="0 lets the system choose; the log says which"
+    )
     parser.add_argument("--state-dir", type=Path, help="where addresses added to the loopback device are noted")
     parser.add_argument("--parent-pid", type=int, help="end when this process (which must be the parent) ends")
     args = parser.parse_args()

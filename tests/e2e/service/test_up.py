@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
 
-from support.local_cluster import BATON, LocalClusterUnderTest, manifest, processes_with_home
+from support.local_cluster import BATON, LocalClusterUnderTest, manifest, processes_with_home, require_control_plane
 from support.waiting import eventually
 
 
@@ -27,7 +28,7 @@ def demo_file(home: LocalClusterUnderTest, checkpoints) -> str:
 
 
 def assert_nothing_left(home: LocalClusterUnderTest) -> None:
-    eventually(lambda: not processes_with_home(home.home), timeout_s=20, what="every process of the cluster gone")
+    eventually(lambda: not processes_with_home(home.home), timeout_s=60, what="every process of the cluster gone")
 
 
 def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkpoints):
@@ -43,7 +44,7 @@ def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkp
 def test_failure_is_said_and_exits_non_zero(home, tmp_path):
     path = tmp_path / "missing.yaml"
     path.write_text(yaml.safe_dump(manifest("demo", tmp_path / "no-model")))
-    done = home.baton("up", "-f", str(path), "--once", "--timeout", "15")
+    done = home.baton("up", "-f", str(path), "--once", "--timeout", "30")
     assert done.returncode == 1
     assert "ModelNotFound" in done.stdout
     assert_nothing_left(home)
@@ -73,6 +74,32 @@ def test_detach_status_logs_down(home, checkpoints):
     assert home.baton("status").returncode == 1
 
 
+def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
+    require_control_plane("embedded")
+    bounds = {"decode": {"surgeTimeoutSeconds": 40}}
+    service = manifest("demo", home.home / "elsewhere", prefill=0, progressDeadlineSeconds=500, updateStrategy=bounds)
+    (home.home / "demo.yaml").write_text(yaml.safe_dump(service))
+    model = checkpoints["qwen3"]
+    done = home.baton("up", "-f", str(home.home / "demo.yaml"), "--model", str(model), "--detach")
+    assert done.returncode == 0, done.stdout + home.component_logs()
+    [line] = [line for line in done.stdout.splitlines() if "kubectl apply" in line]
+    file = Path(line.split()[-1])
+    applied = home.kubectl("apply", "-f", str(file), check=False)
+    assert applied.endswith("/demo unchanged\n")
+    assert "Warning" not in applied
+    edited = yaml.safe_load(file.read_text())
+    edited["spec"]["updateStrategy"]["decode"]["surgeTimeoutSeconds"] = 60
+    del edited["spec"]["progressDeadlineSeconds"]
+    file.write_text(yaml.safe_dump(edited))
+    home.kubectl("apply", "-f", str(file))
+    spec = home.get("llms", "demo")["spec"]
+    assert spec["updateStrategy"]["decode"]["surgeTimeoutSeconds"] == 60
+    assert spec["progressDeadlineSeconds"] == 600, "what was taken out of the file has its default again"
+    assert spec["model"]["uri"] == f"file://{model}"
+    home.baton("down")
+    assert_nothing_left(home)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_kill_9_leave_no_process(home, checkpoints, signum):
     supervisor = subprocess.Popen(
@@ -84,7 +111,7 @@ def test_ctrl_c_and_kill_9_leave_no_process(home, checkpoints, signum):
     try:
         eventually(
             lambda: '"demo-decode-0"' in home.baton("status", "-o", "json").stdout,
-            timeout_s=90,
+            timeout_s=180,
             what="a decode pod",
         )
         os.kill(supervisor.pid, signum)

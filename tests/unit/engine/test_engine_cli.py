@@ -99,7 +99,25 @@ def test_a_service_key_that_cannot_be_had_ends_the_engine_naming_the_file(tmp_pa
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
-    assert main(["--model", "/nowhere", "--service-key-file", str(path)]) == EX_CONFIG
+    flags = ["--model", "/nowhere", "--executor", "some.Executor", "--service-key-file", str(path)]
+    assert main(flags) == EX_CONFIG
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
     assert says in last
+
+
+def test_a_model_that_does_not_exist_is_told_before_anything_is_started(capsys, monkeypatch, tmp_path):
+    def start(*_: object) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("baton_engine.cli._serve", start)
+    assert main(["--model", str(tmp_path / "nowhere")]) == EX_CONFIG
+    assert f"FATAL ModelNotFound: {tmp_path}/nowhere does not exist" in capsys.readouterr().err
+    assert main(["--model", str(tmp_path)]) == EX_CONFIG
+    assert f"FATAL ModelInvalid: {tmp_path}/config.json is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--executor ray", "--executor some.Executor", "--worker-class some.Worker"])
+def test_a_model_that_others_read_is_theirs_to_judge(flags, monkeypatch, tmp_path):
+    monkeypatch.setattr("baton_engine.cli._serve", lambda config: 0)
+    assert main(["--model", str(tmp_path / "nowhere"), *flags.split()]) == 0

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import socket
-
 import pytest
+
+from baton_local.ports import free_ports
 
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]

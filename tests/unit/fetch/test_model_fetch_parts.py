@@ -112,6 +112,20 @@ def test_what_a_dead_fetcher_left_is_taken_over(tmp_path: Path) -> None:
     mine.close()
 
 
+def test_what_a_fetcher_died_removing_is_removed(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    half_removed = target.with_name(f"{target.name}.discarded-0123456789ab")
+    half_removed.mkdir()
+    (half_removed / "model.safetensors").write_bytes(b"many bytes")
+    others = target.with_name("model-b.discarded-0123456789ab")
+    others.mkdir()
+    mine = Partial(target, URI, "r1")
+    mine.adopt()
+    assert not half_removed.exists()
+    assert others.exists()
+    mine.close()
+
+
 def test_what_a_living_fetcher_has_is_its_own(tmp_path: Path) -> None:
     target = tmp_path / "model"
     living, mine = begun(target), Partial(target, URI, "r1")

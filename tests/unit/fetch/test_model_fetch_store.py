@@ -86,3 +86,28 @@ def test_what_cannot_be_had_ends_at_once(store: FakeStore, tmp_path: Path, uri: 
     code, stderr = fetch(store, tmp_path / "model", uri, key)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, f"FATAL {reason}"), stderr
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["garbage", "", "http://", "http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:1\n", "ftp://x"]
+)
+def test_an_endpoint_that_is_none_is_named(tmp_path: Path, endpoint: str) -> None:
+    env = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": endpoint}
+    code, stderr = fetcher.run(URI, tmp_path / "model", **env)
+    message = f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {endpoint!r}"
+    assert (code, fetcher.last_line(stderr)) == (78, f"FATAL ModelSourceInvalid: {message}"), stderr
+    assert "panicked" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("uri", "env"),
+    [
+        (URI, {"AWS_SKIP_SIGNATURE": "maybe"}),
+        (URI, {"AWS_ENDPOINT": "garbage", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}),
+        ("gs://models/team", {"GOOGLE_SERVICE_ACCOUNT_KEY": "{}"}),
+    ],
+)
+def test_settings_that_the_library_cannot_take_end_at_once(tmp_path: Path, uri: str, env: dict[str, str]) -> None:
+    code, stderr = fetcher.run(uri, tmp_path / "model", "--give-up-after", "60", **env)
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelSourceInvalid"), stderr
+    assert "Traceback" not in stderr

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from baton_local.control_plane.certificates import create_signing_key
-from baton_local.control_plane.real import free_ports
+from baton_local.ports import free_ports
 from support import waiting
 
 Json = dict[str, Any]
 TOKEN = "test-admin-token"
 
 
-def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """See `support.waiting`."""
     return waiting.eventually(probe, timeout_s=timeout_s, what=what)
 

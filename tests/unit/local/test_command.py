@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -14,11 +15,15 @@ from aiohttp import web
 from rich.console import Console
 
 from baton_local.ask import AskError, ask
+from baton_local.cli import main
 from baton_local.display import service_tables
 from baton_local.kubelet.runtime import CONTAINER_MARKER
 from baton_local.service import Condition, PodStatus, ServiceStatus, load_documents, with_pids
-from baton_local.state import ClusterInfo, ClusterRunningError, StateDir
+from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
+from baton_local.up import UpOptions, run_up
 from support.waiting import eventually
+
+SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 
 HOLDER = """
 import sys, time
@@ -39,7 +44,7 @@ def holder(tmp_path):
 
 
 def info(pid: int) -> ClusterInfo:
-    return ClusterInfo(pid, "/k", "embedded", "default", "demo")
+    return ClusterInfo(pid, "/k", "embedded", "default", "demo", "/f")
 
 
 def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(holder, tmp_path):
@@ -48,8 +53,17 @@ def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(ho
     with pytest.raises(ClusterRunningError, match="baton down"):
         state.acquire()
     holder.send_signal(signal.SIGKILL)
-    eventually(lambda: state.supervisor() is None, timeout_s=10, what="the lock of a killed supervisor free")
+    eventually(lambda: state.supervisor() is None, timeout_s=60, what="the lock of a killed supervisor free")
     state.acquire()
+
+
+def test_whoever_asks_for_the_supervisor_is_not_taken_for_it(holder, tmp_path):
+    state = StateDir(tmp_path)
+    holder.kill()
+    holder.wait()
+    with open(tmp_path / "lock") as lock:  # it still has the pid of the one that is dead
+        fcntl.flock(lock, fcntl.LOCK_SH)  # somebody else asks
+        assert state.supervisor() is None
 
 
 def test_what_a_dead_supervisor_wrote_is_not_believed(holder, tmp_path):
@@ -57,7 +71,7 @@ def test_what_a_dead_supervisor_wrote_is_not_believed(holder, tmp_path):
     state.write_info(info(holder.pid))
     assert state.read_info() == info(holder.pid)
     holder.kill()
-    eventually(lambda: state.read_info() is None, timeout_s=10, what="the info of a killed supervisor gone")
+    eventually(lambda: state.read_info() is None, timeout_s=60, what="the info of a killed supervisor gone")
 
 
 def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_path):
@@ -68,7 +82,22 @@ def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_pat
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("a: [", "not valid YAML"), ("kind: LLMService", "apiVersion"), ("- 1", "apiVersion")],
+    [
+        ("a: [", "not valid YAML"),
+        ("\x07", "not valid YAML"),
+        ("kind: LLMService", "apiVersion"),
+        ("- 1", "apiVersion"),
+        (SERVICE % "[]", r"metadata must be an object with a name, got \[\]"),
+        (SERVICE % "{labels: {a: b}}", "metadata must be an object with a name"),
+        (SERVICE % "{name: 3}", "metadata.name must be a string, got 3"),
+        (SERVICE % "{name: x, namespace: null}", "metadata.namespace must be a string, got None"),
+        (SERVICE % "{name: x, annotations: y}", "metadata.annotations must be an object, got 'y'"),
+        (SERVICE % "&m {name: x, labels: *m}", "refers to itself"),
+        (SERVICE % "{name: x}" + f"\nspec: {'[' * 2000}{']' * 2000}", "nested too deeply"),
+        (SERVICE % "{name: x, labels: {day: 2026-01-01}}", "date .*quotes"),
+        (SERVICE % "{name: x, labels: {a: .nan}}", "not JSON"),
+        (SERVICE.replace("LLMService", "[]") % "{name: x}", r"kind must be a string, got \[\]"),
+    ],
 )
 def test_a_bad_manifest_is_named_with_what_is_wrong(tmp_path, text, complaint):
     path = tmp_path / "service.yaml"
@@ -78,6 +107,63 @@ def test_a_bad_manifest_is_named_with_what_is_wrong(tmp_path, text, complaint):
     assert str(path) in str(error.value)
     with pytest.raises(ValueError, match="cannot read"):
         load_documents(tmp_path / "nowhere.yaml")
+
+
+def test_a_manifest_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "service.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ValueError, match=r"service\.yaml is not valid YAML"):
+        load_documents(path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("spec: 3", "spec must be an object, got 3"),
+        ("spec:", "spec must be an object, got None"),
+        ("spec: {model: /models/demo}", "spec.model must be an object, got '/models/demo'"),
+    ],
+)
+def test_up_names_what_is_wrong_with_the_spec_before_it_starts_anything(tmp_path, capsys, spec, complaint):
+    path = tmp_path / "service.yaml"
+    path.write_text(f"{SERVICE % '{name: x}'}\n{spec}\n")
+    options = UpOptions(path, None, once=True, control_plane="embedded", ingress_port=0, timeout_s=1.0, max_tokens=1)
+    state = StateDir(tmp_path / "home")
+    assert run_up(options, state, Console(width=1000)) == 1
+    assert capsys.readouterr().out == f"baton up: {path}: {complaint}\n"
+    assert not state.root.exists()
+
+
+@pytest.mark.parametrize("command", ["status", "down", "logs", "up -f service.yaml", "up --detach -f service.yaml"])
+def test_a_state_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys, command):
+    home = tmp_path / "file"
+    home.touch()
+    (tmp_path / "service.yaml").write_text(f"{SERVICE % '{name: x}'}\nspec: {{}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATON_HOME", str(home))
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(sys, "argv", ["baton", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().out
+    assert f"cannot keep a local cluster in {home}: Not a directory; set BATON_HOME to another folder" in said
+    assert ended.value.code != 0
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("BATON_HOME", "/proc/self/nowhere")
+    monkeypatch.setattr(sys, "argv", ["baton", "up", "--detach", "-f", "service.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert "cannot keep a local cluster in /proc/self/nowhere: " in str(ended.value.code)
+
+
+def test_a_cluster_of_another_version_is_told_from_one_that_does_not_run(holder, tmp_path):
+    (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid}))
+    with pytest.raises(StateDirError, match="another version of baton"):
+        StateDir(tmp_path).read_info()
+    (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid + 1}))
+    assert StateDir(tmp_path).read_info() is None, "left by one that was killed"
 
 
 async def serve(handler) -> tuple[web.AppRunner, str]:
@@ -171,17 +257,39 @@ def test_status_shows_the_pid_of_a_pods_container():
         process.wait()
 
 
+@pytest.mark.parametrize("output", ["json", "table"])
+def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(monkeypatch, capsys, output):
+    async def deleted(info: ClusterInfo) -> None:
+        return None
+
+    monkeypatch.setattr("baton_local.cli._status", deleted)
+    monkeypatch.setattr(StateDir, "read_info", lambda self: info(1))
+    monkeypatch.setattr(sys, "argv", ["baton", "status", "-o", output])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "LLMService default/demo was deleted" in told.err
+    if output == "json":
+        status = json.loads(told.out)
+        assert (status["service"], status["kubeconfig"], status["exists"], status["pods"]) == ("demo", "/k", False, [])
+    else:
+        assert "kubeconfig  /k" in told.out
+
+
 def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
     file = tmp_path / "demo.yaml"
-    file.write_text(json.dumps({"apiVersion": "v1", "kind": "LLMService", "metadata": {"name": "demo"}}))
+    # It starts, and never becomes ready: however late the signal comes, there is something to end.
+    service = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "demo"}}
+    file.write_text(json.dumps(service | {"spec": {"model": {"uri": "file:///nowhere"}}}))
     state = StateDir(tmp_path / "home")
     command = [sys.executable, "-m", "baton_local.cli", "up", "--detach", "-f", str(file)]
     env = {**os.environ, "BATON_HOME": str(state.root)}
     up = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
     try:
-        eventually(state.supervisor, timeout_s=20, what="a supervisor")
+        eventually(state.supervisor, timeout_s=60, what="a supervisor")
         up.send_signal(signal.SIGINT)
-        assert up.wait(30) == 130
+        assert up.wait(60) == 130
         assert state.supervisor() is None
     finally:
         up.kill()

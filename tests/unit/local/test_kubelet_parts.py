@@ -134,7 +134,7 @@ async def test_environment_entries_build_on_each_other_and_missing_keys_are_erro
     result = await container_environment(POD, container, {}, ADDRESSES, {"cpu": "8"}, lookup)
     assert result == {"P_k": "v", "SECRET": "hi", "BOTH": "v/hi", "CPU": "8"}
     container["env"] = [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "no"}}}]
-    with pytest.raises(ConfigError, match="no key 'no'"):
+    with pytest.raises(ConfigError, match="couldn't find key no in ConfigMap ns/c"):
         await container_environment(POD, container, {}, ADDRESSES, {}, lookup)
 
 
@@ -248,7 +248,7 @@ async def test_a_follower_sees_lines_across_a_rotation(tmp_path: Path) -> None:
         expected += line
         await asyncio.sleep(0.002)
     log.close()
-    assert await asyncio.wait_for(follower, 5) == expected
+    assert await asyncio.wait_for(follower, 60) == expected
 
 
 async def test_following_a_log_ends_when_its_pod_is_removed(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ async def test_following_a_log_ends_when_its_pod_is_removed(tmp_path: Path) -> N
     await asyncio.sleep(0)
     log.path.unlink()
     log.close()
-    assert await asyncio.wait_for(follower, 5) == b"first\n"
+    assert await asyncio.wait_for(follower, 60) == b"first\n"
 
 
 async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> None:
@@ -270,13 +270,13 @@ async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> No
         ["sh", "-c", f"setsid sleep {mark} & sleep {mark}"], dict(os.environ), tmp_path, guard, "c1", log
     )
     marker = f"BATON_KUBELET_ID={guard.kubelet_id}"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(guardian.find_processes((), marker)) < 3:
         assert time.monotonic() < deadline, "the shell and both sleeps did not start"
         await asyncio.sleep(0.02)
     await guard.stop()
     assert guardian.find_processes((), marker) == []
-    assert await process.wait(5) == 137
+    assert await process.wait(60) == 137
     await process.finish()
 
 
@@ -289,12 +289,12 @@ async def test_a_killed_guardian_is_replaced_by_one_that_knows_everything(tmp_pa
     assert guard._process is not None
     first = guard._process.pid
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while guard._process.pid == first:
         assert time.monotonic() < deadline, "no new guardian"
         await asyncio.sleep(0.02)
     await guard.stop()
-    assert await process.wait(5) == 137
+    assert await process.wait(60) == 137
     await process.finish()
 
 
@@ -319,7 +319,7 @@ def test_a_component_ends_with_its_parent() -> None:
     )
     parent += "p.stdout.readline(); print(p.pid, flush=True)"
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=20, check=True)
-    pid, deadline = int(done.stdout), time.monotonic() + 5
+    pid, deadline = int(done.stdout), time.monotonic() + 60
     while pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] and _state(pid) not in ("Z", ""):
         assert time.monotonic() < deadline, f"process {pid} still alive"
         time.sleep(0.02)

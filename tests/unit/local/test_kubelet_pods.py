@@ -76,7 +76,7 @@ def is_ready(kubelet: KubeletProcess, name: str) -> bool:
 
 def logs(kubelet: KubeletProcess, name: str, *options: str) -> str:
     command = ["kubectl", "--kubeconfig", str(kubelet.server.kubeconfig), "logs", name, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout + done.stderr
 
 
@@ -105,10 +105,19 @@ def test_a_pod_runs_at_its_own_address_and_its_log_is_followed(kubelet: KubeletP
     assert main_status(kubelet, name)["state"]["terminated"]["reason"] == "Completed"
 
 
-def test_following_a_log_ends_with_the_container(kubelet: KubeletProcess) -> None:
-    name = run_pod(kubelet, container("for i in 1 2 3; do echo line $i; sleep 0.3; done"), restartPolicy="Never")
+def test_following_a_log_ends_with_the_container(kubelet: KubeletProcess, tmp_path: Path) -> None:
+    script = (
+        f"echo line 1; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; for i in 2 3; do echo line $i; sleep 0.3; done"
+    )
+    name = run_pod(kubelet, container(script), restartPolicy="Never")
     eventually(lambda: main_status(kubelet, name).get("state", {}).get("running"), "running")
-    assert logs(kubelet, name, "-f").splitlines() == ["line 1", "line 2", "line 3"]
+    command = ["kubectl", "--kubeconfig", str(kubelet.server.kubeconfig), "logs", name, "-f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        lines = [following.stdout.readline()]
+        (tmp_path / "go").touch()
+        lines += following.stdout.readlines()
+    assert lines == ["line 1\n", "line 2\n", "line 3\n"]
 
 
 def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Path) -> None:
@@ -162,6 +171,7 @@ def test_a_killed_container_restarts_and_says_why(kubelet: KubeletProcess) -> No
         kubelet, container(f"echo to the log; exec sleep {mark}", terminationMessagePolicy="FallbackToLogsOnError")
     )
     eventually(lambda: is_ready(kubelet, name), "Ready")
+    eventually(lambda: "to the log" in logs(kubelet, name), "its words in the log")
     since = condition(kubelet, name)["lastTransitionTime"]
     (process,) = processes_with(mark)
     process.kill()
@@ -199,20 +209,48 @@ def test_a_missing_command_is_a_clear_waiting_reason(kubelet: KubeletProcess) ->
     assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "CreateContainerError"
 
 
-def test_a_missing_config_map_is_a_clear_event(kubelet: KubeletProcess) -> None:
-    name = run_pod(kubelet, container("sleep 100"), volumes=[{"name": "v", "configMap": {"name": "absent"}}])
+@pytest.mark.parametrize(
+    ("volume", "message"),
+    [
+        ({"configMap": {"name": "absent"}}, 'configmap "absent" not found'),
+        ({"secret": {"secretName": "absent"}}, 'secret "absent" not found'),
+    ],
+)
+def test_a_pod_waits_for_what_its_volumes_are_made_of(kubelet: KubeletProcess, volume: Json, message: str) -> None:
+    name = run_pod(kubelet, container("sleep 100"), volumes=[{"name": "v", **volume}])
 
     def failed_mount() -> list[Json]:
         events = kubelet.server.get("/api/v1/namespaces/default/events") or {"items": []}
         return [e for e in events["items"] if e["involvedObject"]["name"] == name and e["reason"] == "FailedMount"]
 
-    assert "absent" in eventually(failed_mount, "event FailedMount")[0]["message"]
+    event = eventually(failed_mount, "event FailedMount")[0]
+    assert event["message"] == f'MountVolume.SetUp failed for volume "v" : {message}'
     assert status(kubelet, name)["phase"] == "Pending"
+    assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "ContainerCreating"
+    assert "podIP" not in status(kubelet, name), "it has no address before it has its volumes"
+
+
+def test_a_container_waits_for_what_its_environment_is_made_of(kubelet: KubeletProcess) -> None:
+    secret = f"later-{uuid.uuid4().hex[:8]}"
+    reference = {"secretKeyRef": {"name": secret, "key": "token"}}
+    name = run_pod(kubelet, container("sleep 100", env=[{"name": "TOKEN", "valueFrom": reference}]))
+
+    def waiting() -> Any:
+        return main_status(kubelet, name).get("state", {}).get("waiting", {}).get("message")
+
+    assert eventually(waiting, "a message") == f'secret "{secret}" not found'
+    assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "CreateContainerConfigError"
+    body = {"kind": "Secret", "apiVersion": "v1", "metadata": {"name": secret}, "stringData": {"other": "x"}}
+    kubelet.server.create("/api/v1/namespaces/default/secrets", body)
+    text = f"couldn't find key token in Secret default/{secret}"
+    eventually(lambda: waiting() == text, text)
+    kubelet.server.patch(f"/api/v1/namespaces/default/secrets/{secret}", {"stringData": {"token": "x"}})
+    eventually(lambda: is_ready(kubelet, name), "the pod to run")
 
 
 def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
-    probe = {"periodSeconds": 1, "failureThreshold": 1}
+    probe = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 30}
     name = run_pod(
         kubelet,
         {
@@ -230,7 +268,7 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
             ],
             "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"name": "http", "containerPort": 8000}],
-            "startupProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 1, "failureThreshold": 20},
+            "startupProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 1, "failureThreshold": 60},
             "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, **probe},
             "livenessProbe": {"exec": {"command": ["test", "!", "-e", str(tmp_path / "dead")]}, **probe},
         },
@@ -287,12 +325,15 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
     assert not processes_with(mark)
 
 
-def test_a_force_deleted_pod_leaves_no_process(kubelet: KubeletProcess) -> None:
+def test_a_force_deleted_pod_is_told_and_soon_leaves_no_process(kubelet: KubeletProcess, tmp_path: Path) -> None:
     mark = f"33{uuid.uuid4().int % 10**8}"
-    name = run_pod(kubelet, container(f"sleep {mark}"))
-    eventually(lambda: is_ready(kubelet, name), "Ready")
+    trap = f"trap 'echo term > {tmp_path}/said' TERM"
+    script = f"{trap}; setsid sleep {mark} & echo up > {tmp_path}/up; while true; do sleep 0.1; done"
+    name = run_pod(kubelet, container(script), terminationGracePeriodSeconds=600)
+    eventually(lambda: (tmp_path / "up").exists() and processes_with(f"sleep {mark}"), "its processes")
     kubelet.server.request("DELETE", f"{PODS}/{name}?gracePeriodSeconds=0")
     eventually(lambda: not processes_with(mark), "its processes gone")
+    assert (tmp_path / "said").read_text() == "term\n"
 
 
 def test_nothing_survives_a_killed_kubelet_and_its_successor_restarts_the_pods(

@@ -11,6 +11,8 @@ import signal
 import threading
 from pathlib import Path
 
+from baton_engine.protocol.arguments import port
+
 from . import DEFAULT_SERVICE_NETWORK, EmbeddedControlPlane
 
 
@@ -20,7 +22,7 @@ def main() -> None:
         "--state-dir", type=Path, required=True, help="where certificates and the kubeconfig are written"
     )
     parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
+    parser.add_argument("--port", type=port, default=0, help="0 takes a free port")
     parser.add_argument("--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

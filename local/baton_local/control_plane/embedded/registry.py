@@ -357,8 +357,8 @@ class Registry:
 
     def _validate(self, resource: Resource, new: Object, old: Object | None) -> None:
         found = validation.validate(resource, new, old)
-        if (custom := self.catalog.custom(resource)) and not found:
-            found = custom.schema.validate(new, old)
+        if custom := self.catalog.custom(resource):
+            found += custom.schema.validate(new, old)
         if found:
             raise errors.invalid(resource, new["metadata"].get("name", ""), found)
 

@@ -18,7 +18,8 @@ Schema = dict[str, Any]
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
-_ROOT_FIELDS = ("apiVersion", "kind", "metadata")
+_TYPE_FIELDS = ("apiVersion", "kind")
+_ROOT_FIELDS = (*_TYPE_FIELDS, "metadata")
 _FORMATS = {
     "date-time": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE),
     "date": re.compile(r"\d{4}-\d\d-\d\d"),
@@ -45,9 +46,10 @@ class StructuralSchema:
         return _default(copy.deepcopy(obj), self.schema)
 
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
+        """What the schema refuses. Of metadata it can restrict the name only."""
         errors: list[FieldError] = []
         for name, below in (self.schema.get("properties") or {}).items():
-            if name not in _ROOT_FIELDS and name in obj:
+            if name not in _TYPE_FIELDS and name in obj:
                 _validate(obj[name], below, name, errors)
         errors.extend(required(n) for n in self.schema.get("required") or () if n not in obj)
         if not errors:  # rules see only well-typed objects

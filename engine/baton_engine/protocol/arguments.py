@@ -1,0 +1,43 @@
+"""Kinds of command-line arguments, for argparse's `type`: a wrong one ends the command with 2 and a line that names the flag."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+MAX_PORT = 65535
+
+
+def port(text: str) -> int:
+    """Of TCP; 0 is for any free one."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_PORT}], got {text}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0: seconds of a wait that does end."""
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number, 0 or more."""
+    value = _finite(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text}")
+    return value
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
