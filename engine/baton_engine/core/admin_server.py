@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.core.access import Access
-from baton_engine.json_handler import JSONHandler
+from baton_engine.json_handler import JSONHandler, JSONServer
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Condition:
     reason: str
     message: str
     progress: LoadProgress | None = None
+    kv: KVCompatibility | None = None
 
 
 class DrainStatus(msgspec.Struct):
@@ -100,8 +102,7 @@ class AdminServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(JSONServer):
     admin: EngineAdmin
     registry: CollectorRegistry
     access: Access
@@ -139,7 +140,7 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._call()
 
     def _condition(self, condition: Condition) -> None:
-        body = Health(condition.reason, condition.message, condition.progress)
+        body = Health(condition.reason, condition.message, condition.progress, condition.kv)
         self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
 
     def _drain(self, *, start: bool) -> None:

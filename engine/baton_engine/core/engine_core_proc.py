@@ -36,6 +36,7 @@ from baton_engine.core.stats import EngineStats
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.load_counter import COUNTER
 from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
@@ -122,6 +123,8 @@ class EngineCoreProc:
         self._in_call = False
         """The loop runs a utility call."""
         self._failure = ""
+        self._kv: KVCompatibility | None = None
+        """None: it loads, or exchanges no blocks."""
         self._drain_requested = False
         self._shutdown = Shutdown.NONE
         self._shutdown_deadline: float | None = None
@@ -140,6 +143,7 @@ class EngineCoreProc:
                 self.config, self.instance_id, self.io.wake_engine
             )
             core = self._make_core(executor)
+            self._kv = core.info.kv
             # What lives until the end need not be looked at in every collection.
             gc.collect()
             gc.freeze()
@@ -209,7 +213,7 @@ class EngineCoreProc:
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
         if self.state is State.LOADING:
             return Condition(True, "Loading", f"loading {self.config.model.path}", COUNTER.progress())
-        return Condition(True, self.state.value, f"instance {self.instance_id}")
+        return Condition(True, self.state.value, f"instance {self.instance_id}", kv=self._kv)
 
     def readiness(self) -> Condition:
         """Whether requests are accepted."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kv_transfer.connector import ConnectorStats
 
 EXECUTORS = {
@@ -41,6 +42,8 @@ class ModelInfo:
     """Layers with experts."""
     num_experts: int = 0
     """Of each."""
+    kv: KVCompatibility | None = None
+    """What peers must have in common with this engine. None: it exchanges no KV blocks."""
 
 
 class Executor(abc.ABC):

@@ -1,8 +1,10 @@
-"""How far a pod is on its way to serving: part of the body of `GET /health` on its http port while it fetches or loads a model."""
+"""The body of `GET /health` on a pod's http port: how far it is on its way to serving, and with whom it can exchange KV blocks."""
 
 from __future__ import annotations
 
 import msgspec
+
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -29,3 +31,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """One CamelCase word; Fetching and Loading are stations on the way."""
     message: str
     progress: LoadProgress | None = None
+    kv: KVCompatibility | None = None
+    """Of an engine that serves and has a KV role."""
+    error: str = ""
+    """What failed last of something that is tried again, and has not got on since."""

@@ -24,6 +24,7 @@ from baton_engine.models.loader import identity_files
 from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.protocol.config import EngineConfig, compatibility_hash, container_path
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.devices import check_quantization, dtype_name, resolve_device, resolve_dtype
@@ -115,8 +116,14 @@ class ModelRunner:
     @cached_property
     def compatibility_hash(self) -> str:
         """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, quantization, layout."""
+        return self._hashes[0]
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        """(compatibility hash, hash of the checkpoint alone); what they are made of is read once and not kept."""
         files = identity_files(self.path)
-        return compatibility_hash(files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization)
+        compatible = compatibility_hash(files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization)
+        return compatible, compatibility_hash(files, "", "")
 
     @cached_property
     def max_model_len(self) -> int:
@@ -168,6 +175,21 @@ class ModelRunner:
             head_dim=self.model_config.head_dim,
             dtype=dtype_name(self.dtype),
             name=LAYOUT_NAME,
+        )
+
+    def kv_compatibility(self, version: int) -> KVCompatibility:
+        """What engines that exchange blocks with this one must have in common. `version`: of the side channel."""
+        layout = self.kv_cache_layout(1)
+        return KVCompatibility(
+            version=version,
+            checkpoint=self._hashes[1],
+            dtype=layout.dtype,
+            quantization=self.config.model.quantization or "none",
+            layout=layout.name,
+            block_size=layout.block_size,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_model_heads,
+            head_dim=layout.head_dim,
         )
 
     def profile_num_blocks(self) -> tuple[int, int]:

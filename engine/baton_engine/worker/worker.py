@@ -30,6 +30,7 @@ from baton_engine.worker.generations import ExpertWorker, Generations, join_grou
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.preparation import Preparation
+from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
 from baton_kv_transfer.factory import create_connector
 
@@ -117,6 +118,7 @@ class Worker:
             num_offload_blocks=runner.num_offload_blocks,
             num_sparse_layers=len(runner.model_config.sparse_layers),
             num_experts=runner.model_config.num_experts,
+            kv=runner.kv_compatibility(side_channel.VERSION) if self._transfers else None,
         )
 
     def warm_up(self) -> None:

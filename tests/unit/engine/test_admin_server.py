@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton_engine.core.access import LOG_INTERVAL_S, Access
 from baton_engine.core.admin_server import AdminServer, Condition, DrainStatus, Pending
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import LoadProgress
 from baton_engine.protocol.service_key import ServiceKey
+from support.waiting import eventually
 
 
 class FakeAdmin:
@@ -54,6 +59,25 @@ def server(admin: FakeAdmin) -> Iterator[AdminServer]:
     server.close()
 
 
+def test_a_client_that_leaves_early_is_no_error(server, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sendall(b"GET /hea")
+    connection.close()  # with a reset, while the server waits for the rest
+    eventually(lambda: "an HTTP client is gone" in caplog.text, timeout_s=30, what="the end of that request")
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_request_that_fails_is_logged(server, admin, capfd, caplog, monkeypatch):
+    monkeypatch.setattr(admin, "health", lambda: 1 / 0)
+    with pytest.raises(ConnectionError):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=30)
+    eventually(lambda: "ZeroDivisionError" in caplog.text, timeout_s=30, what="the error in the log")
+    assert capfd.readouterr().err == ""
+
+
 KEY = ServiceKey(b"the key of this service")
 
 
@@ -71,6 +95,16 @@ def test_conditions_tell_how_far_the_engine_is_if_it_knows(server):
     loading = {"reason": "Loading", "message": "loading x", "progress": {"done_bytes": 1, "total_bytes": 4}}
     assert ask(server, "GET", "/ready") == (503, loading)
     assert ask(server, "GET", "/health") == (200, {"reason": "Serving", "message": ""})
+
+
+def test_an_engine_says_with_whom_it_can_exchange_blocks(server, admin):
+    kv = KVCompatibility(
+        version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD", block_size=16,
+        num_layers=2, num_kv_heads=4, head_dim=8,
+    )  # fmt: skip
+    admin.health = lambda: Condition(True, "Serving", "", kv=kv)
+    status, told = ask(server, "GET", "/health")
+    assert (status, told["kv"]) == (200, msgspec.to_builtins(kv))
 
 
 def test_a_call_passes_its_query_on_and_returns_the_result(server, admin):

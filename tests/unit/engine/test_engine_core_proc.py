@@ -104,7 +104,7 @@ async def test_utilities_are_an_allow_list(start):
 
 
 async def test_http_tells_loading_ready_and_draining(start):
-    engine = start(BATON_FAKE_LOAD_S="1.0")
+    engine = start(BATON_FAKE_LOAD_S="3.0")
     status, body = engine.http("GET", "/ready")
     assert (status, json.loads(body)["reason"]) == (503, "Loading")
     assert engine.http("GET", "/health")[0] == 200
@@ -147,7 +147,7 @@ def test_an_engine_whose_kv_connector_failed_asks_to_be_restarted(start):
 def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
     engine = start(BATON_FAKE_LOAD_S="30")
     engine.process.send_signal(signal.SIGTERM)
-    assert engine.process.wait(10) == 0
+    assert engine.process.wait(25) == 0
 
 
 async def test_at_the_drain_timeout_requests_are_sent_elsewhere(start):
@@ -279,7 +279,7 @@ def test_a_client_that_sends_too_much_is_disconnected(start):
 def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
     engine = start()
     engine.wait_ready()
-    with socket.create_connection((HOST, engine.http_port), timeout=5) as connection:
+    with socket.create_connection((HOST, engine.http_port), timeout=DEADLINE_S) as connection:
         connection.sendall(f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
     assert engine.http("GET", "/ready")[0] == 200
@@ -300,13 +300,13 @@ def test_a_silent_client_loses_its_requests():
     thread.start()
     socket = zmq.Context.instance().socket(zmq.DEALER)
     try:
-        socket.connect(f"tcp://{HOST}:{proc.io.port}")
-        socket.send_multipart([RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))])
         deadline = time.monotonic() + DEADLINE_S
         while not proc.readiness().ok:
             assert time.monotonic() < deadline, "engine did not become ready"
             time.sleep(0.01)
         instance_id = proc.instance_id.encode()
+        socket.connect(f"tcp://{HOST}:{proc.io.port}")
+        socket.send_multipart([RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))])
         socket.send_multipart([RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))])
         while proc.stats().requests_finished != {"abort": 1}:
             assert time.monotonic() < deadline, f"the request was not aborted: {proc.stats()}"
@@ -335,7 +335,7 @@ def test_configuration_errors_end_with_code_78_and_one_fatal_line(tmp_path, cont
     config = tmp_path / "engine.json"
     config.write_text(content)
     ended = subprocess.run(
-        [sys.executable, "-m", "baton_engine.cli", "--config", str(config)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "baton_engine.cli", "--config", str(config)], capture_output=True, text=True, timeout=180
     )
     assert ended.returncode == 78, ended.stderr
     assert re.fullmatch(reason + ".*", ended.stderr.splitlines()[-1])

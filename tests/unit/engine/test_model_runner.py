@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from step_driver import Request, StepDriver, make_runner
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.core.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
-from baton_engine.protocol.config import EngineConfig, ModelConfig
+from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
+from baton_engine.protocol.kv_compatibility import differences
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
+from baton_kv_transfer.side_channel import layout_mismatch
 
 VOCAB_SIZE = 512
 NEAR_TIE = 1e-4
@@ -224,6 +228,25 @@ def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Pat
         for quantization in (None, "int8")
     ]
     assert hashes[0] != hashes[1]
+
+
+def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse(checkpoints: dict[str, Path]) -> None:
+    def runner(arch: str = "llama", block_size: int = 16, **model: Any) -> ModelRunner:
+        cache = CacheConfig(block_size=block_size)
+        return ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints[arch]), **model), cache=cache, device="cpu")
+        )
+
+    made = [
+        runner(), runner(), runner("qwen3"), runner("qwen3_moe"), runner(block_size=32), runner(quantization="int8"),
+        runner(dtype="float32"), runner(dtype="bfloat16"),
+    ]  # fmt: skip
+    for ours, theirs in itertools.product(made, made):
+        refused = ours.compatibility_hash != theirs.compatibility_hash or layout_mismatch(
+            ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
+        )
+        assert bool(refused) == bool(differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there"))
+    assert "version" in differences(made[0].kv_compatibility(2), made[1].kv_compatibility(3), "here", "there")
 
 
 def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path: Path) -> None:
