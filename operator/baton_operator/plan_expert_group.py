@@ -174,17 +174,18 @@ def _wanted(
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
         candidates = [m for m in staying if m.expert_group == group]
-    if not candidates:
-        ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
-        return frozenset(m.name for m in ranks[:1]) or view.desired
     joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
     started = {m.name for m in candidates if m.serving and m.name not in joined}
     late = [m for m in candidates if not m.serving and m.name not in joined]
     if any(m.created is not None and now < m.created + JOIN_TOGETHER for m in late):
         started = set()
-    if not joined | started:
-        return view.desired
-    return frozenset(joined | started)
+    if joined | started:
+        return frozenset(joined | started)
+    if any(m.no_room_since is None for m in candidates):
+        return view.desired  # who leaves serves until they have started
+    # There are none, or they wait for the room of those that leave: these go, down to the last rank.
+    ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
+    return frozenset(m.name for m in ranks[:1]) or view.desired
 
 
 def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> TopologyRequest | None:

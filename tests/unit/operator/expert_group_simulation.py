@@ -18,7 +18,7 @@ from baton_engine.protocol.topology import (
     TopologyStatus,
 )
 from baton_operator import api
-from baton_operator.plan import Member
+from baton_operator.plan import Member, Update
 from baton_operator.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
 from baton_operator.topology import record
 
@@ -44,6 +44,9 @@ class Pod:
     deletion: datetime | None = None
     registered: bool = False
     """With the coordinator that runs."""
+    bound: bool = False
+    """To a node."""
+    no_room_since: datetime | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +68,9 @@ class Simulation:
     """The truth, and what each part knows of it."""
 
     desired: int = 2
+    update: Update = field(default_factory=Update)
+    capacity: int = 100
+    """Pods that the nodes have room for."""
     revision: str = "r0"
     group: str = "g"
     now: datetime = NOW
@@ -74,6 +80,10 @@ class Simulation:
     """Of the present generation: name -> instance."""
     coordinator_up: bool = True
     coordinator_since: datetime = NOW
+    refuses: int = 0
+    """So many of the next requests to the coordinator are not answered, and not done."""
+    loses: int = 0
+    """So many of its next answers are lost; what was asked for is done."""
     request: TopologyRequest | None = None
     operation: Operation | None = None
     fail_next: bool = False
@@ -89,7 +99,7 @@ class Simulation:
     # The operator
 
     def reconcile(self) -> ExpertGroupPlan:
-        topology = self.topology()
+        topology = self._answered()
         group = ExpertGroup(
             service_uid="uid",
             name=self.group,
@@ -98,12 +108,15 @@ class Simulation:
             topology=topology,
             recorded=self.recorded,
             drain_timeout_s=TIMEOUT_S,
+            update=self.update,
         )
         plan = plan_expert_group([self._member(pod) for pod in self.pods.values()], group, self.now)
-        self._check(plan)
+        self._check(plan, topology is not None)
         if plan.request is not None:
             self.requests.append(plan.request)
-            self.request = plan.request
+            if not self.refuses:
+                self.request = plan.request
+            topology = self._answered()
         for name in plan.drain:
             self.pods[name].drain_started = self.now
         for deletion in plan.delete:
@@ -112,10 +125,20 @@ class Simulation:
             pod = Pod(ordinal, self._revision, self.group, self.now, f"i{next(self._instances)}")
             assert pod.name not in self.pods, f"{pod.name} exists"
             self.pods[pod.name] = pod
-        self.recorded = record(self.topology(), self.recorded, set(self.pods), ADDRESS)
+        self.recorded = record(topology, self.recorded, set(self.pods), ADDRESS)
         return plan
 
-    def _check(self, plan: ExpertGroupPlan) -> None:
+    def _answered(self) -> TopologyStatus | None:
+        """What the next request to the coordinator is answered."""
+        if self.refuses:
+            self.refuses -= 1
+            return None
+        if self.loses:
+            self.loses -= 1
+            return None
+        return self.topology()
+
+    def _check(self, plan: ExpertGroupPlan, was_answered: bool) -> None:
         living = {name: instance for name, instance in self.ranks.items() if self._lives(name, instance)}
         needed = dict(living)
         if self.operation is not None and self._is_changing():
@@ -126,13 +149,16 @@ class Simulation:
                 continue
             last = list(living) == [pod.name] and not pod.unfinished and pod.drain_started is not None
             assert last, f"{pod.name} is a member: {deletion.why}"
-        if not self.coordinator_up:
+        if not was_answered:
             assert plan.request is None
             assert all(self.pods[deletion.name].failed for deletion in plan.delete), "nothing is known of the topology"
         alive = [pod for pod in self.pods.values() if pod.deletion is None]
         if plan.create:
-            staying = any(pod.drain_started is None and not pod.failed for pod in alive)
-            assert len(alive) + len(plan.create) <= max(self.desired + 1, len(alive) + (0 if staying else 1))
+            staying = [pod for pod in alive if pod.drain_started is None and not pod.failed]
+            all_may_go = max(1, self.update.max_unavailable) >= self.desired
+            begins = not staying or (all_may_go and all(pod.revision != self._revision for pod in staying))
+            most = max(self.desired + max(1, self.update.max_surge), len(alive) + begins)
+            assert len(alive) + len(plan.create) <= most, f"{plan.create} beside {[pod.name for pod in alive]}"
 
     def _member(self, pod: Pod) -> Member:
         asked = pod.drain_started is not None and pod.running
@@ -149,6 +175,7 @@ class Simulation:
             deletion=pod.deletion,
             created=pod.created,
             expert_group=pod.group,
+            no_room_since=pod.no_room_since,
         )
 
     # The coordinator
@@ -239,6 +266,10 @@ class Simulation:
     # What happens
 
     def pod_starts(self, pod: Pod) -> None:
+        if not pod.bound and sum(each.bound for each in self.pods.values()) >= self.capacity:
+            pod.no_room_since = pod.no_room_since or self.now
+            return
+        pod.bound, pod.no_room_since = True, None
         if not pod.failed:
             pod.running, pod.registered = True, self.coordinator_up  # before it says that it has started
 
@@ -247,6 +278,14 @@ class Simulation:
         pod.running = pod.registered = False
         pod.unfinished = 0
         pod.instance = f"i{next(self._instances)}"
+
+    def pod_vanishes(self, pod: Pod) -> None:
+        """With its node."""
+        del self.pods[pod.name]
+
+    def pod_is_deleted(self, pod: Pod) -> None:
+        """By somebody; its process runs on for a while."""
+        pod.deletion = pod.deletion or self.now + timedelta(seconds=30)
 
     def coordinator_dies(self) -> None:
         self.coordinator_up, self.request, self.operation = False, None, None
@@ -278,6 +317,8 @@ class Simulation:
         """From here on everything goes well. Raises AssertionError if the group does not become what it should be."""
         self.coordinator_returns()
         self.fail_next = False
+        self.refuses = self.loses = 0
+        self.capacity = max(self.capacity, self.desired)
         for _ in range(150):
             plan = self.reconcile()
             self.world(lambda: True, 5.0)

@@ -1,4 +1,5 @@
-"""An expert-parallel group under everything that can happen at once: it becomes what it should be, and no member is deleted."""
+"""An expert-parallel group under everything that can happen at once: pods die and are deleted, nodes are full, bounds are edited,
+and the coordinator dies, forgets and does not answer. The group becomes what it should be, and no member is deleted."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from expert_group_simulation import Simulation
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from baton_operator.plan import Update
 
 
 class Group(RuleBasedStateMachine):
@@ -72,9 +75,33 @@ class Group(RuleBasedStateMachine):
     def the_next_operation_will_fail(self) -> None:
         self.simulation.fail_next = True
 
+    @rule(max_surge=st.integers(0, 2), max_unavailable=st.integers(0, 2))
+    def change_the_bounds(self, max_surge: int, max_unavailable: int) -> None:
+        self.simulation.update = Update(
+            max_surge=max_surge, max_unavailable=max_unavailable or int(max_surge == 0), surge_timeout_s=10.0
+        )
+
+    @rule(capacity=st.integers(1, 6))
+    def nodes_come_and_go(self, capacity: int) -> None:
+        self.simulation.capacity = capacity
+
+    @precondition(lambda self: self.simulation.pods)
+    @rule(data=st.data(), how=st.sampled_from(["pod_vanishes", "pod_is_deleted"]))
+    def a_pod_goes(self, data: st.DataObject, how: str) -> None:
+        pod = self.simulation.pods[data.draw(st.sampled_from(sorted(self.simulation.pods)))]
+        getattr(self.simulation, how)(pod)
+
+    @rule(refuses=st.integers(0, 2), loses=st.integers(0, 2))
+    def the_coordinator_fails(self, refuses: int, loses: int) -> None:
+        """Any status but 200, a timeout and a broken connection are the same to the operator: there is no answer."""
+        self.simulation.refuses, self.simulation.loses = refuses, loses
+
     def teardown(self) -> None:
+        self.simulation.settle()
+        self.simulation.capacity = self.simulation.desired
+        self.simulation.revision = "on full nodes"
         self.simulation.settle()
 
 
 TestGroup = Group.TestCase
-TestGroup.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestGroup.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

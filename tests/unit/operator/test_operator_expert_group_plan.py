@@ -69,6 +69,7 @@ FRESH = {**DOWN, "created": NOW - timedelta(seconds=2)}
 OLD = {"revision": "old"}
 OTHER = {"revision": "old", "expert_group": "h"}
 ALONE = {"revision": "old", "expert_group": ""}
+NO_ROOM = {**DOWN, "no_room_since": NOW - timedelta(minutes=5)}
 DRAINED = {"draining": True, "drain_started": NOW - timedelta(seconds=2), "unfinished": 0}
 NOTHING = TopologyStatus(generation=0, desired=[], members=[])
 
@@ -80,6 +81,12 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
     ),
     "they wait for one that was made a moment ago": ([member(0), member(1, **FRESH)], 2, NOTHING, {}),
     "and not for one that does not start": ([member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]}),
+    "ranks that leave make room for the one that is to come": (
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1, ranks(0, 1), {"asked": ["m-0"]},
+    ),
+    "and serve on while it starts": (
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1, ranks(0, 1), {},
+    ),
     "what is asked for is not asked for again": ([member(0), member(1)], 2, ranks(0, 1), {}),
     "a group grows by pods first": ([member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]}),
     "and asks when they have started": (
