@@ -12,11 +12,11 @@ help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           unit and integration tests (under 15 minutes on 2 cores)"
 	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 8 minutes)"
-	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers (about 20 minutes)"
+	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted (about 40 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make check          ruff, mypy, import-linter"
-	@echo "make manifests      regenerate the CRD and RBAC from the typed structs"
+	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
@@ -42,7 +42,7 @@ e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/e2e/service/test_rolling_update.py -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
 	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
@@ -57,6 +57,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests
+	$(BIN)/python hack/metrics_reference.py --check docs/metrics.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -64,6 +65,7 @@ format: $(STAMP)
 
 manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
+	$(BIN)/python hack/metrics_reference.py docs/metrics.md
 
 control-plane:
 	hack/control-plane.sh

@@ -142,7 +142,8 @@ class Gateway(ApiStruct, frozen=True):
         TLS | None,
         Meta(
             description="The gateway itself speaks HTTPS, on port 443 of its Service, with the certificate of this Secret; a "
-            "renewed one is taken up while it runs. Unset: HTTP on port 80."
+            "renewed one is taken up while it runs. Unset: HTTP on port 80. While this is switched, either port leads to the "
+            "pods that speak its protocol, until the last old one is gone."
         ),
     ] = None
     api_keys: APIKeys | None = None

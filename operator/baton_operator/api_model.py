@@ -9,7 +9,7 @@ from msgspec import Meta
 from baton_operator.api_types import QUANTITY, ApiStruct
 
 _HUB = r"hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
-_STORE = r"(s3|gs)://[a-z0-9][a-z0-9._-]*/.+"
+_STORE = r"(s3|gs)://[a-z0-9][a-z0-9._-]*/+[^/].*"
 IMAGE_URI = r"image://([a-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9._-]*|@sha256:[a-f0-9]{64}))(/[A-Za-z0-9._/-]+)?"
 MODEL_URI = rf"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+|{_HUB}|{_STORE}|{IMAGE_URI})$"
 FETCHED_SCHEMES = ("hf", "s3", "gs")
@@ -90,9 +90,16 @@ CredentialsSecret = (
 
 
 class ModelStatus(ApiStruct, frozen=True):
-    """The model that pods fetched."""
+    """The model that pods had last; kept while none runs."""
 
     uri: Annotated[str, Meta(description="As it was asked for.")]
-    revision: Annotated[
-        str, Meta(description="What it was then: a commit of a hub, or a hash over what a store said of its objects.")
-    ]
+    revision: (
+        Annotated[
+            str,
+            Meta(
+                description="Of one that was fetched, what it was then: a commit of a hub, or a hash over what a store said of "
+                "its objects."
+            ),
+        ]
+        | None
+    ) = None

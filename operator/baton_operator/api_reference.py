@@ -47,14 +47,16 @@ each of `tensor` x `pipeline`.
 **Misspelled fields.** `kubectl` refuses them with every way of applying: from Kubernetes 1.25 on the server does
 (`--validate=strict` is the default), before, kubectl itself compares with the schema. With `--validate=false`, or another
 client that does not ask for strict validation, the server drops what it does not know without a word. `template` and
-`resources` are taken as they are; what is wrong there the API server says of the pod, and `Ready` repeats it.
+`resources` are taken as they are. Something else where the operator goes by an object or a list is `InvalidSpec`, too; any other
+wrong value in them the API server refuses when a pod is made, and `Ready` repeats its words;
+a name that a pod does not know it drops without a word: look at what came of it with `kubectl get pod NAME -o yaml`.
 """
 
 _RULES_TITLE = """
 ## Rules
 
 What can never work although each field is right. From Kubernetes 1.25 on the API server refuses it; the operator refuses it
-everywhere else: condition `Ready` is False with reason `InvalidSpec`, and what runs is left as it is.
+everywhere else: condition `Ready` is False with reason `InvalidSpec`, and the service is kept as it was rolled out before.
 """
 
 

@@ -115,6 +115,16 @@ class Status(ApiStruct, frozen=True):
     spec_revision: (
         Annotated[str, Meta(description="ControllerRevision that holds the spec that was rolled out last.")] | None
     ) = None
+    served_revision: (
+        Annotated[
+            str,
+            Meta(
+                description="ControllerRevision of the spec with which all pods were ready last. Pods that die in a pause, or "
+                "while a rollout stalls, are made of it."
+            ),
+        ]
+        | None
+    ) = None
     model: ModelStatus | None = None
     prefill: PrefillStatus | None = None
     decode: DecodeStatus | None = None

@@ -12,9 +12,11 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.events import Events
+from baton_operator.former import Former
 from baton_operator.kube import Kube, KubeError
 from baton_operator.observe import Observation, controlled_by
 from baton_operator.plan import GroupPlan
+from baton_operator.refusals import Refusal, refusal_of
 
 Object = dict[str, Any]
 
@@ -128,11 +130,21 @@ async def apply_members(
     events: Events,
     owner: Owner,
     template: MemberTemplate,
+    former: Former | None,
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
-) -> None:
-    """One step of one group. Every member is tried, then the first error is raised. Raises NameConflict, KubeError."""
+) -> Refusal | None:
+    """One step of one group. Every member is tried, then the first error is raised; but after a pod that the API server does
+    not take no further one is created.
+
+    Returns:
+        Why a pod was refused.
+
+    Raises:
+        NameConflict, KubeError
+    """
+    refusal: Refusal | None = None
     errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
@@ -148,8 +160,12 @@ async def apply_members(
     for deletion in plan.delete:
         if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
             await events.normal(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
-    for ordinal in plan.create:
-        pod = template.pod(ordinal)
+    pods = [template.pod(ordinal) for ordinal in plan.create]
+    if plan.restore:
+        assert former is not None, "the plan knows of it"
+        await _apply(kube, owner, former.config_map)
+        pods += [former.template.pod(ordinal) for ordinal in plan.restore]
+    for pod in pods:
         try:
             await kube.create(pod)
         except KubeError as error:
@@ -160,11 +176,15 @@ async def apply_members(
                     errors.append(conflict)
                 continue
             await events.warning(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}")
+            refusal = refusal_of(error, pod["metadata"]["name"])
+            if refusal is not None:
+                break
             errors.append(error)
             continue
         await events.normal(observed.service, "Created", f"pod {pod['metadata']['name']}")
     if errors:
         raise errors[0]
+    return refusal
 
 
 async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
@@ -189,7 +209,7 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
 async def collect_config_maps(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> None:
     """Deletes ConfigMaps of earlier revisions that no pod mounts any more. Raises KubeError."""
     used = {obj["metadata"]["name"] for obj in desired.objects if obj["kind"] == "ConfigMap"}
-    for pod in observed.pods:
+    for pod in [*observed.pods, *observed.strays]:
         used |= {volume["configMap"]["name"] for volume in pod["spec"].get("volumes") or [] if "configMap" in volume}
     for config_map in observed.config_maps:
         metadata = config_map["metadata"]

@@ -29,6 +29,8 @@ class CachedKube(Kube):
         super().__init__(api)
         self.stores: dict[str, Store] = {}
         """By kind, those that are watched."""
+        self.clock: Callable[[], float] = time.monotonic
+        """Seconds. Of the stores and the watches, too."""
         self.complete: Callable[[str], bool] = lambda kind: False
         """Whether the store of this kind has been filled."""
         self._remembered: dict[tuple[str, Ref], tuple[Object, float]] = {}
@@ -41,13 +43,13 @@ class CachedKube(Kube):
             kinds.append("PodDisruptionBudget")
         if self.http_routes:
             kinds.append("HTTPRoute")
-        self.stores = {kind: Store(kind, self.resource(kind)[0], changed) for kind in kinds}
+        self.stores = {kind: Store(kind, self.resource(kind)[0], changed, self.clock) for kind in kinds}
 
     async def get(self, kind: str, namespace: str, name: str) -> Object | None:
         if kind in self.stores and self.complete(kind):
             return self.stores[kind].get(namespace, name)
         known, until = self._remembered.get((kind, (namespace, name)), (None, 0.0))
-        if known is not None and time.monotonic() < until and self._is_controlled(known):
+        if known is not None and self.clock() < until and self._is_controlled(known):
             return known
         return await self.read(kind, namespace, name)
 
@@ -127,7 +129,7 @@ class CachedKube(Kube):
 
     def _remember(self, kind: str, obj: Object | None) -> None:
         if kind == "Secret" and obj is not None and self._is_controlled(obj):
-            now, metadata = time.monotonic(), obj["metadata"]
+            now, metadata = self.clock(), obj["metadata"]
             self._remembered = {key: known for key, known in self._remembered.items() if now < known[1]}
             self._remembered[kind, (metadata["namespace"], metadata["name"])] = obj, now + REMEMBERED_S
 

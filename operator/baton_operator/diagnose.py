@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe import is_ready, parse_time
+from baton_operator.references import Reference, may_lack_objects, references
+from baton_operator.report_route import ROUTE_PENDING
 from baton_operator.report_topology import STATIONS
 
 Object = dict[str, Any]
 
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
 """Last words of a component whose configuration is wrong (docs/architecture.md)."""
-FORGIVEN_AFTER = timedelta(seconds=5)
-"""A container that has run this long since its last failure has got past it."""
 CRASH_LOOP_RESTARTS = 2
+LOST = "ContainerStatusUnknown"
+"""Of a container that ended with its node, or its kubelet."""
 SIGNALLED = 128
 """Exit codes beyond it are those of a process that a signal ended: the signal's number is added."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 
-PROGRESS_REASONS = {"Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", *STATIONS}
+PROGRESS_REASONS = {
+    *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading"),
+    ROUTE_PENDING,
+    *STATIONS,
+}
 """Reasons that are stations on the way, not failures."""
 
 
@@ -33,27 +38,46 @@ class Diagnosis(msgspec.Struct, frozen=True):
     message: str
 
 
-def diagnose(pods: list[Object], now: datetime) -> Diagnosis | None:
-    """What keeps the first of `pods` that is not ready from it; None if nothing more than time is known of any."""
+def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
+    """What keeps the first of `pods` that is not ready from it; None if nothing more than time is known of any.
+
+    Args:
+        missing: Secrets and ConfigMaps that do not exist.
+    """
     unready = [pod for pod in pods if not is_ready(pod)]
+    for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
+        if lacking := _missing_object(pod, missing):
+            return lacking
     for policy in _POLICIES:
         for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
-            if diagnosis := policy(pod, now):
+            if diagnosis := policy(pod):
                 return diagnosis
     return None
 
 
-def fatal(pod: Object, now: datetime) -> Diagnosis | None:
+def fatal(pod: Object) -> Diagnosis | None:
     """The component said itself what is wrong."""
     for container in _containers(pod):
-        terminated = _failure(container, now)
+        terminated = _failure(pod, container)
         if terminated and (lines := FATAL.findall(terminated.get("message") or "")):
             reason, message = lines[-1]
             return Diagnosis(reason, f"{message} (pod {pod['metadata']['name']})")
     return None
 
 
-def _image_pull(pod: Object, now: datetime) -> Diagnosis | None:
+def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | None:
+    if not missing or not may_lack_objects(pod):
+        return None
+    for reference, where in references(pod).items():
+        if reference in missing:
+            text = (
+                f"{reference.kind} {reference.name} does not exist in its namespace ({where}); it waits until it does"
+            )
+            return Diagnosis(f"{reference.kind}NotFound", f"pod {pod['metadata']['name']}: {text}")
+    return None
+
+
+def _image_pull(pod: Object) -> Diagnosis | None:
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in _IMAGE_REASONS:
@@ -62,7 +86,7 @@ def _image_pull(pod: Object, now: datetime) -> Diagnosis | None:
     return None
 
 
-def _no_capacity(pod: Object, now: datetime) -> Diagnosis | None:
+def _no_capacity(pod: Object) -> Diagnosis | None:
     for condition in pod.get("status", {}).get("conditions") or []:
         unschedulable = condition["type"] == "PodScheduled" and condition["status"] == "False"
         if unschedulable and condition.get("reason") == "Unschedulable":
@@ -71,7 +95,7 @@ def _no_capacity(pod: Object, now: datetime) -> Diagnosis | None:
     return None
 
 
-def _volume(pod: Object, now: datetime) -> Diagnosis | None:
+def _volume(pod: Object) -> Diagnosis | None:
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
@@ -80,26 +104,26 @@ def _volume(pod: Object, now: datetime) -> Diagnosis | None:
     return None
 
 
-def _crash_looping(pod: Object, now: datetime) -> Diagnosis | None:
+def _crash_looping(pod: Object) -> Diagnosis | None:
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         restarts = container.get("restartCount", 0)
-        looping = restarts >= (1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS)
-        terminated = _failure(container, now)
-        if looping and terminated:
+        often = restarts >= (1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS)
+        terminated = _failure(pod, container)
+        if often and terminated and not _was_ready_since(pod, terminated.get("startedAt")):
             end = _ending(terminated)
             return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} restarted {restarts} times, last {end}")
     return None
 
 
-def _terminated(pod: Object, now: datetime) -> Diagnosis | None:
+def _terminated(pod: Object) -> Diagnosis | None:
     for container in _containers(pod):
-        if terminated := _failure(container, now):
+        if terminated := _failure(pod, container):
             return Diagnosis("ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}")
     return None
 
 
-def _ended(pod: Object, now: datetime) -> Diagnosis | None:
+def _ended(pod: Object) -> Diagnosis | None:
     """The pod as a whole failed: refused by its node, evicted, or not to be restarted."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
@@ -108,7 +132,7 @@ def _ended(pod: Object, now: datetime) -> Diagnosis | None:
     return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
 
 
-_POLICIES: tuple[Callable[[Object, datetime], Diagnosis | None], ...] = (
+_POLICIES: tuple[Callable[[Object], Diagnosis | None], ...] = (
     fatal,
     _image_pull,
     _volume,
@@ -126,20 +150,38 @@ def leaving(pod: Object) -> bool:
 
 
 def _containers(pod: Object) -> list[Object]:
+    """Without init containers that have done their work."""
     status = pod.get("status", {})
-    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    init = [
+        container
+        for container in status.get("initContainerStatuses") or []
+        if ((container.get("state") or {}).get("terminated") or {}).get("exitCode") != 0
+    ]
+    return [*init, *(status.get("containerStatuses") or [])]
 
 
-def _failure(container: Object, now: datetime) -> Object | None:
-    """How the container ended last, unless it has run long enough since."""
+def _failure(pod: Object, container: Object) -> Object | None:
+    """How the container of a pod that is not ready failed last, until it was ready again: to start again is no success."""
     state = container.get("state") or {}
     if state.get("terminated"):
         return dict(state["terminated"])
-    started = parse_time((state.get("running") or {}).get("startedAt"))
-    if started and now - started > FORGIVEN_AFTER:
-        return None
     last = (container.get("lastState") or {}).get("terminated")
-    return dict(last) if last else None
+    running = state.get("running")
+    if not last or last.get("reason") == LOST:
+        return None
+    if running and (not last.get("exitCode") or _was_ready_since(pod, running.get("startedAt"))):
+        return None
+    return dict(last)
+
+
+def _was_ready_since(pod: Object, time: str | None) -> bool:
+    """Whether a pod that is not ready was so at some moment after `time`."""
+    since = parse_time(time)
+    for condition in pod.get("status", {}).get("conditions") or []:
+        lost = parse_time(condition.get("lastTransitionTime"))
+        if condition["type"] == "Ready" and since is not None and lost is not None:
+            return lost > since
+    return False
 
 
 def _ending(terminated: Object) -> str:

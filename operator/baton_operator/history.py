@@ -8,9 +8,13 @@ so a service at rest costs no request.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from baton_operator import names
+from baton_operator.api import decode_spec
 from baton_operator.builders.owner import Owner, controlled_by
 from baton_operator.kube import Kube, KubeError
 
@@ -78,6 +82,36 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
         if path[0] in service["spec"] or len(path) == 1:
             _put(spec, path, _get(service["spec"], path))
     return dict(spec)
+
+
+def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
+    """Edits that a pause keeps waiting: fields, such as `image` and `decode.template`, in which the specs would make other pods."""
+    try:  # what is left out and what is written as the default are the same
+        kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
+    except ValueError:  # msgspec.ValidationError is one
+        kept, wanted = copy.deepcopy(kept), copy.deepcopy(wanted)
+    for path in _NEVER_ROLLED_OUT:
+        _put(kept, path, None)
+        _put(wanted, path, None)
+    return tuple(sorted(_differences(kept, wanted)))
+
+
+def _differences(kept: Object, wanted: Object, above: str = "") -> Iterator[str]:
+    """Two levels deep."""
+    for field in kept.keys() | wanted.keys():
+        ours, theirs = kept.get(field), wanted.get(field)
+        if ours == theirs:
+            continue
+        if isinstance(ours, dict) and isinstance(theirs, dict) and not above:
+            yield from _differences(ours, theirs, f"{field}.")
+        else:
+            yield f"{above}{field}"
+
+
+async def recorded_spec(kube: Kube, service: Object, name: str) -> Object | None:
+    """That of the record of this name; None if it was forgotten. Raises KubeError."""
+    known = await _recorded(kube, service)
+    return next((dict(each["data"]["spec"]) for each in known if each["metadata"]["name"] == name), None)
 
 
 def recorded_name(service: Object) -> str | None:

@@ -42,6 +42,7 @@ KINDS = tuple(_RESOURCES)
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 _HTTP_ROUTES = ("gateway.networking.k8s.io/v1", "httproutes")
 _POLICY_VERSIONS = ("policy/v1", "policy/v1beta1")
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 
 
 class KubeError(Exception):
@@ -125,6 +126,16 @@ class Kube:
             if error.status == 404:
                 return None
             raise
+
+    async def exists(self, kind: str, namespace: str, name: str) -> bool:
+        """Whether it exists at this moment. No more than its metadata is sent. Raises KubeError."""
+        try:
+            await self._request("GET", self.path(kind, namespace, name), kind=kind, accept=_METADATA_ONLY)
+        except KubeError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
 
     async def list_all(self, kind: str, namespace: str | None, selector: dict[str, str] | None = None) -> list[Object]:
         """All objects of `kind`. Raises KubeError."""
@@ -252,13 +263,14 @@ class Kube:
         body: Object | None = None,
         query: list[tuple[str, str]] | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
         timeout: aiohttp.ClientTimeout,
     ) -> Any:
         request = await self.api.param_serialize(
             method,
             path,
             query_params=query or [],
-            header_params={"Accept": "application/json", "Content-Type": content_type},
+            header_params={"Accept": accept, "Content-Type": content_type},
             body=body,
             auth_settings=["BearerToken"],
         )
@@ -272,6 +284,7 @@ class Kube:
         body: Object | None = None,
         query: list[tuple[str, str]] | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
         kind: str = "",
         verb: str = "",
     ) -> Any:
@@ -285,7 +298,7 @@ class Kube:
         code = 0
         try:
             response = await self._send(
-                method, path, body=body, query=query, content_type=content_type, timeout=timeout
+                method, path, body=body, query=query, content_type=content_type, accept=accept, timeout=timeout
             )
             data = await response.read()
             code = response.status
@@ -344,10 +357,17 @@ async def connect(
         config.ConfigException: neither is usable.
     """
     configuration = client.Configuration()
-    if kubeconfig is not None:
-        await config.load_kube_config(kubeconfig, client_configuration=configuration)
-    else:
-        config.load_incluster_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = 0  # no bound: every watch has a connection of its own
-    async with client.ApiClient(configuration) as api:
+    try:
+        if kubeconfig is not None:
+            await config.load_kube_config(kubeconfig, client_configuration=configuration)
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+        made = client.ApiClient(configuration)
+    except config.ConfigException:
+        raise
+    except Exception as error:  # the library takes the file's structure and its certificates as they come
+        source = f"{kubeconfig} is no kubeconfig" if kubeconfig else "the pod's service account"
+        raise config.ConfigException(f"{source}: {' '.join(str(error).split())}") from error
+    async with made as api:
         yield kind(api), configuration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any, Literal
 
 GROUP = "serving.baton.dev"
@@ -68,6 +69,11 @@ def member_name(service: str, role: MemberRole, ordinal: int) -> str:
 def ordinal_of(member: str) -> int:
     """The ordinal in a member's name. Raises ValueError if `member` is not such a name."""
     return int(member.rpartition("-")[2])
+
+
+def is_member_name(name: str, service: str, role: str | None) -> bool:
+    """Whether a member of this role has this name, whatever its ordinal."""
+    return role in MEMBER_ROLES and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
 
 
 def gateway_name(service: str) -> str:

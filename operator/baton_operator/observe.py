@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import Health
 from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import TopologyStatus
@@ -18,9 +20,10 @@ from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import controlled_by as controlled_by
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
-from baton_operator.history import kept_spec
+from baton_operator.history import held_back, kept_spec
 from baton_operator.kube import Kube
 from baton_operator.plan import Member
+from baton_operator.references import Reference
 
 Object = dict[str, Any]
 
@@ -34,8 +37,8 @@ class Observation(msgspec.Struct, kw_only=True):
     service: Object
     pods: list[Object]
     """All pods with the service's label that this service, or a Deployment for it, controls."""
-    foreign_pods: list[str]
-    """Names of member-like pods that the service does not control."""
+    strays: list[Object]
+    """Pods that the service controls and did not make: copies of members under names of their own, say. Nobody touches them."""
     config_maps: list[Object]
     key_secret: Object | None
     """Whatever has the name of the Secret with the service's key."""
@@ -48,8 +51,14 @@ class Observation(msgspec.Struct, kw_only=True):
     """As the coordinator says. None: it did not answer, or was not asked."""
     loading: dict[str, Health] = {}
     """What members say that fetch or load the model, by pod name."""
+    kv: Mapping[str, KVCompatibility] = {}
+    """With whom engines can exchange KV blocks, by pod name, as they say."""
+    missing: frozenset[Reference] = frozenset()
+    """Secrets and ConfigMaps that pods wait for and that do not exist."""
     nothing_to_keep: bool = False
     """It is paused, and nothing is known to have been rolled out before. (Else a paused service has the spec of before.)"""
+    held_back: tuple[str, ...] = ()
+    """Fields whose edits wait for the end of the pause."""
 
     @property
     def uid(self) -> str:
@@ -72,6 +81,7 @@ async def observe(
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
     kept = await kept_spec(kube, service) if _is_paused(service) else service["spec"]
+    waiting = held_back(kept, service["spec"]) if _is_paused(service) and kept is not None else ()
     service = {**service, "spec": kept or service["spec"]}
     mine = {names.LABEL_SERVICE: name}
     found, config_maps, key_secret = await asyncio.gather(
@@ -82,20 +92,21 @@ async def observe(
     uid = service["metadata"]["uid"]
     key = _key(key_secret, uid)
     pods: list[Object] = []
-    foreign: list[str] = []
+    strays: list[Object] = []
     for pod in found:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)
-        if role in ("gateway", "coordinator") or controlled_by(pod, uid):
+        if role in ("gateway", "coordinator"):
             pods.append(pod)
-        else:
-            foreign.append(pod["metadata"]["name"])
+        elif controlled_by(pod, uid):
+            is_ours = names.is_member_name(pod["metadata"]["name"], name, role)
+            (pods if is_ours else strays).append(pod)
     # Topology first: what stands by according to it was no member when it is asked how much is unfinished.
     coordinator = await _coordinator(kube, service) if _is_expert_parallel(service) else None
     topology = await coordinators.topology(coordinator, key) if coordinator else None
     return Observation(
         service=service,
         pods=pods,
-        foreign_pods=foreign,
+        strays=strays,
         config_maps=[item for item in config_maps if controlled_by(item, uid)],
         key_secret=key_secret,
         key=key,
@@ -103,6 +114,7 @@ async def observe(
         coordinator=coordinator,
         topology=topology,
         nothing_to_keep=kept is None,
+        held_back=waiting,
     )
 
 
@@ -169,9 +181,18 @@ def member(pod: Object) -> Member:
         drain_started=parse_time(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         deletion=parse_time(metadata.get("deletionTimestamp")),
         created=parse_time(metadata.get("creationTimestamp")),
+        unready_since=None if is_ready(pod) else unready_since(pod),
         expert_group=annotations.get(names.ANNOTATION_EXPERT_GROUP, ""),
         no_room_since=no_room_since(pod),
     )
+
+
+def unready_since(pod: Object) -> datetime | None:
+    """When it was made, or was ready last."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    flips = [parse_time(each.get("lastTransitionTime")) for each in conditions if each["type"] == "Ready"]
+    times = [parse_time(pod["metadata"].get("creationTimestamp")), *flips]
+    return max((time for time in times if time is not None), default=None)
 
 
 def no_room_since(pod: Object) -> datetime | None:

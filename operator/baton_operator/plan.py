@@ -7,6 +7,11 @@ Members of an earlier revision are replaced within two bounds: no more than `des
 included, and no fewer than `desired - max_unavailable` serve. A new member that is not ready counts against what may leave, so a
 revision that never gets ready stops there and the others serve on. A new member that no node has room for takes the place of an
 old one after a while, so a full cluster is no dead end.
+
+A member that somebody else deletes is replaced at once where a surge is allowed, else when it is gone. What replaces it is of the
+newest revision, but for two cases: in a pause, and while a member of the newest revision is not ready by its deadline, it is of the
+former revision, the last one with which the whole service was ready. So a revision that is broken, or held back, gains nothing
+from the deaths of others.
 """
 
 from __future__ import annotations
@@ -41,6 +46,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     deletion: datetime | None = None
     """When its grace period ends, if it is being deleted."""
     created: datetime | None = None
+    unready_since: datetime | None = None
+    """Since when it is not ready, if it is not: since it was made, or was ready last."""
     expert_group: str = ""
     """Of a rank of an expert-parallel group: which others it can be in one topology with."""
     no_room_since: datetime | None = None
@@ -55,6 +62,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     """Both zero: nothing is replaced."""
     surge_timeout_s: float = 30.0
     """A new member that had no room for so long takes the place of an old one."""
+    progress_deadline_s: float = 600.0
+    """A new member that is not ready for so long may never be."""
     paused: bool = False
     """Members of earlier revisions are as good as new ones."""
 
@@ -69,6 +78,8 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     create: list[int] = []
     """Ordinals."""
+    restore: list[int] = []
+    """Ordinals, to be made of the former revision."""
     drain: list[str] = []
     """Members to mark as draining."""
     delete: list[Delete] = []
@@ -77,9 +88,20 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_group(
-    members: list[Member], *, desired: int, revision: str, update: Update, drain_timeout_s: float, now: datetime
+    members: list[Member],
+    *,
+    desired: int,
+    revision: str,
+    update: Update,
+    drain_timeout_s: float,
+    now: datetime,
+    has_former: bool = False,
 ) -> GroupPlan:
-    """The next step towards `desired` members of `revision`."""
+    """The next step towards `desired` members of `revision`.
+
+    Args:
+        has_former: members of the former revision, which is another one, can be made.
+    """
     present = [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
     staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
     draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
@@ -95,7 +117,8 @@ def plan_group(
     if held:
         waits.append(FAILED_HOLD.total_seconds())
     max_unavailable = update.max_unavailable
-    if outdated and (wait_s := waits_for_room(newest, update, now)) is not None:
+    stalled_in_s = _stalls_in(newest, update, now) if has_former and not update.paused else None
+    if outdated and stalled_in_s != 0 and (wait_s := waits_for_room(newest, update, now)) is not None:
         if wait_s > 0:
             waits.append(wait_s)
         else:
@@ -115,10 +138,17 @@ def plan_group(
 
     ordinals_in_use = {m.ordinal for m in members}
     free = (ordinal for ordinal in range(len(ordinals_in_use) + desired) if ordinal not in ordinals_in_use)
-    surge = update.max_surge if revisions - {revision} and not update.paused else 0
-    room = desired + surge - len(present)
-    create = [next(free) for _ in range(min(desired - len(newest), room))]
-    return GroupPlan(create=create, drain=drain, delete=delete, revisit_s=min(waits, default=None))
+    if stalled_in_s:
+        waits.append(stalled_in_s)
+    is_rollout = not update.paused and (bool(revisions - {revision}) or stalled_in_s == 0)
+    room = desired + (update.max_surge if is_rollout or _somebody_deletes(present) else 0) - len(present)
+    create, restore = [], []
+    if has_former and (update.paused or stalled_in_s == 0):
+        serving = [m for m in newest if m.ready or update.paused]
+        restore = [next(free) for _ in range(min(desired - len(serving) - len(outdated), room))]
+    else:
+        create = [next(free) for _ in range(min(desired - len(newest), room))]
+    return GroupPlan(create=create, restore=restore, drain=drain, delete=delete, revisit_s=min(waits, default=None))
 
 
 def waits_for_room(newest: list[Member], update: Update, now: datetime) -> float | None:
@@ -138,6 +168,19 @@ def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
     if member.drain_started is not None and now >= member.drain_started + timedelta(seconds=drain_timeout_s):
         return f"it has not drained within {drain_timeout_s:g} s"
     return ""
+
+
+def _stalls_in(newest: list[Member], update: Update, now: datetime) -> float | None:
+    """Seconds until a member of the newest revision has not been ready for too long, 0: it has not; None: all are ready."""
+    since = min((m.unready_since for m in newest if m.unready_since is not None), default=None)
+    if since is None:
+        return None
+    return max(0.0, (since + timedelta(seconds=update.progress_deadline_s) - now).total_seconds())
+
+
+def _somebody_deletes(present: list[Member]) -> bool:
+    """Whether a member goes that was not asked to drain before."""
+    return any(m.deletion is not None and not m.draining for m in present)
 
 
 def _surplus(newest: list[Member], desired: int, revision: str) -> list[Member]:

@@ -26,6 +26,7 @@ from baton_operator.kube import Kube, KubeError, connect
 from baton_operator.leader import Election, Elector
 from baton_operator.loading import LoadingPods
 from baton_operator.logs import about_its_service
+from baton_operator.peers import KVPeers
 from baton_operator.reconcile import Reconciler
 from baton_operator.server import Metrics, serve
 from baton_operator.watch import Watches
@@ -43,7 +44,7 @@ async def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigException: there is no way to a cluster.
-        OSError: the HTTP port is taken.
+        AddressError: see `serve`.
         LeaseLostError: another process may work now.
     """
     metrics, stop = Metrics(), asyncio.Event()
@@ -56,7 +57,13 @@ async def run(args: argparse.Namespace) -> None:
         drainer, coordinators = Drainer(session, ENGINE_HTTP_PORT), CoordinatorClient(session)
         autoscaler, scraper = Autoscaler(), Scraper(session, metrics.scrapes)
         reconciler = Reconciler(
-            kube, drainer, coordinators, operator_namespace, autoscaler, loading=LoadingPods(session)
+            kube,
+            drainer,
+            coordinators,
+            operator_namespace,
+            autoscaler,
+            loading=LoadingPods(session),
+            peers=KVPeers(session),
         )
         work = metrics.measured(about_its_service(reconciler.reconcile))
         queue = WorkQueue(work, retried=metrics.retries.inc)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import Health
 from baton_operator import names
 from baton_operator.api import AutoscalingStatus, Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
@@ -15,14 +16,25 @@ from baton_operator.builders import access
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving
 from baton_operator.observe import is_ready
-from baton_operator.report_model import model_status, model_verdict, still_loading
+from baton_operator.references import Reference
+from baton_operator.refusals import Refusal
+from baton_operator.report_model import (
+    MODEL_AVAILABLE,
+    had_model,
+    model_status,
+    model_verdict,
+    still_loading,
+    tries_again,
+)
+from baton_operator.report_peers import INCOMPATIBLE, prefill_verdict
+from baton_operator.report_route import RouteProblem
 from baton_operator.report_topology import AT_REST, SCALE_FAILED, UNREACHABLE, GroupTopology, Verdict, scaling_verdict
 from baton_operator.report_update import PAUSED, STALLED, UP_TO_DATE, rollout, updating_verdict
 
 Object = dict[str, Any]
 
-
-MODEL_AVAILABLE = "ModelAvailable"
+MAX_MESSAGE = 32768
+"""Of a condition; the API server takes none that is longer, nor the status around it."""
 ON_TARGET = "OnTarget"
 BLIND_REASONS = ("MetricsMissing", "MetricsStale")
 """Of the autoscaler, when it cannot judge."""
@@ -53,6 +65,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Of a group that the autoscaler sizes."""
     loading: Mapping[str, Health] = {}
     """What pods say that fetch or load the model, by name."""
+    refusal: Refusal | None = None
+    """Why the API server takes no further pod."""
+    missing: frozenset[Reference] = frozenset()
+    """Secrets and ConfigMaps that pods wait for and that do not exist."""
+    coordinators: list[Object] = []
+    """Pods of the coordinator of an expert-parallel group: without it no rank serves."""
+    route: RouteProblem | None = None
+    """Of a gateway: why nothing comes in through its HTTPRoute."""
 
     @property
     def current(self) -> list[Object]:
@@ -91,7 +111,7 @@ def revision_of(pod: Object) -> str | None:
     return pod["metadata"]["labels"].get(names.LABEL_REVISION)
 
 
-def group_verdict(group: Group, now: datetime) -> Verdict:
+def group_verdict(group: Group) -> Verdict:
     """Whether a group serves with all its pods, all of the newest revision."""
     if group.desired == 0:
         if group.role == "prefill":
@@ -102,11 +122,15 @@ def group_verdict(group: Group, now: datetime) -> Verdict:
     what = "ranks serve" if group.topology is not None else "pods are ready"
     counts = f"{group.ready} of {group.desired} {group.role} {what}"
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
+        if group.route is not None:
+            return "False", group.route.reason, f"{group.route.message}; {counts}"
         return "True", "PodsReady", counts
     # A member that failed tells why its successor may fail, too. A Deployment leaves its failed pods behind: old news.
     told = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
-    if diagnosis := diagnose(told, now):
-        return "False", diagnosis.reason, f"{diagnosis.message}; {counts}"
+    if diagnosis := diagnose([*told, *group.coordinators], group.missing):
+        return "False", diagnosis.reason, f"{diagnosis.message}{tries_again(group.current, group.loading)}; {counts}"
+    if group.refusal is not None:
+        return "False", group.refusal.reason, f"{group.refusal.message}; {counts}"
     if group.topology is not None:
         status, reason, message = scaling_verdict(group.topology, group.desired)
         lost = reason == UNREACHABLE and group.topology.has_ranks  # not one that only starts
@@ -148,6 +172,8 @@ def report(
     problem: Problem | None,
     now: datetime,
     spec_revision: str | None = None,
+    kv: Mapping[str, KVCompatibility] = {},
+    held_back: tuple[str, ...] = (),
 ) -> Status:
     """The status to write.
 
@@ -155,36 +181,52 @@ def report(
         owner: None if the spec could not be read.
         groups: those that are known; a missing one has an Unknown condition.
         problem: of this reconcile; decides `Ready` before anything else does.
+        kv: with whom engines can exchange KV blocks, by pod name, as they say.
+        held_back: fields whose edits wait for the end of a pause.
     """
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
         group = groups.get(role)
         verdicts[f"{role.capitalize()}Ready"] = (
-            group_verdict(group, now) if group else ("Unknown", "NotObserved", f"{role} pods were not observed yet")
+            group_verdict(group) if group else ("Unknown", "NotObserved", f"{role} pods were not observed yet")
         )
-    updating = _updating(owner, groups, now)
+    updating = _updating(owner, groups, now, held_back)
+    if "prefill" in groups and "decode" in groups:
+        serving = {role: [pod["metadata"]["name"] for pod in groups[role].current] for role in names.MEMBER_ROLES}
+        prefill = verdicts["PrefillReady"]
+        verdicts["PrefillReady"] = prefill_verdict(prefill, updating, serving["prefill"], serving["decode"], kv)
     conditions = {"Ready": _summary(verdicts, problem, updating), **verdicts, "Updating": updating}
     decode = groups.get("decode")
     topology = decode.topology if decode else None
     of_topology = scaling_verdict(topology, decode.desired) if decode and topology else None
     if scaling := autoscaling_verdict([group for group in groups.values() if group.autoscaling], of_topology):
         conditions["Scaling"] = scaling
-    members = [pod for group in groups.values() if group.role in names.MEMBER_ROLES for pod in group.current]
+    members = [group for group in groups.values() if group.role in names.MEMBER_ROLES]
+    newest = [pod for group in members for pod in group.current if pod in group.newest]
     loading = {pod: health for group in groups.values() for pod, health in group.loading.items()}
     model = None
+    before = service.get("status") or {}
     if owner is not None:
-        refusal = problem.message if problem else None
-        conditions[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, loading, refusal, now)
-        model = model_status(owner.spec.model, members, (service.get("status") or {}).get("model"))
+        refusal = next((group.refusal for group in groups.values() if group.refusal), None) or problem
+        conditions[MODEL_AVAILABLE] = model_verdict(
+            owner.spec.model,
+            newest,
+            loading,
+            refusal.message if refusal else None,
+            had_before=had_model(owner.spec.model, before),
+            replaces=any(group.num_updated < len(group.current) for group in members),
+        )
+        model = model_status(owner.spec.model, newest, before.get("model"))
     else:
         conditions[MODEL_AVAILABLE] = ("Unknown", "NotObserved", "the spec names no model that could be looked for")
     ingress = owner.spec.gateway.ingress if owner else None
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
-        endpoint=_url(access.scheme(owner), cluster_ip) if owner and cluster_ip else None,
+        served_revision=spec_revision if conditions["Ready"][0] == "True" else before.get("servedRevision"),
+        endpoint=_url(access.scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
         ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host) if ingress else None,
-        conditions=[_condition(service, type_, verdict, now) for type_, verdict in conditions.items()],
+        conditions=[condition_of(service, type_, verdict, now) for type_, verdict in conditions.items()],
         model=model,
         prefill=_prefill_status(groups["prefill"]) if "prefill" in groups else None,
         decode=DecodeStatus(
@@ -203,13 +245,22 @@ def report(
     )
 
 
-def _updating(owner: Owner | None, groups: dict[names.Role, Group], now: datetime) -> Verdict:
+def _updating(
+    owner: Owner | None, groups: dict[names.Role, Group], now: datetime, held_back: tuple[str, ...]
+) -> Verdict:
     if owner is None or not groups:
         return "Unknown", "NotObserved", "pods were not observed yet"
-    rollouts = [rollout(group.role, group.desired, group.pods, group.newest, now) for group in groups.values()]
+    rollouts = [
+        rollout(group.role, group.desired, group.pods, group.newest, now, group.refusal, group.missing)
+        for group in groups.values()
+    ]
     spec = owner.spec
     return updating_verdict(
-        rollouts, progress_deadline_s=float(spec.progress_deadline_seconds), paused=spec.paused, now=now
+        rollouts,
+        progress_deadline_s=float(spec.progress_deadline_seconds),
+        paused=spec.paused,
+        held_back=held_back,
+        now=now,
     )
 
 
@@ -220,11 +271,15 @@ def _summary(verdicts: dict[str, Verdict], problem: Problem | None, updating: Ve
     bad = [verdict for verdict in verdicts.values() if verdict[0] != "True"]
     if not bad:
         return "True", "AllGroupsReady", "; ".join(message for _, _, message in verdicts.values())
-    first = min(bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS))
+    # What keeps pods from serving tells more than what keeps them from serving together.
+    first = min(
+        bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS, verdict[1] == INCOMPATIBLE)
+    )
     return updating if updating[1] == STALLED and first[1] in PROGRESS_REASONS else first
 
 
-def _condition(service: Object, type_: str, verdict: Verdict, now: datetime) -> Condition:
+def condition_of(service: Object, type_: str, verdict: Verdict, now: datetime) -> Condition:
+    """A condition as it is now; it keeps its time while its status stays."""
     status, reason, message = verdict
     before = next((c for c in previous_conditions(service) if c["type"] == type_), None)
     flipped = before is None or before["status"] != status
@@ -232,7 +287,7 @@ def _condition(service: Object, type_: str, verdict: Verdict, now: datetime) -> 
         type=type_,
         status=status,  # type: ignore[arg-type]
         reason=reason,
-        message=message,
+        message=message[:MAX_MESSAGE],
         last_transition_time=now.strftime("%Y-%m-%dT%H:%M:%SZ")
         if flipped or not before
         else before["lastTransitionTime"],

@@ -13,8 +13,10 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.diagnose import Diagnosis, diagnose, leaving
-from baton_operator.observe import is_ready, no_room_since, parse_time
+from baton_operator.observe import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan import STUCK_TERMINATING
+from baton_operator.references import Reference
+from baton_operator.refusals import QUOTA_EXCEEDED, Refusal
 from baton_operator.report_topology import Verdict
 
 Object = dict[str, Any]
@@ -22,7 +24,8 @@ Object = dict[str, Any]
 UP_TO_DATE = "UpToDate"
 PAUSED = "Paused"
 STALLED = "RolloutStalled"
-_ORDER = (STALLED, "WaitingForCapacity", "Draining", "Starting", "Replacing")
+REFUSED = "PodRefused"
+_ORDER = (STALLED, REFUSED, "WaitingForCapacity", "Draining", "Starting", "Replacing")
 """Of reasons, the most telling first."""
 
 
@@ -34,9 +37,21 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     newest: list[Object]
     old: list[Object]
     """Pods; those that leave included."""
+    refusal: Refusal | None = None
+    """Why the API server takes no further pod."""
+    missing: frozenset[Reference] = frozenset()
+    """Secrets and ConfigMaps that pods wait for and that do not exist."""
 
 
-def rollout(role: names.Role, desired: int, pods: list[Object], newest: list[Object], now: datetime) -> Rollout:
+def rollout(
+    role: names.Role,
+    desired: int,
+    pods: list[Object],
+    newest: list[Object],
+    now: datetime,
+    refusal: Refusal | None = None,
+    missing: frozenset[Reference] = frozenset(),
+) -> Rollout:
     """`newest`: those of `pods` that are of the newest revision."""
     alive = [pod for pod in pods if _exists(pod, now)]
     return Rollout(
@@ -44,15 +59,20 @@ def rollout(role: names.Role, desired: int, pods: list[Object], newest: list[Obj
         desired=desired,
         newest=[pod for pod in alive if pod in newest],
         old=[pod for pod in alive if pod not in newest],
+        refusal=refusal,
+        missing=missing,
     )
 
 
-def updating_verdict(rollouts: list[Rollout], *, progress_deadline_s: float, paused: bool, now: datetime) -> Verdict:
-    """status, reason, message of `Updating`."""
+def updating_verdict(
+    rollouts: list[Rollout], *, progress_deadline_s: float, paused: bool, held_back: tuple[str, ...], now: datetime
+) -> Verdict:
+    """status, reason, message of `Updating`. `held_back`: fields whose edits wait for the end of the pause."""
     under_way = [each for each in rollouts if each.old]
     counts = "; ".join(_counts(each) for each in under_way)
     if paused:
-        return "False", PAUSED, f"edits wait until spec.paused is false{'; ' if counts else ''}{counts}"
+        edits = f"edits of {', '.join(held_back)} wait" if held_back else "no edit waits; one would"
+        return "False", PAUSED, f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}"
     if not under_way:
         return "False", UP_TO_DATE, "no pod of an earlier revision exists"
     waits = [_waits_for(each, progress_deadline_s, now) for each in under_way]
@@ -62,14 +82,17 @@ def updating_verdict(rollouts: list[Rollout], *, progress_deadline_s: float, pau
 
 def _waits_for(each: Rollout, progress_deadline_s: float, now: datetime) -> tuple[str, str]:
     unready = [pod for pod in each.newest if not is_ready(pod) and not leaving(pod)]
-    diagnosis = diagnose(unready, now)
-    late = [pod for pod in unready if now - _unready_since(pod, now) > timedelta(seconds=progress_deadline_s)]
+    diagnosis = diagnose(unready, each.missing)
+    late = [pod for pod in unready if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)]
     if late:
         why = diagnosis or Diagnosis("", f"pod {_names(late)} is not ready")
         since = f"not within {progress_deadline_s:g} s"
         return STALLED, f"{each.role}: {why.message}; {since}; pods of the earlier revision serve on"
     if any(map(no_room_since, unready)):
         return "WaitingForCapacity", f"{each.role}: no node has room for pod {_names(unready)}"
+    if each.refusal is not None:
+        has_room = each.refusal.reason != QUOTA_EXCEEDED
+        return REFUSED if has_room else "WaitingForCapacity", f"{each.role}: {each.refusal.message}"
     if going := [pod for pod in each.old if leaving(pod)]:
         return "Draining", f"{each.role}: waits for {_names(going)} to finish and go"
     if unready:
@@ -93,14 +116,6 @@ def _exists(pod: Object, now: datetime) -> bool:
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))
     return deletion is None or now < deletion + STUCK_TERMINATING
-
-
-def _unready_since(pod: Object, now: datetime) -> datetime:
-    """When it was made, or was ready last."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    flips = [parse_time(each.get("lastTransitionTime")) for each in conditions if each["type"] == "Ready"]
-    times = [parse_time(pod["metadata"].get("creationTimestamp")), *flips]
-    return max((time for time in times if time is not None), default=now)
 
 
 def _names(pods: list[Object]) -> str:

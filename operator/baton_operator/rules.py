@@ -50,6 +50,20 @@ def _cache_is_for_what_is_fetched(model: Model) -> bool:
     return is_fetched(model.uri) or (model.cache is None and model.credentials_secret is None)
 
 
+def _never_leads_upwards(model: Model) -> bool:
+    return ".." not in model.uri.split("/")
+
+
+def _leaves_mounts_of_pods_alone(model: Model) -> bool:
+    scheme, _, path = model.uri.partition("://")
+    if scheme != "file":
+        return True
+    match [part for part in path.split("/") if part not in ("", ".")]:
+        case [] | ["tmp"] | ["etc"] | ["etc", "baton" | "baton-api-keys" | "baton-tls", *_]:
+            return False
+    return True
+
+
 def _one_cache(model: Model) -> bool:
     return model.cache is None or model.cache.host_path is None or model.cache.claim is None
 
@@ -112,6 +126,19 @@ RULES = (
         "(!has(self.cache) && !has(self.credentialsSecret)) || self.uri.matches('^(hf|s3|gs)://')",
         "cache and credentialsSecret are for a uri of hf, s3 or gs: nothing else is fetched",
         _cache_is_for_what_is_fetched,
+    ),
+    Rule(
+        "model",
+        "!self.uri.matches('/[.][.](/|$)')",
+        "uri must not have .. in its path",
+        _never_leads_upwards,
+    ),
+    Rule(
+        "model",
+        "!self.uri.matches('^file:/(/[.]?)*/([.]|tmp|etc(/([.]?/)*baton(-api-keys|-tls)?(/.*)?)?)?(/[.]?)*$')",
+        "uri must not be /, /tmp, /etc, /etc/baton, /etc/baton-api-keys, /etc/baton-tls or in one of the last three: a folder of "
+        "the node is mounted at its own path, and pods have folders of their own there",
+        _leaves_mounts_of_pods_alone,
     ),
     Rule(
         "model",

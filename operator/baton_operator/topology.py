@@ -110,6 +110,16 @@ def record(
     return api.TopologyStatus(coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation)
 
 
+def asleep(status: api.TopologyStatus | None) -> api.TopologyStatus | None:
+    """Of a group of which no rank is wanted. No topology is without members, so the coordinator goes on to wait for the last
+    one that was asked for; nobody else does.
+    """
+    operation = status.operation if status else None
+    if status is None or operation is None or status.ranks or operation.phase != str(OperationPhase.WAITING):
+        return status
+    return msgspec.structs.replace(status, operation=None)
+
+
 def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatus | None:
     """What the status of the service recorded while its coordinator had this address: others' ranks report elsewhere."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Collection
 from contextlib import aclosing
 
@@ -112,20 +111,21 @@ class _Feed:
         self._selector = None if store.kind == names.KIND else {names.LABEL_MANAGED_BY: names.MANAGER}
         self._resync_s = resync_s
         self._restarted = restarted
-        self._heard = time.monotonic()
+        self._clock = kube.clock
+        self._heard = self._clock()
         self._backoff_s = FIRST_BACKOFF_S
         self._failures = 0
         """In a row."""
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard
+        return self._clock() - self._heard
 
     async def run(self) -> None:
         while True:
-            relist_at = time.monotonic() + self._resync_s * random.uniform(0.9, 1.1)
+            relist_at = self._clock() + self._resync_s * random.uniform(0.9, 1.1)
             version = await self._list()
-            while version is not None and time.monotonic() < relist_at:
+            while version is not None and self._clock() < relist_at:
                 version = await self._watch(version, relist_at)
 
     async def _list(self) -> str | None:
@@ -156,7 +156,7 @@ class _Feed:
 
     async def _watch(self, version: str, until: float) -> str | None:
         """One watch. The version from which to go on; None: list anew."""
-        began = time.monotonic()
+        began = self._clock()
         timeout_s = max(1.0, until - began)
         events = self._kube.watch(
             self._store.kind, self._namespace, self._selector, version, timeout_s=timeout_s, silence_s=SILENCE_S
@@ -189,12 +189,12 @@ class _Feed:
             log.warning("the watch of %s broke: %s", self._store.kind, error)
             await self._back_off()
         else:
-            if time.monotonic() < began + 1.0 < until:  # something between us and the server ends connections at once
+            if self._clock() < began + 1.0 < until:  # something between us and the server ends connections at once
                 await self._back_off()
         return version
 
     def _said_something(self) -> None:
-        self._heard = time.monotonic()
+        self._heard = self._clock()
         self._backoff_s = FIRST_BACKOFF_S
         self._failures = 0
 

@@ -82,7 +82,7 @@ class Pod:
         assert lines, f"{self.name} has no metric {name}"
         return sum(float(line.split()[-1]) for line in lines)
 
-    def wait_ready(self, port: int, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, port: int, timeout_s: float = 180.0) -> None:
         def ready() -> bool:
             assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
             status, body = self.get(port, "/ready")

@@ -113,7 +113,8 @@ class Autoscaler:
             if role not in settings:
                 known.roles.pop(role, None)
             elif role not in known.roles:
-                known.roles[role] = _Role(settings[role], _told(service, role) or _first(role, settings[role]), now)
+                told = _told(service, role, settings[role]) or _first(role, settings[role])
+                known.roles[role] = _Role(settings[role], told, now)
             elif known.roles[role].settings != settings[role]:
                 self._change_settings(known, role, settings[role])
         return msgspec.structs.replace(owner, sizes=known.sizes)
@@ -236,15 +237,20 @@ class Autoscaler:
         state.settings, service.next_at = settings, self._clock()
 
 
-def _told(service: dict[str, Any], role: names.MemberRole) -> AutoscalingStatus | None:
-    """What the status said when it was read; None: nothing that can be used."""
+def _told(service: dict[str, Any], role: names.MemberRole, settings: Settings) -> AutoscalingStatus | None:
+    """What the status said when it was read; None: nothing that can be used. Whoever wrote it: no size is out of bounds."""
     found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
     if not found:
         return None
     try:
-        return msgspec.convert(found, AutoscalingStatus)
+        told = msgspec.convert(found, AutoscalingStatus)
     except msgspec.ValidationError:  # another version of the operator wrote it
         return None
+    size = settings.bounds.nearest(told.size)
+    if size == told.size:
+        return told
+    message = f"{role} {told.size} -> {size}: {told.size} is outside of {settings.bounds}."
+    return msgspec.structs.replace(told, size=size, reason="OutOfBounds", message=message)
 
 
 def _first(role: names.MemberRole, settings: Settings) -> AutoscalingStatus:

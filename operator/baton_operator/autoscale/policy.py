@@ -62,6 +62,13 @@ class Bounds(msgspec.Struct, frozen=True):
     min: int
     max: int
 
+    def __str__(self) -> str:
+        return f"{self.min} to {self.max}"
+
+    def nearest(self, size: int) -> int:
+        """The size within that is nearest to `size`."""
+        return min(max(size, self.min), self.max)
+
 
 class Behavior(msgspec.Struct, frozen=True, kw_only=True):
     """How fast and how surely. Times in seconds."""
@@ -132,9 +139,9 @@ def decide(
         history: of this role.
     """
     n = group.size
-    inside = min(max(n, bounds.min), bounds.max)
+    inside = bounds.nearest(n)
     if inside != n:
-        words = f"{n} is outside of {bounds.min} to {bounds.max}"
+        words = f"{n} is outside of {bounds}"
         return _decision(now, group, history, behavior, inside, "OutOfBounds", words)
     if n == 0:
         return _from_zero(now, group, window, history, behavior)

@@ -30,7 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def initial(self) -> int:
         """The size before the first decision."""
-        return min(max(self.replicas, self.bounds.min), self.bounds.max)
+        return self.bounds.nearest(self.replicas)
 
 
 def settings_of(spec: Spec) -> dict[MemberRole, Settings]:

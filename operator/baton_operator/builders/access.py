@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from baton_engine.protocol.config import AccessConfig
 from baton_operator import names
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Object, Owner, Scheme
 
 API_KEYS_PATH = "/etc/baton-api-keys"
 TLS_PATH = "/etc/baton-tls"
 ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
-def scheme(owner: Owner) -> Literal["http", "https"]:
-    """What the gateway itself speaks."""
+PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
+"""Of the gateway's Service; a port has the name of its scheme, as the pods' ports have: each leads to the pods that speak it."""
+
+
+def scheme(owner: Owner) -> Scheme:
+    """What the gateway itself is to speak."""
     return "http" if owner.spec.gateway.tls is None else "https"
 
 
-def service_port(owner: Owner) -> int:
-    """Of the gateway's Service; its name is the scheme."""
-    return 80 if owner.spec.gateway.tls is None else 443
+def schemes(owner: Owner) -> list[Scheme]:
+    """Those that lead to a gateway. While TLS is switched on or off, two."""
+    return sorted({scheme(owner), *owner.gateway_schemes})
+
+
+def scheme_in_use(owner: Owner) -> Scheme:
+    """The one by which a ready gateway is reached. While TLS is switched, that of before until a new one is ready."""
+    wanted, ready = scheme(owner), owner.gateway_schemes
+    return wanted if wanted in ready or not ready else ready[0]
 
 
 def config(owner: Owner) -> AccessConfig:
@@ -60,7 +68,7 @@ def ingress(owner: Owner) -> Object | None:
     metadata = owner.metadata(names.gateway_name(owner.name), "gateway")
     if wanted.annotations:
         metadata["annotations"] = dict(wanted.annotations)
-    backend = {"service": {"name": names.gateway_name(owner.name), "port": {"name": scheme(owner)}}}
+    backend = {"service": {"name": names.gateway_name(owner.name), "port": {"name": scheme_in_use(owner)}}}
     rule = {"host": wanted.host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
     spec: Object = {"ingressClassName": wanted.class_name} if wanted.class_name else {}
     if wanted.tls:
@@ -83,7 +91,8 @@ def http_route(owner: Owner) -> Object | None:
         optional: Object = {"namespace": parent.namespace, "sectionName": parent.section_name, "port": parent.port}
         reference = {"group": ROUTE_API.partition("/")[0], "kind": "Gateway", "name": parent.name}
         parents.append(reference | {field: value for field, value in optional.items() if value is not None})
-    backend = {"group": "", "kind": "Service", "name": names.gateway_name(owner.name), "port": service_port(owner)}
+    port = PORTS[scheme_in_use(owner)]
+    backend = {"group": "", "kind": "Service", "name": names.gateway_name(owner.name), "port": port}
     matches = [{"path": {"type": "PathPrefix", "value": "/"}}]
     return {
         "apiVersion": ROUTE_API,

@@ -23,7 +23,7 @@ def deployment(owner: Owner) -> Object:
             "name": CONTAINER,
             "command": ["baton-gateway", "--config", f"{config.MOUNT_PATH}/gateway.json"],
             "env": pod.identity_env(),
-            "ports": [{"name": "http", "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
+            "ports": [{"name": scheme, "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
             "startupProbe": pod.http_probe("/health", period_s=1, failures=120, scheme=scheme),
             "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, scheme=scheme),
             "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, scheme=scheme),
@@ -59,12 +59,8 @@ def service(owner: Owner) -> Object:
             "type": "ClusterIP",
             "selector": names.selector(owner.name, "gateway"),
             "ports": [
-                {
-                    "name": access.scheme(owner),
-                    "port": access.service_port(owner),
-                    "targetPort": "http",
-                    "protocol": "TCP",
-                }
+                {"name": scheme, "port": access.PORTS[scheme], "targetPort": scheme, "protocol": "TCP"}
+                for scheme in access.schemes(owner)
             ],
         },
     }

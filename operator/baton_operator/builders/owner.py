@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from baton_operator.api import Spec
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON: the API's own form, with fields of any kind."""
+Scheme = Literal["http", "https"]
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the coordinator's Service, once it has one. With it the decode pods of an expert-parallel group are built."""
     sizes: dict[names.MemberRole, int] = {}
     """Of groups that the autoscaler sizes, instead of the spec's replicas."""
+    gateway_schemes: tuple[Scheme, ...] = ()
+    """What gateways that are ready speak."""
 
     @property
     def reference(self) -> Object:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.api import Template
-from baton_operator.builders import config, model, overlay, service_key
+from baton_operator.builders import config, free_form, model, overlay, service_key
 from baton_operator.builders.owner import Object, Owner
 
 USER_ID = 65532
@@ -32,8 +32,10 @@ def pod_template(
         extra: (volume, mount) of what this role reads besides.
 
     Raises:
-        ValueError: the overlay cannot be merged, or takes away what the operator needs; the message names the field.
+        ValueError: the overlay cannot be merged, or takes away what the operator needs, or resources are none; the message names
+            the field.
     """
+    free_form.check_resources(resources, f"{role}.resources")
     found = model.source(owner.spec.model, role)
     volumes, mounts = [found.volume, service_key.volume(owner)], [found.mount, service_key.mount()]
     volumes += [volume for volume, _ in extra]
@@ -75,20 +77,20 @@ def pod_template(
         resources=resources,
     ):
         built["spec"]["initContainers"] = [fetcher]
-    merged: Object = overlay.merge(built, template or {})
-    for path, field in (
-        ("metadata", merged.get("metadata")),
-        ("metadata.labels", (merged.get("metadata") or {}).get("labels")),
-        ("spec", merged.get("spec")),
-    ):
-        if not isinstance(field, dict):
-            raise ValueError(f"template: {path} must be an object, got {field!r}")
-    merged["metadata"] = {key: value for key, value in merged["metadata"].items() if key in ("labels", "annotations")}
-    merged["metadata"]["labels"] |= names.labels(owner.name, role)  # selectors depend on them
-    _keep_identity(merged["spec"], container["name"])
+    path = f"{role}.template"
+    free_form.check_depth(template, path)
+    merged = overlay.merge(built, template or {}, path)
+    metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
+    labels = free_form.strings(metadata.get("labels"), f"{path}.metadata.labels")
+    own: Object = {"labels": labels | names.labels(owner.name, role)}  # selectors depend on them
+    if "annotations" in metadata:
+        own["annotations"] = free_form.strings(metadata["annotations"], f"{path}.metadata.annotations")
     if key := service_key.pod_annotations(owner):
-        merged["metadata"]["annotations"] = (merged["metadata"].get("annotations") or {}) | key
-    return merged
+        own["annotations"] = own.get("annotations", {}) | key
+    built = _container(spec, container["name"], f"{path}.spec.containers")
+    _keep_identity(built)
+    free_form.check_resources(built.get("resources"), f"{path}.spec.containers[{container['name']}].resources")
+    return {"metadata": own, "spec": spec}
 
 
 def pod_security() -> Object:
@@ -122,20 +124,34 @@ def identity_env(**more: str) -> list[Object]:
     return env + [{"name": name, "value": value} for name, value in more.items()]
 
 
-def _keep_identity(spec: Object, container: str) -> None:
+def _object(parent: Object, field: str, path: str) -> Object:
+    found = parent.get(field)
+    if not isinstance(found, dict):
+        raise free_form.must_be("an object", f"{path}.{field}", found)
+    return found
+
+
+def _container(spec: Object, name: str, path: str) -> Object:
+    """The one of the component, which an overlay can take away only with all."""
+    if "containers" not in spec:
+        raise free_form.must_be("a list", path, None)
+    (found,) = (container for container in spec["containers"] if container["name"] == name)
+    component: Object = found
+    return component
+
+
+def _keep_identity(container: Object) -> None:
     """Whatever the overlay says: without the pod's own address and name a component binds, and is called, wrongly."""
     own = {item["name"]: item for item in identity_env()}
-    containers = spec.get("containers")
-    for built in containers if isinstance(containers, list) else []:
-        if isinstance(built, dict) and built.get("name") == container:
-            others = [item for item in built.get("env") or [] if item.get("name") not in own]
-            built["env"] = [*own.values(), *others]
+    others = [item for item in container.get("env", []) if item["name"] not in own]
+    container["env"] = [*own.values(), *others]
 
 
 def http_probe(path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http") -> Object:
-    """Probe of the port named http. `failures` in a row, `period_s` apart, count as failed. No certificate is checked."""
+    """Probe of the port that is named as its scheme. `failures` in a row, `period_s` apart, count as failed. No certificate is
+    checked."""
     return {
-        "httpGet": {"path": path, "port": "http", "scheme": scheme.upper()},
+        "httpGet": {"path": path, "port": scheme, "scheme": scheme.upper()},
         "periodSeconds": period_s,
         "failureThreshold": failures,
         "timeoutSeconds": timeout_s,

@@ -74,3 +74,30 @@ def test_lists_and_names_are_bounded(api, services):
         answer = api.post(services, service(**spec))
         assert answer.status_code == 422, spec
         assert field in [cause["field"] for cause in answer.json()["details"]["causes"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("0demo", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
+        ("a.b", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
+        ("d" * 41, ["40"]),  # "should be at most 40 chars long", later "Too long: may not be longer than 40"
+        ("Demo", ["a lowercase RFC 1123 subdomain must", "metadata.name in body should match"]),
+    ],
+)
+def test_the_name_of_a_service_fits_those_of_its_pods(api, services, name, says):
+    answer = api.post(services, {**service(), "metadata": {"name": name}})
+    assert answer.status_code == 422, answer.text
+    causes = answer.json()["details"]["causes"]
+    assert {cause["field"] for cause in causes} == {"metadata.name"}
+    for text in says:
+        assert any(text in cause["message"] for cause in causes), causes
+    assert api.get(f"{services}/{name}").status_code == 404
+
+
+def test_a_generated_name_is_judged_when_it_is_whole(api, services):
+    made = api.post(services, {**service(), "metadata": {"generateName": "demo-"}})
+    assert made.status_code == 201, made.text
+    answer = api.post(services, {**service(), "metadata": {"generateName": "d" * 40}})
+    assert answer.status_code == 422, answer.text
+    assert [cause["field"] for cause in answer.json()["details"]["causes"]] == ["metadata.name"]

@@ -1,5 +1,8 @@
 """Watching: resume, selectors, bookmarks and expiry."""
 
+WATCH_S = "4"
+"""How long a server that is busy may take to send what has happened already."""
+
 
 def _names(events):
     return [(event["type"], event["object"]["metadata"]["name"]) for event in events if event["type"] != "BOOKMARK"]
@@ -12,7 +15,7 @@ def test_a_watch_resumes_after_the_version_it_names(api, core):
     first = api.post(path, {"metadata": {"name": "a", "labels": labels}}).json()["metadata"]["resourceVersion"]
     api.patch(f"{path}/a", {"data": {"k": "dg=="}})
     api.delete(f"{path}/a")
-    query = {"labelSelector": "watched=yes", "timeoutSeconds": "1"}
+    query = {"labelSelector": "watched=yes", "timeoutSeconds": WATCH_S}
     assert _names(api.watch(path, resourceVersion=start, **query)) == [
         ("ADDED", "a"),
         ("MODIFIED", "a"),
@@ -25,7 +28,7 @@ def test_versions_of_watch_events_rise_and_the_last_one_is_the_deletions(api, co
     path = f"{core}/secrets"
     created = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.delete(f"{path}/a")
-    events = api.watch(path, resourceVersion=created, timeoutSeconds="1", fieldSelector="metadata.name=a")
+    events = api.watch(path, resourceVersion=created, timeoutSeconds=WATCH_S, fieldSelector="metadata.name=a")
     assert [event["type"] for event in events] == ["DELETED"]
     assert int(events[0]["object"]["metadata"]["resourceVersion"]) > int(created)
 
@@ -46,7 +49,7 @@ def test_objects_enter_and_leave_a_selector(api, core):
     start = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.patch(f"{path}/a", {"metadata": {"labels": {"in": "yes"}}})
     api.patch(f"{path}/a", {"metadata": {"labels": {"in": "no"}}})
-    events = api.watch(path, resourceVersion=start, labelSelector="in=yes", timeoutSeconds="1")
+    events = api.watch(path, resourceVersion=start, labelSelector="in=yes", timeoutSeconds=WATCH_S)
     assert _names(events) == [("ADDED", "a"), ("DELETED", "a")]
 
 
@@ -61,7 +64,7 @@ def test_a_version_from_before_the_history_is_gone(api, relays):
 def test_custom_resources_are_watched_like_others(api, relays):
     created = api.post(relays.path, relays.body("w")).json()["metadata"]["resourceVersion"]
     api.patch(relays.at("w", "status"), {"status": {"replicas": 1}})
-    events = api.watch(relays.path, resourceVersion=created, timeoutSeconds="1")
+    events = api.watch(relays.path, resourceVersion=created, timeoutSeconds=WATCH_S)
     assert _names(events) == [("MODIFIED", "w")]
     assert events[0]["object"]["kind"] == "Relay"
     assert events[0]["object"]["apiVersion"] == relays.api_version

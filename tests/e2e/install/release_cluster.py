@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import yaml
 from kubernetes import client, config
 
-from baton_local.control_plane.real import free_ports
+from baton_local.ports import free_ports
 from baton_operator.names import GROUP, PLURAL, VERSION
 from support.waiting import eventually
 

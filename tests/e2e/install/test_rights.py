@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +106,17 @@ class Services:
             if "-gateway-" not in name and "-coordinator-" not in name
         }
 
+    def uids(self, role: str) -> dict[str, str]:
+        """Of the members of a role, by name."""
+        selector = f"{GROUP}/service={SERVICE},{GROUP}/role={role}"
+        found = self.cluster.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return {pod.metadata.name: pod.metadata.uid for pod in found}
+
+    def has_another(self, gone: str) -> bool:
+        """Whether there are two prefill pods again, without that one."""
+        uids = self.uids("prefill").values()
+        return len(uids) == 2 and gone not in uids
+
     def beside(self) -> set[str]:
         """Objects that come and go with the spec."""
         found = []
@@ -177,9 +189,12 @@ def a_services_life(services: Services, log: Path) -> None:
     services.until(services.beside, {*beside, "route gateway"}, log)
     services.until(services.secrets, {f"{SERVICE}-key"}, log)
 
-    # The same thing happens twice: one event, counted.
-    services.cluster.core.delete_namespaced_pod(f"{SERVICE}-prefill-1", services.namespace, grace_period_seconds=0)
-    services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1"}, log)
+    # The same thing happens twice: one event, counted. A pod's successor has its name, or the next one if it comes sooner than the
+    # pod goes; after two deletions one name has come twice.
+    for _ in range(2):
+        name, uid = max(services.uids("prefill").items())
+        services.cluster.core.delete_namespaced_pod(name, services.namespace, grace_period_seconds=0)
+        services.until(functools.partial(services.has_another, uid), True, log)
 
     # Somebody else's pod has the name that is wanted.
     services.take_name("decode-2")

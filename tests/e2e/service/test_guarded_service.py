@@ -60,6 +60,24 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         eventually(replaced, timeout_s=90, what="the new key to reach the gateway")
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+        # Without TLS again: its clients are served by one or the other gateway all the while.
+        plain = endpoint.replace("https://", "http://")
+        cluster.kubectl("patch", "llms", NAME, "--type=merge", "-p", '{"spec": {"gateway": {"tls": null}}}')
+
+        def answers(url: str) -> bool:
+            try:
+                return bool(stranger.with_options(base_url=f"{url}/v1").models.list().data)
+            except openai.APIConnectionError:
+                return False
+
+        def switched() -> bool:
+            # The new one first: the old one stays until that is there.
+            assert answers(plain) or answers(endpoint), "nobody serves"
+            return bool(cluster.get("llms", NAME)["status"]["endpoint"] == plain and not answers(endpoint))
+
+        eventually(switched, timeout_s=90, what="the gateway to speak HTTP only")
+        assert answers(plain)
     finally:
         cluster.kubectl("delete", "llms", NAME, "--wait=true")
         cluster.kubectl("delete", "secret", "guarded-tls", "guarded-clients")

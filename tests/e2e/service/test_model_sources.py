@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from baton_engine.protocol.config import GATEWAY_PORT
+from baton_local.ports import free_ports
 from support.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
 from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.waiting import eventually
@@ -99,6 +100,57 @@ def test_why_a_model_cannot_be_had_is_in_the_conditions(
         eventually(told, timeout_s=90, what=f"conditions with the reason {reason}")
     finally:
         embedded.kubectl("delete", "llms", name, "--wait=false")
+
+
+def test_a_hub_that_does_not_answer_is_told_while_it_is_tried_again(
+    embedded: LocalClusterUnderTest, checkpoints: dict[str, Path]
+) -> None:
+    (nobody,) = free_ports(1)
+    embedded.apply(secret(HF_ENDPOINT=f"http://127.0.0.1:{nobody}"))
+    embedded.apply(service("refused", checkpoints["qwen3"], URI))
+    try:
+
+        def told() -> bool:
+            for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
+                found = embedded.condition("refused", type_)
+                assert (found["status"], found["reason"]) == ("False", "Fetching"), found
+                assert "Connection refused; it tries again" in found["message"]
+            return True
+
+        eventually(told, timeout_s=60, what="the error of the last attempt in the conditions")
+    finally:
+        embedded.kubectl("delete", "llms", "refused", "--wait=false")
+
+
+def test_a_model_that_does_not_exist_is_told_through_all_restarts(
+    embedded: LocalClusterUnderTest, checkpoints: dict[str, Path]
+) -> None:
+    wanted = manifest("lost", checkpoints["qwen3"], prefill=0)
+    wanted["spec"]["model"]["uri"] = "file:///models/no-such-folder"
+    embedded.apply(wanted)
+    try:
+
+        def told() -> bool:
+            return all(
+                (found["status"], found["reason"]) == ("False", "ModelNotFound")
+                for found in (embedded.condition("lost", type_) for type_ in ("ModelAvailable", "DecodeReady"))
+            )
+
+        def restarts() -> int:
+            (member,) = embedded.pods("lost", "decode")
+            return int(member["status"]["containerStatuses"][0]["restartCount"])
+
+        eventually(told, timeout_s=60, what="the conditions with the reason ModelNotFound")
+        before = restarts()
+
+        def restarted_twice() -> bool:
+            if not told():
+                raise RuntimeError(f"forgotten while it starts again: {embedded.get('llms', 'lost')['status']}")
+            return restarts() >= before + 2
+
+        eventually(restarted_twice, timeout_s=90, what="two more restarts")
+    finally:
+        embedded.kubectl("delete", "llms", "lost", "--wait=false")
 
 
 def test_a_control_plane_without_image_volumes_says_so(

@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest, processes_with_home
 from support.parity import reference_model
-from support.under_load import under_load
+from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 
 NAME = "rolling"
@@ -98,36 +95,3 @@ def operator_of(cluster: LocalClusterUnderTest) -> psutil.Process | None:
 
 def uids(cluster: LocalClusterUnderTest, role: str) -> set[str]:
     return {pod["metadata"]["uid"] for pod in cluster.pods(NAME, role)}
-
-
-@asynccontextmanager
-async def fresh_connections(url: str) -> AsyncIterator[None]:
-    """Short requests within, one after the other, each over a connection of its own, as new clients come; none may fail."""
-    stopping = asyncio.Event()
-    answers: list[str] = []
-    """Empty for each that was right."""
-
-    async def ask() -> str:
-        body = {"model": "m", "prompt": "on and on", "max_tokens": 4}
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
-                session.post(f"{url}/v1/completions", json=body) as response,
-            ):
-                return "" if response.status == 200 else f"{response.status} {await response.text()}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return repr(error)
-
-    async def keep_asking() -> None:
-        while not stopping.is_set():
-            answers.append(await ask())
-
-    asking = asyncio.create_task(keep_asking())
-    try:
-        yield
-    finally:
-        stopping.set()
-        await asking
-    failed = [answer for answer in answers if answer]
-    assert answers
-    assert not failed, f"{len(failed)} of {len(answers)} short requests failed: {failed[:5]}"

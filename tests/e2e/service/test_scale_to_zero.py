@@ -46,6 +46,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     status = cluster.wait_ready(NAME)
     assert (status["decode"]["autoscaling"]["size"], status["decode"]["autoscaling"]["reason"]) == (0, "Idle")
     assert cluster.condition(NAME, "DecodeReady")["reason"] == "ScaledToZero"
+    assert cluster.condition(NAME, "ModelAvailable")["status"] == "True", "it had the model when it was awake"
 
     client = openai.OpenAI(base_url=f"{status['endpoint']}/v1", api_key="unused", max_retries=0, timeout=120.0)
     assert [model.id for model in client.models.list()] == [NAME]

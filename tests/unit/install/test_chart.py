@@ -292,6 +292,8 @@ def test_the_pod_monitor_finds_the_pods_of_services() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= names.labels("demo", "decode").items()
     assert monitor["spec"]["namespaceSelector"] == {"any": True}
     assert monitor["metadata"]["labels"]["a"] == "b"
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert [(each["port"], each["scheme"]) for each in endpoints] == [("http", "http"), ("https", "https")]
     values = {"podMonitor": {"enabled": True}, "watchNamespaces": ["a"]}
     assert one(render(values), "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
 
@@ -324,7 +326,9 @@ def test_the_notes_say_what_to_do_next() -> None:
     assert "rollout status deployment/baton-operator" in text
     assert "all namespaces" in text
     assert "names no registry" in text
+    assert "image: REGISTRY/baton:0.1.0" in text
     text = notes({"watchNamespaces": ["team-a"], "image": {"repository": "r.example/x"}, "crds": {"install": False}})
+    assert "image: r.example/baton:0.1.0" in text
     assert "kubectl -n team-a apply" in text
     assert "names no registry" not in text
     assert "not part of this release" in text

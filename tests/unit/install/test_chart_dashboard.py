@@ -74,8 +74,9 @@ def test_every_panel_asks_for_metrics_of_the_component_that_it_selects() -> None
 def test_labels_that_panels_group_by_exist() -> None:
     """`llmservice` and `component` are the PodMonitor's, `pod` and `le` Prometheus' own, the others the metrics'."""
     monitor = one(render({"podMonitor": {"enabled": True}}), "PodMonitor")
-    added = {entry["targetLabel"] for entry in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]}
-    assert added == {"llmservice", "component", "__scheme__"}
+    added = {"llmservice", "component"}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert {entry["targetLabel"] for entry in endpoint["relabelings"]} == added
     metric_labels = {"status", "reason", "role", "phase", "kind", "outcome", "result"}
     for title, expression in panels():
         for labels in re.findall(r"by \(([\w, ]+)\)", expression):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ROOT
+from rendered_chart import ROOT, notes
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator import api, names
@@ -27,6 +27,8 @@ def examples() -> list[Any]:
             where = f"{path.relative_to(ROOT)}:{path.read_text()[: match.start()].count(chr(10)) + 1}"
             documents = [document for document in yaml.safe_load_all(match[1]) if isinstance(document, dict)]
             found += [pytest.param(document, id=where) for document in documents]
+    [example] = re.findall(r"<<EOF\n(.*?)\nEOF\n", notes(), re.DOTALL)
+    found.append(pytest.param(yaml.safe_load(example), id="NOTES.txt"))
     for path in sorted([*ROOT.glob("manifests/samples/*.yaml"), *ROOT.glob("charts/**/samples/*.yaml")]):
         found += [
             pytest.param(document, id=str(path.relative_to(ROOT))) for document in yaml.safe_load_all(path.read_text())
@@ -62,5 +64,5 @@ def test_it_is_taken_whole(document: dict[str, Any]) -> None:
 
 def test_the_search_finds_them() -> None:
     whole = [example for example in examples() if as_service(example.values[0]) is not None]
-    assert {"README.md", "docs/api.md"} <= {str(example.id).split(":")[0] for example in whole}
+    assert {"README.md", "NOTES.txt", "docs/api.md"} <= {str(example.id).split(":")[0] for example in whole}
     assert sum(str(example.id).startswith("manifests/samples/") for example in whole) >= 6

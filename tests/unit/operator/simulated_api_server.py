@@ -3,15 +3,19 @@ anything can go wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import enum
-from collections.abc import Callable
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 from services import NOW
+from simulated_watches import Wire
 
 from baton_local.control_plane.embedded import discovery
 from baton_local.control_plane.embedded.cluster import Cluster
@@ -20,9 +24,11 @@ from baton_local.control_plane.embedded.errors import ApiError
 from baton_local.control_plane.embedded.registry import WriteOptions
 from baton_local.control_plane.embedded.routing import parse_path
 from baton_local.control_plane.embedded.selectors import label_selector
+from baton_local.control_plane.embedded.store import Event
 from baton_operator import names
+from baton_operator.cached_kube import CachedKube
 from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import KubeError
 
 Object = dict[str, Any]
 NAMESPACE = "default"
@@ -48,10 +54,28 @@ class ApiServer:
 
     now: datetime = NOW
     cluster: Cluster = field(default_factory=lambda: Cluster("token", "10.96.0.0/20"))
+    _wires: dict[str, Wire] = field(default_factory=dict)
+    """By storage key."""
 
     def __post_init__(self) -> None:
         crds = self._resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
         self.cluster.registry.create(crds, "", _without_rules(custom_resource_definition()), SYSTEM)
+        self.cluster.store.listen(self._tell)
+
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return (self.now - NOW).total_seconds()
+
+    def wire(self, resource: tuple[str, str]) -> Wire:
+        """What carries the events of a kind, by (apiVersion, plural)."""
+        api_version, plural = resource
+        group = api_version.rpartition("/")[0]
+        return self._wires.setdefault(f"{plural}.{group}".rstrip("."), Wire(version=self.cluster.store.version))
+
+    def _tell(self, storage: str, event: Event) -> None:
+        for wire in self._wires.values():
+            wire.version = event.version
+        self._wires.setdefault(storage, Wire()).happened(event)
 
     def _resource(self, group: str, version: str, plural: str) -> Any:
         found = self.cluster.catalog.find(group, version, plural)
@@ -131,18 +155,77 @@ class ApiServer:
         self.cluster.collector.drain()
 
 
-class SimulatedKube(Kube):
-    """The operator's connection. Faults happen to the requests they are planned for."""
+class SimulatedKube(CachedKube):
+    """A connection of one operator process. Faults happen to the requests they are planned for."""
 
     def __init__(self, server: ApiServer) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self._server = server
+        self.clock = server.seconds
+        self.lives = True
+        """False: the process has ended."""
         self.requests = 0
         self.writes: list[tuple[str, str]] = []
         """(method, path) of those that were carried out."""
+        self.told: list[tuple[str, str]] = []
+        """(what, uid of the pod) of those that the operator knows of: made, drained or deleted, or refused for it exists."""
         self.faults: dict[int, Fault] = {}
         """By number of the request, or of the write, from 0."""
         self.faults_hit_writes = False
+        self.seen_service: Object | None = None
+        """As it was last read."""
+        self.seen_pods: list[Object] = []
+        self._ways: Iterator[int] = itertools.repeat(0)
+        self._meanwhile: dict[int, Callable[[], None]] = {}
+
+    def begin(
+        self, faults: dict[int, Fault], meanwhile: dict[int, Callable[[], None]], *, hit_writes: bool, delays: list[int]
+    ) -> None:
+        """From now on requests are counted anew.
+
+        Args:
+            meanwhile: what happens before the request of this number is carried out.
+            delays: turns of the loop that the ways to the server and back take, one after the other, and again from the first.
+        """
+        self.requests, self.writes, self.told = 0, [], []
+        self.faults, self.faults_hit_writes, self._meanwhile = faults, hit_writes, meanwhile
+        self._ways = itertools.cycle(delays)
+        self.seen_service, self.seen_pods = None, []
+
+    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        found = await super().get(kind, namespace, name)
+        if kind == names.KIND:
+            self.seen_service = found
+        return found
+
+    async def list_all(self, kind: str, namespace: str | None, selector: dict[str, str] | None = None) -> list[Object]:
+        found = await super().list_all(kind, namespace, selector)
+        if kind == "Pod":
+            self.seen_pods = found
+        return found
+
+    async def list_versioned(
+        self, kind: str, namespace: str | None, selector: dict[str, str] | None = None
+    ) -> tuple[list[Object], str]:
+        if self._server.wire(self.resource(kind)).lists_fail:
+            raise KubeError(500, "InternalError", "etcdserver: request timed out")
+        return await super().list_versioned(kind, namespace, selector)
+
+    async def watch(
+        self,
+        kind: str,
+        namespace: str | None,
+        selector: dict[str, str] | None,
+        version: str,
+        *,
+        timeout_s: float,
+        silence_s: float,
+    ) -> AsyncGenerator[Object, None]:
+        matches = label_selector(names.serialized(selector or {}))
+        wire = self._server.wire(self.resource(kind))
+        async with aclosing(wire.watch(matches, int(version), timeout_s=timeout_s, silence_s=silence_s)) as events:
+            async for event in events:
+                yield _copy(event)
 
     async def _request(
         self,
@@ -152,6 +235,7 @@ class SimulatedKube(Kube):
         body: Object | None = None,
         query: list[tuple[str, str]] | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
         kind: str = "",
         verb: str = "",
     ) -> Any:
@@ -159,6 +243,8 @@ class SimulatedKube(Kube):
         fault = self.faults.get(self.requests) if is_write or not self.faults_hit_writes else None
         if is_write or not self.faults_hit_writes:
             self.requests += 1
+        await self._way()
+        self._meanwhile.pop(self.requests - 1, lambda: None)()
         match fault:
             case Fault.CONFLICT:
                 raise KubeError(409, "Conflict", "somebody else was faster")
@@ -167,15 +253,41 @@ class SimulatedKube(Kube):
             case Fault.TIMEOUT:
                 raise TimeoutError(f"{method} {path}")
             case Fault.CRASH_BEFORE:
-                raise Crash
-        answer = self._server.request(method, path, body, dict(query or []), content_type)
+                self._crash()
+        try:
+            answer = self._server.request(method, path, body, dict(query or []), content_type)
+        except KubeError as error:
+            if kind == "Pod" and error.reason == "AlreadyExists":
+                self._tell("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
+            raise
         if is_write:
             self.writes.append((method, path))
         if fault is Fault.CRASH_AFTER:
-            raise Crash
+            self._crash()
+        await self._way()
         if fault is Fault.LOST_ANSWER:
             raise ConnectionError(f"{method} {path}: connection reset")
+        if kind == "Pod" and method == "POST":
+            self._tell("made", answer)
+        elif kind == "Pod" and method == "DELETE":
+            self.told.append(("deleted", (body or {})["preconditions"]["uid"]))
+        elif kind == "Pod" and names.ANNOTATION_DRAINING in (body or {}).get("metadata", {}).get("annotations", {}):
+            self._tell("drained", answer)
         return answer
+
+    def _tell(self, what: str, pod: Object | None) -> None:
+        if pod is not None:
+            self.told.append((what, pod["metadata"]["uid"]))
+
+    async def _way(self) -> None:
+        for _ in range(next(self._ways)):
+            await asyncio.sleep(0)
+        if not self.lives:
+            raise Crash
+
+    def _crash(self) -> None:
+        self.lives = False
+        raise Crash
 
 
 def _without_rules(node: Any) -> Any:

@@ -156,6 +156,19 @@ async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_win
             assert sizes[-1][1] == 2, "one at a time, and not before the pod has gone"
 
 
+@pytest.mark.parametrize(("told", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)])
+def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(told: int, size: int) -> None:
+    autoscaling = {**DECODE, "minReplicas": 2, "maxReplicas": 3}
+    written = stored(AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's"))
+    autoscaler = Autoscaler()
+    sized = autoscaler.sized(owner(decode={"replicas": 2, "autoscaling": autoscaling}), written)
+    assert sized.replicas("decode") == size
+    status = autoscaler.status(sized, "decode")
+    assert status is not None
+    assert status.size == size
+    assert (status.reason == "OutOfBounds") == (told != size)
+
+
 async def test_figures_that_vary_are_written_once_a_minute() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, DECODE, replicas=1)
@@ -354,7 +367,7 @@ def test_scaling_says_what_the_autoscaler_does() -> None:
 
 
 def test_a_group_that_sleeps_is_as_it_should_be() -> None:
-    status, reason, _ = group_verdict(sized_group("Idle", desired=0), WALL)
+    status, reason, _ = group_verdict(sized_group("Idle", desired=0))
     assert (status, reason) == ("True", "ScaledToZero")
     unsized = Group(role="decode", desired=0, pods=[])
-    assert group_verdict(unsized, WALL)[:2] == ("False", "ScaledToZero")
+    assert group_verdict(unsized)[:2] == ("False", "ScaledToZero")

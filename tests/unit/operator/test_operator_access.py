@@ -12,6 +12,7 @@ from baton_engine.protocol.config import EngineConfig, GatewayConfig
 from baton_operator.builders import access, config, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import desired
+from baton_operator.gateway_group import gateway_schemes
 from baton_operator.names import ConfiguredRole
 
 Object = dict[str, Any]
@@ -55,8 +56,9 @@ def test_https_from_probe_to_service() -> None:
         (container,) = pod_template(**spec)["spec"]["containers"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"]["scheme"] == scheme.upper()
+            assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
         (found,) = gateway.service(owner(gateway=spec))["spec"]["ports"]
-        assert (found["name"], found["port"]) == (scheme, port)
+        assert (found["name"], found["port"], found["targetPort"]) == (scheme, port, container["ports"][0]["name"])
         ingress = access.ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
         assert ingress
         backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
@@ -64,6 +66,38 @@ def test_https_from_probe_to_service() -> None:
         route = access.http_route(owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
         assert route
         assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
+
+
+@pytest.mark.parametrize(
+    ("ready", "ports", "in_use"),
+    [
+        ([], ["https"], "https"),
+        ([{}], ["http", "https"], "http"),
+        ([{}, TLS], ["http", "https"], "https"),
+        ([TLS], ["https"], "https"),
+    ],
+)
+def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
+    ready: list[Object], ports: list[str], in_use: str
+) -> None:
+    pods = []
+    for spec in ready:
+        pods.append(pod_template(**spec))
+        pods[-1]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    leaving = pod_template()
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    leaving["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    schemes = gateway_schemes([*pods, leaving, pod_template(**TLS)])
+    access_settings = {**TLS, "ingress": {"host": "h"}, "httpRoute": {"parentRefs": [{"name": "g"}]}}
+    service = msgspec.structs.replace(owner(gateway=access_settings), gateway_schemes=schemes)
+    assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
+    ingress, route = access.ingress(service), access.http_route(service)
+    assert ingress
+    assert route
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"]["port"] == {"name": in_use}
+    assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == access.PORTS[access.scheme_in_use(service)]
+    assert access.scheme_in_use(service) == in_use
 
 
 def test_a_service_without_access_settings_keeps_its_pods() -> None:

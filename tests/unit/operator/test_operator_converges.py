@@ -1,22 +1,31 @@
-"""The real Reconciler under everything that can happen at once: edits, deaths, slow and full nodes, engines that do not answer, an
-API server that fails, and its own death at any request. It gets to what was asked for, and restarts nobody without need."""
+"""The real Reconciler, on the real cache, under everything that can happen at once: edits, deaths, slow and full nodes, engines
+and a coordinator that do not answer, an API server that fails, watches that break, lag and lose events, and its own death at any
+request. It gets to what was asked for, leaves nothing behind, and restarts nobody without need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from service_simulation import BROKEN, Service
+from service_simulation import WATCHED, Service
 from simulated_api_server import Fault
+from simulated_nodes import BROKEN
 
 from baton_operator.observe import member
+from baton_operator.watch import LAST_BACKOFF_S
 
 SIZES = st.integers(0, 3)
 BOUNDS = st.sampled_from([(0, 1), (1, 0), (2, 0), (1, 1), ("50%", "25%"), (0, "100%")])
 REQUESTS = st.integers(0, 80)
 """More than most steps need: then nothing goes wrong."""
+DELAYS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+KINDS = st.sampled_from([*WATCHED, "Pod", "LLMService"])
+"""Pods and services matter most."""
+DEATHS = st.sampled_from(["container_dies", "pod_fails", "pod_vanishes", "pod_is_deleted"])
 
 
 def template(value: str, broken: bool) -> dict[str, Any]:
@@ -40,7 +49,7 @@ class Machine(RuleBasedStateMachine):
         spec["decode"] = {"replicas": decode, "parallelism": {"expert": expert}}
         if prefill:
             spec["prefill"] = {"replicas": 1}
-        self.service.capacity = capacity
+        self.service.nodes.capacity = capacity
         self.service.create(spec)
         self.service.reconcile()
 
@@ -89,18 +98,82 @@ class Machine(RuleBasedStateMachine):
 
     # The operator
 
+    @rule(told=st.booleans(), delays=DELAYS)
+    def reconcile(self, told: bool, delays: list[int]) -> None:
+        self.service.reconcile(told=told, delays=delays)
+
+    @rule(request=REQUESTS, fault=st.sampled_from(list(Fault)), writes=st.booleans(), told=st.booleans(), delays=DELAYS)
+    def reconcile_with_a_fault(self, request: int, fault: Fault, writes: bool, told: bool, delays: list[int]) -> None:
+        faults = {request % 20 if writes else request: fault}
+        self.service.reconcile(faults, hit_writes=writes, told=told, delays=delays)
+
+    @rule(data=st.data(), told=st.booleans())
+    def reconcile_with_many_faults(self, data: st.DataObject, told: bool) -> None:
+        faults = data.draw(st.dictionaries(REQUESTS, st.sampled_from(list(Fault)), max_size=8))
+        self.service.reconcile(faults, told=told)
+
+    @precondition(lambda self: self.service.pods())
+    @rule(data=st.data(), request=st.integers(0, 10), how=DEATHS, delays=DELAYS)
+    def something_dies_meanwhile(self, data: st.DataObject, request: int, how: str, delays: list[int]) -> None:
+        name = self._pod(data)
+
+        def dies() -> None:
+            if any(pod["metadata"]["name"] == name for pod in self.service.pods()):
+                getattr(self.service.nodes, how)(name)
+
+        self.service.reconcile(meanwhile={request: dies}, delays=delays)
+
+    @rule(data=st.data(), request=st.integers(0, 10), replicas=SIZES, delays=DELAYS)
+    def scale_meanwhile(self, data: st.DataObject, request: int, replicas: int, delays: list[int]) -> None:
+        role = data.draw(st.sampled_from(self._roles()))
+        edit = {role: {"replicas": replicas}}
+        self.service.reconcile(meanwhile={request: lambda: self.service.patch(edit)}, delays=delays)
+
     @rule()
-    def reconcile(self) -> None:
+    def the_operator_restarts(self) -> None:
+        self.service.operator_restarts()
+
+    @rule(kind=KINDS)
+    def the_operator_restarts_and_cannot_list(self, kind: str) -> None:
+        """Until the watch tries again, it reads this kind object by object."""
+        self.service.wire(kind).lists_fail = True
+        self.service.operator_restarts()
+        self.service.wire(kind).lists_fail = False
         self.service.reconcile()
 
-    @rule(request=REQUESTS, fault=st.sampled_from(list(Fault)), writes=st.booleans())
-    def reconcile_with_a_fault(self, request: int, fault: Fault, writes: bool) -> None:
-        self.service.reconcile({request % 20 if writes else request: fault}, hit_writes=writes)
+    # The watches
 
-    @rule(data=st.data())
-    def reconcile_with_many_faults(self, data: st.DataObject) -> None:
-        faults = data.draw(st.dictionaries(REQUESTS, st.sampled_from(list(Fault)), max_size=8))
-        self.service.reconcile(faults)
+    @rule(kind=KINDS, forgets=st.booleans())
+    def a_watch_breaks(self, kind: str, forgets: bool) -> None:
+        self.service.wire(kind).breaks(forgets=forgets)
+
+    @rule(kind=KINDS, events=st.integers(0, 3))
+    def events_are_late(self, kind: str, events: int) -> None:
+        self.service.wire(kind).lets_through(events)
+
+    @rule(kind=KINDS)
+    def late_events_come(self, kind: str) -> None:
+        self.service.wire(kind).lets_through(None)
+        self.service.events_come()
+
+    @rule(kind=KINDS, repeats=st.booleans())
+    def events_come_twice(self, kind: str, repeats: bool) -> None:
+        self.service.wire(kind).repeats = repeats
+
+    @rule(kind=KINDS, events=st.integers(1, 3))
+    def events_are_lost(self, kind: str, events: int) -> None:
+        self.service.wire(kind).to_lose = events
+        self.service.lost_events = True
+
+    # The coordinator
+
+    @rule(up=st.booleans())
+    def the_coordinator_dies_or_returns(self, up: bool) -> None:
+        (self.service.coordinator.returns if up else self.service.coordinator.dies)()
+
+    @rule(refuses=st.integers(0, 2), loses=st.integers(0, 2))
+    def the_coordinator_fails(self, refuses: int, loses: int) -> None:
+        self.service.coordinator.refuses, self.service.coordinator.loses = refuses, loses
 
     # The world
 
@@ -117,15 +190,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(2, 8))
     def nodes_come_and_go(self, capacity: int) -> None:
-        self.service.capacity = capacity
+        self.service.nodes.capacity = capacity
 
     def _pod(self, data: st.DataObject) -> str:
         return str(data.draw(st.sampled_from([pod["metadata"]["name"] for pod in self.service.pods()])))
 
     @precondition(lambda self: self.service.pods())
-    @rule(data=st.data(), how=st.sampled_from(["container_dies", "pod_fails", "pod_vanishes"]))
+    @rule(data=st.data(), how=DEATHS)
     def something_dies(self, data: st.DataObject, how: str) -> None:
-        getattr(self.service, how)(self._pod(data))
+        getattr(self.service.nodes, how)(self._pod(data))
 
     @precondition(lambda self: self.service.pods())
     @rule(data=st.data(), unfinished=st.integers(0, 3), answers=st.booleans())
@@ -133,7 +206,7 @@ class Machine(RuleBasedStateMachine):
         name = self._pod(data)
         (pod,) = [each for each in self.service.pods() if each["metadata"]["name"] == name]
         if address := pod.get("status", {}).get("podIP"):
-            self.service.unfinished[address] = unfinished
+            self.service.nodes.unfinished[address] = unfinished
             (self.service.silent.discard if answers else self.service.silent.add)(address)
 
     def teardown(self) -> None:
@@ -148,9 +221,9 @@ class Machine(RuleBasedStateMachine):
         self._mend("y")
         spec = self.service.object()["spec"]
         wanted = sum(spec[role]["replicas"] for role in self._roles())
-        self.service.capacity = max(self.service.capacity, wanted)
+        self.service.nodes.capacity = max(self.service.nodes.capacity, wanted)
         self.service.settle()
-        self.service.capacity = wanted
+        self.service.nodes.capacity = wanted
         self._mend("z")
         self.service.settle()
         self.service.patch({"paused": True})
@@ -169,7 +242,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestService = Machine.TestCase
-TestService.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 def test_members_of_all_states_are_seen() -> None:
@@ -177,7 +250,7 @@ def test_members_of_all_states_are_seen() -> None:
     service = Service()
     try:
         service.create({"model": {"uri": "file:///m"}, "decode": {"replicas": 2}})
-        service.capacity = 1
+        service.nodes.capacity = 1
         seen: set[tuple[bool, bool, bool]] = set()
         for _ in range(4):
             service.reconcile()
@@ -187,3 +260,66 @@ def test_members_of_all_states_are_seen() -> None:
         assert seen == {(False, False, False), (True, False, False), (False, True, False), (False, True, True)}
     finally:
         service.close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """Three decode pods that serve."""
+    made = Service()
+    made.create({"model": {"uri": "file:///m"}, "decode": {"replicas": 3}})
+    made.settle()
+    yield made
+    made.close()
+
+
+def test_what_was_just_written_is_known_before_the_watch_shows_it(service: Service) -> None:
+    before = service.pods()
+    service.wire("Pod").lets_through(0)
+    service.patch({"decode": {"replicas": 5}})
+    service.reconcile()
+    made = [pod for pod in service.pods() if pod not in before]
+    assert len(made) == 2
+    service.reconcile()
+    assert not service.kube.told, "pods are made that exist"
+    service.settle()
+    assert len(service.pods()) == 5
+
+
+def test_an_event_from_before_a_write_does_not_undo_it(service: Service) -> None:
+    """A member that drains is not marked a second time: `Service.reconcile` sees to it."""
+    service.wire("Pod").lets_through(0)
+    for pod in service.pods():
+        service.nodes.unfinished[pod["status"]["podIP"]] = 1
+        service.server.edit("pods", pod["metadata"]["name"], lambda obj: obj["status"].update(reason="seen"))
+    service.patch({"decode": {"replicas": 2}})
+    service.reconcile()
+    assert [what for what, _ in service.kube.told] == ["drained"]
+    service.wire("Pod").lets_through(3)
+    service.reconcile()
+    assert not service.kube.told
+    service.settle()
+
+
+def test_a_watch_that_cannot_go_on_where_it_was_begins_with_a_list(service: Service) -> None:
+    service.wire("Pod").lets_through(0)
+    service.nodes.pod_vanishes(service.pods()[0]["metadata"]["name"])
+    service.events_come()
+    assert not service.is_current
+    service.wire("Pod").breaks(forgets=True)
+    service.events_come()
+    service.passes(LAST_BACKOFF_S)
+    service.events_come()
+    assert service.is_current
+    service.settle()
+    assert len(service.pods()) == 3
+
+
+def test_an_event_that_is_lost_without_a_word_is_made_good_by_the_resync(service: Service) -> None:
+    service.wire("Pod").to_lose = 1
+    gone = service.pods()[0]["metadata"]["name"]
+    service.nodes.pod_vanishes(gone)
+    service.reconcile()
+    assert len(service.pods()) == 2, "nobody can know it yet"
+    service.lost_events = True
+    service.settle()
+    assert len(service.pods()) == 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from service_simulation import NAME, Service
 
-from baton_operator.history import LIMIT
+from baton_operator.history import LIMIT, held_back
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
 
@@ -53,7 +53,7 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
     assert {pod["metadata"]["name"] for pod in service.pods()} == names
     assert reason(service, "Updating") == "Paused"
 
-    service.pod_vanishes(f"{NAME}-decode-1")
+    service.nodes.pod_vanishes(f"{NAME}-decode-1")
     service.patch({"decode": {"replicas": 3}})
     rounds(service)
     assert len(service.pods()) == 3, "a dead one is replaced, and the group grows"
@@ -62,6 +62,29 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
     service.patch({"paused": False})
     service.settle()
     assert revisions(service).isdisjoint(before)
+
+
+def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
+    def updating() -> str:
+        rounds(service, 2)
+        (found,) = [each for each in service.object()["status"]["conditions"] if each["type"] == "Updating"]
+        assert found["reason"] == "Paused"
+        return str(found["message"])
+
+    service.patch({"paused": True})
+    assert updating() == "no edit waits; one would until spec.paused is false"
+    service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
+    assert updating() == "no edit waits; one would until spec.paused is false", "of these a pause holds none back"
+    service.patch({"image": "reg/other:1", "decode": {"parallelism": {"tensor": 2}}, "gateway": {"limits": {}}})
+    assert updating() == "edits of decode.parallelism, image wait until spec.paused is false"
+    service.patch({"image": None, "decode": {"parallelism": None}})
+    assert updating() == "no edit waits; one would until spec.paused is false"
+
+
+def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
+    kept = {"model": {"uri": "file:///m"}, "paused": True}
+    assert held_back(kept, {**kept, "engine": {"maxNumSeqs": "many"}}) == ("engine",)
+    assert held_back(kept, {**kept, "model": {"uri": "file:///n"}, "paused": False}) == ("model.uri",)
 
 
 def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from services import NOW, Object, owner, pod, service
@@ -17,7 +18,7 @@ from baton_operator.api import Model
 from baton_operator.api_model import MODEL_URI
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.loading import LoadingPods
+from baton_operator.loading import LoadingPods, will_tell
 from baton_operator.report import Group, Problem, new_failures, report
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
@@ -76,6 +77,7 @@ def test_what_is_there_already_is_mounted_and_not_fetched(uri: str, path: str, s
         "hf://org/name@",
         "hf://org/../x",
         "s3://bucket",
+        "s3://bucket//",
         "s3://Bucket/x",
         "image://a/b",
         "image://localhost:5000/a",
@@ -145,9 +147,9 @@ def test_only_the_fetcher_has_the_credentials() -> None:
 # Conditions
 
 
-def fetching_pod(state: Object, last: Object | None = None, **more: Any) -> Object:
+def fetching_pod(fetcher: Object, last: Object | None = None, **more: Any) -> Object:
     result = pod(ready=False, **more)
-    status = {"name": "model", "state": state, **({"lastState": last} if last else {})}
+    status = {"name": "model", "state": fetcher, **({"lastState": last} if last else {})}
     result["status"]["initContainerStatuses"] = [status]
     return result
 
@@ -197,6 +199,19 @@ def test_how_far_the_first_pod_is() -> None:
     )
 
 
+def test_a_source_that_does_not_answer_is_told_rather_than_who_waits_or_gets_on() -> None:
+    asking = "asking for the files of hf://org/m"
+    refused = Health("Fetching", asking, error="ConnectError: Connection refused")
+    waits = Health("Fetching", "another pod fetches hf://org/m into the same cache")
+    pods = [fetching_pod(RUNNING, name=f"demo-decode-{ordinal}") for ordinal in range(2)]
+    status = status_of(pods, {"demo-decode-0": waits, "demo-decode-1": refused})
+    for type_ in ("ModelAvailable", "DecodeReady"):
+        found = condition(status, type_)
+        assert (found.status, found.reason) == ("False", "Fetching")
+        expected = f"pod demo-decode-1: {asking}: ConnectError: Connection refused; it tries again"
+        assert found.message.startswith(expected)
+
+
 def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> None:
     status = status_of([fetching_pod(DONE)])
     assert condition(status).status == "True"
@@ -224,6 +239,59 @@ def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> Non
     )
 
 
+def after(before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any) -> tuple[str, str]:
+    """ModelAvailable of the service whose status `before` was written."""
+    told = {**service(), "status": msgspec.to_builtins(before)}
+    group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
+    status = report(told, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    found = condition(status)
+    return found.status, found.message
+
+
+FILE = {"uri": "file:///models/x"}
+
+
+def test_a_service_that_sleeps_has_the_model_that_its_pods_had() -> None:
+    awake = status_of([pod(ready=True)], **FILE)
+    assert (awake.model.uri, awake.model.revision) == (FILE["uri"], None)
+    assert after(awake, [], **FILE) == ("True", "no pod runs; those before had the model")
+    assert after(awake, [], uri="file:///models/other")[0] == "Unknown", "of that nobody knows"
+    fetched = status_of([fetching_pod(DONE)])
+    assert after(fetched, [], **HUB) == (
+        "True",
+        "no pod runs; those before had the model; the next one fetches it again",
+    )
+    kept = {**HUB, "cache": {"claim": "models"}}
+    assert after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1] == "no pod runs; those before had the model"
+
+
+def test_a_service_that_never_had_its_model_does_not_say_so_in_its_sleep() -> None:
+    missing = pod(ready=False)
+    missing["status"]["containerStatuses"] = [
+        {"name": "engine", "state": failed("FATAL ModelNotFound: /models/x does not exist"), "restartCount": 1}
+    ]
+    had = {"conditions": [], "model": {"uri": FILE["uri"]}}
+    lost = report(
+        {**service(), "status": had},
+        owner(model=FILE),
+        {"decode": Group(role="decode", desired=1, pods=[missing], revision="new")},
+        cluster_ip=None,
+        problem=None,
+        now=NOW,
+    )
+    assert condition(lost).reason == "ModelNotFound"
+    assert after(lost, [], **FILE)[0] == "Unknown"
+    assert after(status_of([], **FILE), [], **FILE)[0] == "Unknown"
+
+
+def test_a_service_that_wakes_knows_of_a_model_that_is_not_fetched_anew() -> None:
+    loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
+    awake = status_of([pod(ready=True)], **FILE)
+    assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
+    assert after(awake, [pod()], loading, **FILE) == ("True", "pod demo-decode-0: loading /models/x")
+    assert after(status_of([fetching_pod(DONE)]), [fetching_pod(RUNNING)], ON_THE_WAY, **HUB)[0] == "False"
+
+
 @pytest.mark.parametrize("reason", ["ModelMissing", "ModelAccessDenied", "NoSpace", "ModelCacheInvalid"])
 def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
     ended = failed(f"FATAL {reason}: the words of the fetcher")
@@ -234,10 +302,13 @@ def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
         assert "the words of the fetcher" in message
 
 
-def test_a_fetcher_that_runs_again_for_long_is_fetching() -> None:
+def test_a_fetcher_that_runs_again_still_says_why_and_how_far_it_is() -> None:
     again = {"running": {"startedAt": (NOW - timedelta(minutes=1)).isoformat()}}
     pods = [fetching_pod(again, failed("FATAL ModelSourceUnavailable: no network", 1))]
-    assert verdict(pods, ON_THE_WAY)[:2] == ("False", "Fetching")
+    status, reason, message = verdict(pods, ON_THE_WAY)
+    assert (status, reason) == ("False", "ModelSourceUnavailable")
+    assert "no network" in message
+    assert "21 % of 14.0 GiB" in message
 
 
 def test_an_engines_own_fatal_line_about_its_model() -> None:
@@ -301,3 +372,29 @@ async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> 
     finally:
         await runner.cleanup()
     assert told == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "expected"),
+    [
+        (RUNNING, False, True),
+        (RUNNING, True, False),
+        ({"waiting": {"reason": "CrashLoopBackOff"}}, False, False),
+        (failed("FATAL ConfigInvalid: no"), False, False),
+    ],
+    ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
+)
+def test_who_begins_to_run_is_asked_again_soon(state: Object, started: bool, expected: bool) -> None:
+    member = pod(state=state, status={"podIP": "10.0.0.1"})
+    member["status"]["containerStatuses"][0]["started"] = started
+    assert will_tell([member], {}) is expected
+    assert will_tell([member], ON_THE_WAY), "somebody tells"
+    ready = pod(ready=True, state=RUNNING, status={"podIP": "10.0.0.1"})
+    assert not will_tell([ready], {})
+
+
+def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
+    """Else the first it says is heard twenty seconds later."""
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    assert will_tell([fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {})
+    assert not will_tell([fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {})

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from baton_local.control_plane.embedded import EmbeddedControlPlane
-from baton_local.control_plane.real import free_ports
+from baton_local.ports import free_ports
 from baton_operator.crd import custom_resource_definition
 from baton_operator.kube import KubeError, connect
 from support.api_proxy import ApiProxy, api_proxy
@@ -122,7 +122,7 @@ class Pair:
     def wait_for_pod(self, service: str) -> None:
         eventually(
             lambda: f"{service}-decode-0" in self.pods(service),
-            timeout_s=60,
+            timeout_s=120,
             what=f"a pod of {service}; leader: {self.leader.log.read_text()[-1500:]}",
         )
 
@@ -130,7 +130,7 @@ class Pair:
 @pytest.fixture
 def pair(plane: EmbeddedControlPlane, tmp_path: Path) -> Iterator[Pair]:
     with operator(plane, tmp_path, "one") as one, operator(plane, tmp_path, "two") as two:
-        eventually(lambda: one.leads() or two.leads(), timeout_s=60, what="a leader")
+        eventually(lambda: one.leads() or two.leads(), timeout_s=120, what="a leader")
         leader, standby = (one, two) if one.leads() else (two, one)
         yield Pair(plane, leader, standby)
 
@@ -156,7 +156,7 @@ def test_a_killed_holder_is_followed_within_the_leases_duration(pair: Pair) -> N
 
 def test_a_holder_that_is_told_to_end_hands_over_at_once(pair: Pair) -> None:
     pair.leader.process.terminate()
-    assert pair.leader.process.wait(30) == 0, pair.leader.log.read_text()[-2000:]
+    assert pair.leader.process.wait(60) == 0, pair.leader.log.read_text()[-2000:]
     ended = time.monotonic()
     eventually(pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over", every_s=0.05)
     first = next(at for at, _, path in pair.standby.proxy.writes if "/leases" in path)
@@ -172,7 +172,7 @@ def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) ->
     pair.wait_for_pod("after-stop-4")
     resumed = time.monotonic()
     pair.leader.process.send_signal(signal.SIGCONT)
-    assert pair.leader.process.wait(30) == 1, pair.leader.log.read_text()[-2000:]
+    assert pair.leader.process.wait(60) == 1, pair.leader.log.read_text()[-2000:]
     assert pair.leader.writes_since(resumed) == []
     last = json.loads(pair.leader.log.read_text().splitlines()[-1])
     assert last["message"].startswith("ends: "), last
@@ -190,11 +190,11 @@ def test_without_an_api_server_it_waits_and_is_healthy(tmp_path: Path) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        eventually(lambda: "does not answer" in log.read_text(), timeout_s=60, what="it to say what it waits for")
+        eventually(lambda: "does not answer" in log.read_text(), timeout_s=120, what="it to say what it waits for")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
             assert answer.status == 200, "its kubelet would restart it, and nothing would be better"
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

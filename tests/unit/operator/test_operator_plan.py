@@ -27,8 +27,16 @@ SURGE = Update(max_surge=1, max_unavailable=0, surge_timeout_s=30.0)
 PAUSED = Update(paused=True)
 
 
-def plan(members: list[Member], desired: int, update: Update = IN_PLACE) -> GroupPlan:
-    return plan_group(members, desired=desired, revision="new", update=update, drain_timeout_s=TIMEOUT_S, now=NOW)
+def plan(members: list[Member], desired: int, update: Update = IN_PLACE, *, has_former: bool = False) -> GroupPlan:
+    return plan_group(
+        members,
+        desired=desired,
+        revision="new",
+        update=update,
+        drain_timeout_s=TIMEOUT_S,
+        now=NOW,
+        has_former=has_former,
+    )
 
 
 def deleted(result: GroupPlan) -> list[str]:
@@ -167,6 +175,14 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1)], 4, {"create": [2, 3, 4]},
     ),
     "none wanted: all leave": (SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]}),
+    # Somebody else deletes members.
+    "what somebody deletes is replaced at once": (SURGE, [member(0), member(1, deletion=NOW)], 2, {"create": [2]}),
+    "within the surge": (SURGE, [member(0, deletion=NOW), member(1, deletion=NOW)], 2, {"create": [2]}),
+    "without one, when it is gone": (IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {}),
+    "but what has drained is waited for": (SURGE, [member(0), member(1, **DRAINS, deletion=NOW)], 2, {}),
+    "paused: what somebody deletes is replaced at once, too": (
+        PAUSED, [member(0, **OLD), member(1, **OLD, deletion=NOW)], 2, {"create": [2]},
+    ),
     # Paused.
     "paused: an old member is as good as a new one": (PAUSED, [member(0, **OLD), member(1, **OLD)], 2, {}),
     "paused: a dead member is replaced": (PAUSED, [member(0, **OLD)], 2, {"create": [1]}),
@@ -183,6 +199,62 @@ def test_rollout(update: Update, members: list[Member], desired: int, step: dict
     assert result.create == step.get("create", [])
     assert result.drain == step.get("drain", [])
     assert deleted(result) == step.get("delete", [])
+
+
+STARTS = {**DOWN, "unready_since": NOW - timedelta(seconds=599)}
+STALLS = {**DOWN, "unready_since": NOW - timedelta(seconds=601)}
+
+FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
+    "a rollout that gets on is not held up": (SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]}),
+    "an old member that dies while the new one starts is replaced by a new one": (
+        SURGE, [member(0, **OLD), member(2, **STARTS)], 2, {"create": [1]},
+    ),
+    "one that dies while the new one stalls comes back": (
+        SURGE, [member(0, **OLD), member(2, **STALLS)], 2, {"restore": [1]},
+    ),
+    "a rollout that stalls and loses nobody is left alone": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS)], 2, {},
+    ),
+    "all old members died: as many come back as there is room for": (SURGE, [member(2, **STALLS)], 2, {"restore": [0, 1]}),
+    "the only one died": (SURGE, [member(1, **STALLS)], 1, {"restore": [0]}),
+    "the only one died, and its place is taken": (IN_PLACE, [member(1, **STALLS)], 1, {}),
+    "in place: an old member that dies comes back": (
+        IN_PLACE, [member(0, **OLD), member(2, **STALLS)], 3, {"restore": [1]},
+    ),
+    "new members that serve stay": (
+        SURGE, [member(0, **OLD), member(1), member(2, **STALLS)], 3, {"restore": [3]},
+    ),
+    "more wanted in a rollout that stalls": (
+        SURGE, [member(0, **OLD), member(1, **STALLS)], 3, {"restore": [2, 3]},
+    ),
+    "a new member that stalls takes nobody's place for want of room": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2, {},
+    ),
+    "the new one got ready after all: who came back leaves": (
+        SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
+    ),
+    "paused in the middle: who dies comes back": (PAUSED, [member(0, **OLD)], 2, {"restore": [1]}),
+    "paused in the middle: a new one that dies comes back as an old one": (PAUSED, [member(2)], 2, {"restore": [0]}),
+    "paused in the middle: it grows by old ones": (PAUSED, [member(0, **OLD), member(1)], 4, {"restore": [2, 3]}),
+    "paused in the middle: the surge stays": (PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys())
+def test_a_rollout_of_which_the_former_revision_is_known(
+    update: Update, members: list[Member], desired: int, step: dict[str, Any]
+) -> None:
+    result = plan(members, desired, update, has_former=True)
+    assert result.create == step.get("create", [])
+    assert result.restore == step.get("restore", [])
+    assert result.drain == step.get("drain", [])
+    assert deleted(result) == step.get("delete", [])
+
+
+def test_a_rollout_that_may_stall_is_looked_at_again_then() -> None:
+    members = [member(0, **OLD), member(2, **STARTS)]
+    assert plan(members, 2, SURGE, has_former=True).revisit_s == pytest.approx(1.0)
+    assert plan(members, 2, SURGE).revisit_s is None, "nothing will be done then"
 
 
 @pytest.mark.parametrize(("members", "desired", "step"), DECISIONS.values(), ids=DECISIONS.keys())
@@ -206,25 +278,33 @@ def test_a_drain_under_way_is_looked_at_again_soon() -> None:
 class Simulation:
     """A cluster that starts pods, drains engines and deletes pods as slowly as `draw` says."""
 
-    def __init__(self, members: list[Member], update: Update, draw: Any) -> None:
+    def __init__(self, members: list[Member], update: Update, draw: Any, *, has_former: bool) -> None:
         self.members = {m.name: m for m in members}
         self.update = update
+        self.has_former = has_former
         self.draw = draw
         self.now = NOW
 
     def step(self, desired: int) -> GroupPlan:
         before = list(self.members.values())
         result = plan_group(
-            before, desired=desired, revision="new", update=self.update, drain_timeout_s=TIMEOUT_S, now=self.now
+            before,
+            desired=desired,
+            revision="new",
+            update=self.update,
+            drain_timeout_s=TIMEOUT_S,
+            now=self.now,
+            has_former=self.has_former,
         )
         self._check(before, result, desired)
         for name in result.drain:
             self._set(name, draining=True, drain_started=self.now, unfinished=self.draw(st.integers(0, 2)))
         for name in deleted(result):
             self._set(name, deletion=self.now, ready=False)
-        for ordinal in result.create:
+        for ordinal in [*result.create, *result.restore]:
             roomless = self.now if self.draw(st.booleans()) else None
-            created = member(ordinal, **DOWN, no_room_since=roomless)
+            revision = "new" if ordinal in result.create else "old"
+            created = member(ordinal, **DOWN, revision=revision, unready_since=self.now, no_room_since=roomless)
             assert created.name not in self.members, f"{created.name} exists"
             self.members[created.name] = created
         return result
@@ -249,11 +329,11 @@ class Simulation:
         assert len(going) <= max(0, len(newest) - desired), "a member of the newest revision is replaced"
         alive = sum(m.deletion is None or self.now < m.deletion + STUCK_TERMINATING for m in before)
         most = max(desired + self.update.max_surge, alive)
-        assert alive + len(result.create) <= most, "more members than wanted"
+        assert alive + len(result.create) + len(result.restore) <= most, "more members than wanted"
 
     def world(self) -> None:
         """Time passes; each member moves on or not."""
-        self.now += timedelta(seconds=self.draw(st.sampled_from([1, 20, 70])))
+        self.now += timedelta(seconds=self.draw(st.sampled_from([1, 20, 70, 700])))
         for m in list(self.members.values()):
             if not self.draw(st.booleans()):
                 continue
@@ -262,7 +342,8 @@ class Simulation:
             elif m.draining and m.unfinished:
                 self._set(m.name, unfinished=m.unfinished - 1)
             elif not m.ready and not m.failed and not m.draining:
-                self._set(m.name, serving=True, ready=m.serving, no_room_since=None)
+                since = None if m.serving else m.unready_since
+                self._set(m.name, serving=True, ready=m.serving, unready_since=since, no_room_since=None)
 
     def settle(self) -> None:
         """What is under way ends well."""
@@ -272,7 +353,7 @@ class Simulation:
             elif m.draining:
                 self._set(m.name, unfinished=0)
             elif not m.failed:
-                self._set(m.name, serving=True, ready=True, no_room_since=None)
+                self._set(m.name, serving=True, ready=True, unready_since=None, no_room_since=None)
 
     def _set(self, name: str, **fields: Any) -> None:
         self.members[name] = msgspec.structs.replace(self.members[name], **fields)
@@ -300,7 +381,8 @@ def test_any_group_converges_and_never_loses_work_or_capacity(data: st.DataObjec
     ordinals = data.draw(st.sets(st.integers(0, 6), max_size=5))
     bounds = data.draw(st.sampled_from([(0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2, 3)]))
     update = Update(max_surge=bounds[0], max_unavailable=bounds[1], surge_timeout_s=30.0)
-    cluster = Simulation([data.draw(any_member(ordinal)) for ordinal in ordinals], update, data.draw)
+    members = [data.draw(any_member(ordinal)) for ordinal in ordinals]
+    cluster = Simulation(members, update, data.draw, has_former=data.draw(st.booleans()))
     for _ in range(data.draw(st.integers(0, 12))):  # the user changes the size, the world is slow
         cluster.step(data.draw(st.integers(0, 5)))
         cluster.world()

@@ -37,7 +37,9 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
     "fatal, tried again just now": (
         decode([pod(state=just_started(1), last=FATAL)]), "False", "ModelNotFound", "/models/x",
     ),
-    "fatal once, past it now": (decode([pod(state=just_started(9), last=FATAL)]), "False", "Starting", "0 of 1"),
+    "fatal, tried again for long": (
+        decode([pod(state=just_started(900), last=FATAL)]), "False", "ModelNotFound", "/models/x",
+    ),
     "fatal tells more than capacity": (
         decode([pod("demo-decode-0", conditions=[UNSCHEDULABLE]), pod("demo-decode-1", state=BACK_OFF, last=FATAL)], 2),
         "False", "ModelNotFound", "demo-decode-1",
@@ -90,7 +92,7 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
 
 @pytest.mark.parametrize(("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys())
 def test_verdict(group: Group, status: str, reason: str, text: str) -> None:
-    verdict = group_verdict(group, NOW)
+    verdict = group_verdict(group)
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator.api import decode_spec
+from baton_operator.api_model import MODEL_URI
 from baton_operator.crd import custom_resource_definition
 from baton_operator.rules import RULES, violations
 
@@ -19,7 +20,10 @@ Object = dict[str, Any]
 
 ROOT = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 SCHEMA = StructuralSchema(ROOT)
-TEXTS = ("a", "b", "25%", "512Mi", "file:///m", "pvc://c/m", "hf://o/m", "s3://b/m", "oci://r/m", "IfNotPresent")
+TEXTS = (
+    *("a", "b", "25%", "512Mi", "IfNotPresent", "oci://r/m"),
+    *("file:///m", "pvc://c/m", "hf://o/m", "s3://b/m", "file:///tmp", "pvc://c/../m"),
+)
 
 
 def stored(spec: Object) -> Object:
@@ -83,6 +87,8 @@ BROKEN: list[tuple[str, Object]] = [
     ("decode.parallelism.pipeline must be 1 with prefill", {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}}),
     ("engine.numBlocks is needed", {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}}),
     ("model.quantization is for CPUs", {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}}),
+    ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
+    ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
     ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
     ("cache and credentialsSecret are for", {"model": {**M["model"], "cache": {"claim": "c"}}}),
     ("exclude each other", {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}}),
@@ -121,6 +127,76 @@ def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> Non
     (found,) = violations(decode_spec(spec))
     assert says in found
     assert refused(spec) == {found}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("file:///../../etc", "file:///m/..", "pvc://c/../../..", "pvc://c/a/../b", "s3://b/../m", "s3://b/m/.."),
+        *(
+            "hf://o/m@a/../b",
+            "image://r/a:v1/../x",
+            "file:////",
+            "file:///.",
+            "file:///tmp",
+            "file:////tmp/",
+            "file:///./tmp/.",
+        ),
+        *(
+            "file:///etc",
+            "file:///etc/baton",
+            "file:///etc//baton",
+            "file:///etc/baton/m",
+            "file:///etc/baton/service-key",
+        ),
+        *("file:///etc/baton-tls", "file:///etc/baton-api-keys/x"),
+    ],
+)
+def test_a_uri_that_can_never_work_is_refused(uri: str) -> None:
+    spec = {"model": {"uri": uri}}
+    (found,) = violations(decode_spec(spec))
+    assert found.startswith("model: uri must not")
+    assert refused(spec) == {found}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "file:///models",
+            "file:///tmp/m",
+            "file:///m/tmp",
+            "file:///etc/models",
+            "file:///etc/baton-models/m",
+            "file:////m//x/",
+        ),
+        *(
+            "file:///m/..x",
+            "file:///m/...",
+            "pvc://c/.",
+            "pvc://c//",
+            "pvc://c/tmp",
+            "s3://b/a//b/",
+            "gs://tmp/tmp",
+            "hf://o/m@a..b",
+        ),
+    ],
+)
+def test_a_uri_that_may_work_is_taken(uri: str) -> None:
+    assert not violations(decode_spec({"model": {"uri": uri}}))
+    assert not refused({"model": {"uri": uri}})
+
+
+PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "baton-x", "m"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5))
+def test_both_say_the_same_of_any_uri(root: str, parts: list[str]) -> None:
+    uri = root + "/".join(parts)
+    if re.search(MODEL_URI, uri):
+        spec = {"model": {"uri": uri}}
+        assert set(violations(decode_spec(spec))) == refused(spec)
 
 
 def test_every_rule_was_broken_above() -> None:

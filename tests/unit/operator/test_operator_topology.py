@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from services import NOW, Object, pod, service
+from services import Object, pod, service
 
 from baton_engine.protocol.topology import (
     MemberStatus,
@@ -23,7 +23,7 @@ from baton_operator.coordinator import CoordinatorClient
 from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.report import Group, group_verdict
 from baton_operator.report_topology import GroupTopology, operation_events, scaling_verdict
-from baton_operator.topology import TopologyView, of_the_key, record, recorded_for
+from baton_operator.topology import TopologyView, asleep, of_the_key, record, recorded_for
 
 ADDRESS = "10.96.0.9"
 
@@ -100,6 +100,17 @@ def test_the_record_survives_a_coordinator_that_starts_and_forgets_pods_that_are
     assert [rank.name for rank in newer.ranks] == ["a"]
 
 
+def test_a_group_that_sleeps_waits_for_nobody() -> None:
+    waits = operation("waiting", "form", reason="waits for demo-decode-0")
+    assert asleep(status(generation=4, last=waits)) == status(generation=4)
+    scaled = operation("done", "scale")
+    assert asleep(status(generation=4, last=scaled)) == status(generation=4, last=scaled)
+    leaving = status("demo-decode-0", last=waits)
+    assert asleep(leaving) == leaving, "it is still there"
+    assert asleep(None) is None
+    assert operation_events(status(last=scaled), asleep(status(generation=4, last=waits))) == []
+
+
 def test_ranks_of_another_coordinator_are_not_taken_for_this_ones() -> None:
     def stored(topology: Any) -> Object:
         return {"status": {"decode": {"topology": topology}}}
@@ -163,16 +174,26 @@ def test_ready_counts_ranks_that_serve() -> None:
     one = GroupTopology(status=status("demo-decode-0"), reachable=True)
     group = Group(role="decode", desired=2, pods=pods, revision="new", topology=one)
     assert group.ready == 1
-    assert group_verdict(group, NOW)[:2] == ("False", "ScalingUp")
-    assert "1 of 2 decode ranks serve" in group_verdict(group, NOW)[2]
+    assert group_verdict(group)[:2] == ("False", "ScalingUp")
+    assert "1 of 2 decode ranks serve" in group_verdict(group)[2]
     two = GroupTopology(status=status("demo-decode-0", "demo-decode-1"), reachable=True)
-    assert group_verdict(msgspec.structs.replace(group, topology=two), NOW)[0] == "True"
+    assert group_verdict(msgspec.structs.replace(group, topology=two))[0] == "True"
     away = msgspec.structs.replace(one, reachable=False)
-    assert group_verdict(msgspec.structs.replace(group, topology=away), NOW)[0] == "True", "they serve on"
+    assert group_verdict(msgspec.structs.replace(group, topology=away))[0] == "True", "they serve on"
     more = msgspec.structs.replace(group, topology=away, desired=3)
-    assert group_verdict(more, NOW)[:2] == ("False", "CoordinatorUnreachable")
+    assert group_verdict(more)[:2] == ("False", "CoordinatorUnreachable")
     first = msgspec.structs.replace(more, topology=GroupTopology(status=None, reachable=False))
-    assert group_verdict(first, NOW)[:2] == ("False", "Starting"), "it starts, too"
+    assert group_verdict(first)[:2] == ("False", "Starting"), "it starts, too"
+
+
+def test_what_keeps_the_coordinator_from_running_is_told_of_its_ranks() -> None:
+    topology = GroupTopology(status=None, reachable=False)
+    state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+    coordinators = [pod("demo-coordinator-0", state=state)]
+    group = Group(role="decode", desired=1, pods=[pod()], revision="new", topology=topology, coordinators=coordinators)
+    verdict = group_verdict(group)
+    assert verdict[:2] == ("False", "ImagePull")
+    assert "pod demo-coordinator-0" in verdict[2]
 
 
 def test_events_of_an_operation() -> None:

@@ -19,7 +19,7 @@ from baton_operator.watch import Watches
 from baton_operator.workqueue import Key
 
 Object = dict[str, Any]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 DEMO = Key("default", "demo")
 
 

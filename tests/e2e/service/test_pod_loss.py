@@ -1,0 +1,167 @@
+"""Pods of a running service that somebody deletes or evicts, under load. No request fails, every token is right.
+
+Minutes for each control plane, so they wait for `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_operator.names import ordinal_of
+from support import expert_service
+from support.expert_group import SHAPE
+from support.expert_group import VOCAB_SIZE as EXPERT_VOCAB_SIZE
+from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.parity import reference_model
+from support.pod_loss import delete_pod, lose_pod, uids
+from support.under_load import fresh_connections, under_load
+from support.waiting import eventually
+
+NAME = "bereaved"
+ROLES = ("prefill", "decode", "gateway")
+VOCAB_SIZE = 512
+WIDTH = 3
+FORCE = ("--force", "--grace-period=0")
+NODE = "baton-local"
+BUDGET_S = 60.0
+"""The controller manager has seen which pods are ready."""
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("control_plane", ["embedded", "real"])
+async def test_a_deleted_pod_of_each_role_fails_no_request(control_plane: str, tmp_path: Path) -> None:
+    checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
+    model = reference_model(checkpoint)
+    with local_cluster(control_plane) as cluster:
+        await asyncio.to_thread(cluster.up, service_of(checkpoint))
+        endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
+        async with under_load(endpoint, model, width=WIDTH, vocab_size=VOCAB_SIZE), fresh_connections(endpoint):
+            for role in ROLES:
+                await asyncio.to_thread(lose, cluster, role)
+            for role in ("prefill", "decode"):
+                await asyncio.to_thread(lose, cluster, role, *FORCE)
+        # A gateway that is killed takes its connections with it, and nothing else.
+        async with (
+            under_load(
+                endpoint, model, width=WIDTH, vocab_size=VOCAB_SIZE, excused=lambda stream: "Client" in stream.error
+            ) as load,
+            fresh_connections(endpoint),
+        ):
+            await asyncio.to_thread(lose, cluster, "gateway", *FORCE)
+        print(f"{len(load.failed)} of {len(load.streams)} streams were cut off with their gateway")
+        assert len(load.failed) <= WIDTH, "no more were open at the time"
+        again = await load.replay([stream.number for stream in load.failed])
+        assert not [stream.error for stream in again.values() if stream.error]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("control_plane", ["embedded", "real"])
+async def test_a_deleted_rank_of_an_expert_group_fails_no_request(control_plane: str, tmp_path: Path) -> None:
+    checkpoint = create_checkpoint(tmp_path / "moe", "qwen3_moe", **SHAPE)
+    with local_cluster(control_plane) as cluster:
+        await asyncio.to_thread(cluster.up, expert_service.service_of(checkpoint))
+        service = expert_service.ExpertService(cluster)
+        await asyncio.to_thread(service.wait_at_rest, 0, 1)
+        endpoint = cluster.get("llms", expert_service.NAME)["status"]["endpoint"]
+        async with under_load(endpoint, reference_model(checkpoint), width=WIDTH, vocab_size=EXPERT_VOCAB_SIZE):
+            await asyncio.to_thread(lose_rank, cluster, service)
+            await asyncio.to_thread(lose_rank, cluster, service, *FORCE)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+async def test_evictions_fail_no_request_and_stay_within_the_budgets(tmp_path: Path) -> None:
+    """The embedded control plane evicts nobody."""
+    checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
+    with local_cluster("real") as cluster:
+        await asyncio.to_thread(cluster.up, service_of(checkpoint))
+        endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
+        async with (
+            under_load(endpoint, reference_model(checkpoint), width=WIDTH, vocab_size=VOCAB_SIZE),
+            fresh_connections(endpoint),
+        ):
+            for role in ("decode", "gateway"):
+                await asyncio.to_thread(one_of_two_is_evicted, cluster, role)
+            await asyncio.to_thread(the_node_is_drained, cluster)
+
+
+def service_of(checkpoint: Path) -> dict[str, Any]:
+    """Its served name is what `Load` asks for."""
+    service = manifest(NAME, checkpoint, prefill=1, decode=2, gateway={"replicas": 2})
+    service["spec"]["model"]["servedName"] = "m"
+    return service
+
+
+def lose(cluster: LocalClusterUnderTest, role: str, *flags: str) -> None:
+    others = {each: uids(cluster, NAME, each) for each in ROLES if each != role}
+    print(" ".join([cluster.control_plane, role, *flags, str(delete_pod(cluster, NAME, role, *flags))]))
+    cluster.wait_ready(NAME)
+    assert {each: uids(cluster, NAME, each) for each in others} == others, "pods of other roles were replaced, too"
+
+
+def lose_rank(cluster: LocalClusterUnderTest, service: expert_service.ExpertService, *flags: str) -> None:
+    print(
+        " ".join(
+            [cluster.control_plane, "rank", *flags, str(delete_pod(cluster, expert_service.NAME, "decode", *flags))]
+        )
+    )
+    pods = cluster.pods(expert_service.NAME, "decode")
+    service.wait_at_rest(*(ordinal_of(pod["metadata"]["name"]) for pod in pods))
+
+
+def one_of_two_is_evicted(cluster: LocalClusterUnderTest, role: str) -> None:
+    """And the other one is not."""
+    wait_for_budget(cluster, role)
+    names = [pod["metadata"]["name"] for pod in cluster.pods(NAME, role)]
+
+    def take(pod: str) -> None:
+        assert "Success" in (said := evict(cluster, pod)), said
+        (other,) = set(names) - {pod}
+        refused = evict(cluster, other)
+        assert "TooManyRequests" in refused, refused
+        assert "disruption budget" in refused, refused
+
+    print(f"{cluster.control_plane} {role} evicted {lose_pod(cluster, NAME, role, take)}")
+    cluster.wait_ready(NAME)
+
+
+def the_node_is_drained(cluster: LocalClusterUnderTest) -> None:
+    """The only one: what is evicted finds no other, so that of two pods one has to stay until the node takes pods again."""
+    for role in ("decode", "gateway"):
+        wait_for_budget(cluster, role)
+    before = {role: uids(cluster, NAME, role) for role in ROLES}
+    said = cluster.kubectl("drain", NODE, "--delete-emptydir-data", "--timeout=30s", check=False)
+    assert "Cannot evict pod as it would violate the pod's disruption budget" in said, said
+    left = {role: len(uids(cluster, NAME, role) & before[role]) for role in ROLES}
+    assert left == {"prefill": 0, "decode": 1, "gateway": 1}, said
+    cluster.kubectl("uncordon", NODE)
+    cluster.wait_ready(NAME)
+
+
+def wait_for_budget(cluster: LocalClusterUnderTest, role: str) -> None:
+    def allowed() -> bool:
+        status = cluster.get("poddisruptionbudgets", f"{NAME}-{role}")["status"]
+        assert status.get("disruptionsAllowed") == 1, status
+        return True
+
+    eventually(allowed, timeout_s=BUDGET_S, what=f"a budget that spares one {role} pod", every_s=0.5)
+
+
+def evict(cluster: LocalClusterUnderTest, pod: str) -> str:
+    """What the eviction API says."""
+    served = cluster.kubectl("api-versions").split()
+    body = {
+        "apiVersion": "policy/v1beta1" if "policy/v1beta1" in served else "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": "default"},
+    }
+    path = f"/api/v1/namespaces/default/pods/{pod}/eviction"
+    return cluster.kubectl("create", "--raw", path, "-f", "-", check=False, stdin=json.dumps(body))

@@ -1,0 +1,63 @@
+"""What `kubectl get llms` says of things that do not stop requests, or that nobody made yet: from the real engines and kubelet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+
+from support.local_cluster import LocalClusterUnderTest, manifest
+from support.waiting import eventually
+
+NAME = "telling"
+OTHER_BLOCKS = {"spec": {"containers": [{"name": "engine", "args": ["--block-size", "32"]}]}}
+
+
+def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reason: str) -> str:
+    """The message of the condition once it is so."""
+
+    def probe() -> str:
+        found = cluster.condition(NAME, kind)
+        assert (found["status"], found["reason"]) == (status, reason), cluster.get("llms", NAME)["status"]
+        return f"{found['message']}"
+
+    return eventually(probe, timeout_s=90, what=f"{kind} {status} {reason}") or ""
+
+
+@pytest.mark.timeout(400)
+def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
+    cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
+) -> None:
+    service = manifest(NAME, checkpoints["qwen3"], gateway={"apiKeys": {"secretName": "telling-clients"}})
+    service["spec"]["decode"]["template"] = OTHER_BLOCKS
+    cluster.apply(service)
+    try:
+        message = wait_condition(cluster, "GatewayReady", "False", "SecretNotFound")
+        assert "Secret telling-clients does not exist" in message
+        metadata = {"name": "telling-clients", "namespace": "default"}
+        cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"me": "a-key"}})
+        wait_condition(cluster, "GatewayReady", "True", "PodsReady")
+
+        message = wait_condition(cluster, "PrefillReady", "False", "IncompatiblePeers")
+        assert f"block_size is 16 at {NAME}-prefill-0 and 32 at {NAME}-decode-0" in message
+        assert cluster.condition(NAME, "DecodeReady")["status"] == "True"
+        assert cluster.condition(NAME)["reason"] == "IncompatiblePeers"
+        endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
+        client = openai.OpenAI(base_url=f"{endpoint}/v1", api_key="a-key", max_retries=0, timeout=120.0)
+        answer = client.completions.create(model=NAME, prompt="who is there " * 20, max_tokens=4, temperature=0)
+        assert answer.usage
+        assert answer.usage.completion_tokens > 0
+        events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
+        told = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
+        assert {"SecretNotFound", "IncompatiblePeers"} <= told
+
+        patch = [{"op": "remove", "path": "/spec/decode/template"}]
+        cluster.kubectl("patch", "llms", NAME, "--type=json", "-p", json.dumps(patch))
+        cluster.wait_ready(NAME)
+        assert cluster.condition(NAME, "PrefillReady")["reason"] == "PodsReady"
+    finally:
+        cluster.kubectl("delete", "llms", NAME, "--wait=true")
+        cluster.kubectl("delete", "secret", "telling-clients", "--ignore-not-found")
+    eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="pods of the deleted service gone")

@@ -1,0 +1,68 @@
+"""docs/metrics.md names every metric that a component exposes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
+from rendered_chart import ROOT
+
+from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.protocol.topology import TopologyStatus
+from baton_gateway.metrics import GatewayMetrics
+
+PAGE = ROOT / "docs" / "metrics.md"
+NAME = re.compile(r"baton(:|_gateway_|_operator_)[a-z_0-9]+")
+KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
+
+
+def documented() -> dict[str, str]:
+    """Name of a metric as in the page's tables, without `_total` -> its type."""
+    rows = re.findall(r"^\| `(baton[a-z_:0-9]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    return {name.removesuffix("_total") if kind == "counter" else name: kind for name, kind in rows}
+
+
+def registered() -> Iterator[tuple[str, str]]:
+    """(name, where) of each metric that a component makes under a name of its own."""
+    for component in ("engine", "gateway", "kv_transfer", "operator"):
+        for path in sorted((ROOT / component).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                    called = ast.unparse(node.func).split(".")[-1]
+                    name = node.args[0].value
+                    if called.removesuffix("MetricFamily") in KINDS and isinstance(name, str) and NAME.fullmatch(name):
+                        yield name, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_the_tables_are_those_of_the_registries() -> None:
+    command = [sys.executable, "hack/metrics_reference.py", str(PAGE), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_metric_is_made_that_the_page_does_not_name() -> None:
+    found = dict(registered())
+    assert len(found) > 40
+    missing = {name: where for name, where in found.items() if name not in documented()}
+    assert missing == {}
+
+
+def test_the_page_says_the_types_that_scrapes_say() -> None:
+    scraped = [
+        GatewayMetrics().render(),
+        CoordinatorMetrics().text(TopologyStatus(generation=0, desired=[], members=[])),
+    ]
+    families = [family for text in scraped for family in text_string_to_metric_families(text.decode())]
+    assert len(families) > 20
+    for family in families:
+        if not family.name.endswith("_created"):
+            assert documented()[family.name] == family.type
+
+
+def test_the_dashboard_is_where_the_page_says() -> None:
+    [link] = re.findall(r"\]\((\S+dashboard\.json)\)", PAGE.read_text())
+    assert (PAGE.parent / link).resolve() == ROOT / "charts/baton/files/dashboard.json"

@@ -1,0 +1,49 @@
+"""An event loop on a clock of the test's own: it does all that is due, and never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type] - which class it is depends on the system
+    """Asked to wait, it says that nothing more is due."""
+
+    idle: Callable[[], None]
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout > 0:
+            self.idle()
+        return super().select(0)
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Args: clock: seconds. The test moves it on between two runs."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._simulated_clock = clock
+        selector = _Selector()
+        selector.idle = self.stop
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._simulated_clock()
+
+    def run_until_idle(self) -> None:
+        """Whatever goes on by itself at this moment."""
+        self.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises what it raises; RuntimeError if it waits for something that does not come by itself at this moment."""
+        return self.run_until_complete(work)
+
+    def end(self) -> None:
+        """Whatever is under way is cancelled."""
+        for task in asyncio.all_tasks(self):
+            task.cancel()
+        self.run_until_idle()
+        self.close()
