@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityE
 from baton_engine.protocol.config import EngineConfig, ModelConfig, ParallelConfig
 from baton_engine.protocol.messages import ErrorCode
 from baton_engine.protocol.topology import Activity, RankPhase
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -113,10 +113,13 @@ def test_stores_forget_generations_that_are_over(ranks, coordinator):
     assert of_one > 0
     for number in range(2, 5):
         coordinator.adopt(number, ["a", "b"])
-    deadline = time.monotonic() + DEADLINE_S
-    while (kept := sum(store.num_keys() for store in stores)) != of_one:
-        assert time.monotonic() < deadline, f"after four generations {kept} keys are kept, and {of_one} after the first"
-        time.sleep(0.02)
+
+    def forgotten() -> bool:
+        kept = sum(store.num_keys() for store in stores)
+        assert kept == of_one, f"{kept} keys are kept, and {of_one} after the first generation"
+        return True
+
+    eventually(forgotten, timeout_s=DEADLINE_S, what="three of four generations forgotten")
 
 
 async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(ranks, coordinator):

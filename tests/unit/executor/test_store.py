@@ -69,10 +69,7 @@ def test_it_forgets_what_is_outdated_and_goes_on(server: StoreServer, store: Sto
     store.set("generation-none", "x")
     before = server._values._nbytes
     server.forget(is_before(10))
-    deadline = time.monotonic() + WAIT_S
-    while store.num_keys() != 2:
-        assert time.monotonic() < deadline, "outdated keys are kept"
-        time.sleep(0.01)
+    eventually(lambda: store.num_keys() == 2, timeout_s=WAIT_S, what="outdated keys forgotten")
     assert generation_store(store, 10, "n").get("key") == b"x" * 100
     assert store.check(["generation-none"])
     assert server._values._nbytes == before - 2 * (len("generation-1-n/key") + 100) - len("generation-2/key") - 1

@@ -3,7 +3,8 @@ the real cache that the real watches fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -286,3 +287,12 @@ class Service:
     def describe(self) -> str:
         status = self.object().get("status", {}) if self.exists else None
         return f"{[member(pod) for pod in self.pods()]}\n{status}\ncurrent: {self.is_current}"
+
+
+@contextlib.contextmanager
+def settled(spec: Object) -> Iterator[Service]:
+    """A service with all its pods, which serve."""
+    with contextlib.closing(Service()) as service:
+        service.create(spec)
+        service.settle()
+        yield service

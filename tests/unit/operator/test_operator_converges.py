@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from service_simulation import WATCHED, Service
+from service_simulation import WATCHED, Service, settled
 from simulated_api_server import Fault
 from simulated_nodes import BROKEN
 
@@ -265,11 +265,8 @@ def test_members_of_all_states_are_seen() -> None:
 @pytest.fixture
 def service() -> Iterator[Service]:
     """Three decode pods that serve."""
-    made = Service()
-    made.create({"model": {"uri": "file:///m"}, "decode": {"replicas": 3}})
-    made.settle()
-    yield made
-    made.close()
+    with settled({"model": {"uri": "file:///m"}, "decode": {"replicas": 3}}) as made:
+        yield made
 
 
 def test_what_was_just_written_is_known_before_the_watch_shows_it(service: Service) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service_simulation import Service
+from service_simulation import Service, settled
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}, "progressDeadlineSeconds": 60}
 BROKEN = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
@@ -17,11 +17,8 @@ EDIT: dict[str, Any] = {"engine": {"maxNumSeqs": 3}, "decode": {"template": BROK
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service()
-    made.create(SPEC)
-    made.settle()
-    yield made
-    made.close()
+    with settled(SPEC) as made:
+        yield made
 
 
 def revisions(service: Service) -> Counter[str]:

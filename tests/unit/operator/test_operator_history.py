@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service_simulation import NAME, Service
+from service_simulation import NAME, Service, settled
 
 from baton_operator.history import LIMIT, held_back
 
@@ -15,11 +15,8 @@ SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service()
-    made.create(SPEC)
-    made.settle()
-    yield made
-    made.close()
+    with settled(SPEC) as made:
+        yield made
 
 
 def records(service: Service) -> list[Any]:
