@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import MEM_TYPES, Descriptors, Region
+from baton_kv_transfer.transports.iovec import FEW_RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
     """Raises ValueError unless the rows of the two sides can be moved pairwise."""
     if operation not in ("READ", "WRITE"):
         raise ValueError(f"operation must be READ or WRITE, got {operation!r}")
-    if len(local) == 0 or len(local) != len(remote) or (local[:, 1] != remote[:, 1]).any():
+    if not len(local) or local[:, 1].tobytes() != remote[:, 1].tobytes():
         raise ValueError(
             f"both sides need the same number of descriptors, at least one, of equal lengths: "
             f"got {len(local)} local, {len(remote)} remote"
@@ -52,7 +53,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
     """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
-    if indices.ndim == 1 and not (indices < 0).any():
+    if indices.ndim == 1 and not _any_negative(indices):
         with contextlib.suppress(IndexError):
             return descs[indices]
     raise ValueError(f"indices must be a flat list of numbers from 0 to {len(descs) - 1}")
@@ -106,3 +107,9 @@ def merge(
     local, remote = local[starts], remote[starts]
     local[:, 1] = remote[:, 1] = np.add.reduceat(lengths, starts)
     return local, remote, remote_regions[starts]
+
+
+def _any_negative(indices: NDArray[np.int64]) -> bool:
+    if len(indices) <= FEW_RUNS:
+        return any(index < 0 for index in indices.tolist())
+    return bool((indices < 0).any())

@@ -25,7 +25,7 @@ from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs
 from baton_kv_transfer.transports import create_transport
 from baton_kv_transfer.transports.base import Descriptors, Operation, Region, TransportError, XferState
 
-_METADATA_VERSION = 2
+_METADATA_VERSION = 3
 _DIGEST_BYTES = 8
 
 

@@ -39,8 +39,10 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
         )
     if cpu.OPS is None:
         return sum_runs_reference(addresses, nbytes)
-    sums: Tensor = cpu.OPS.sum_runs(torch.from_numpy(np.array(addresses, dtype=np.int64)), nbytes, num_threads)
-    return sums.numpy().view(np.uint64)
+    addresses = np.ascontiguousarray(addresses, dtype=np.int64)
+    sums = np.empty(len(addresses), dtype=np.uint64)
+    cpu.OPS.sum_runs(sums.ctypes.data, addresses.ctypes.data, len(addresses), nbytes, num_threads)
+    return sums
 
 
 def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1) -> Tensor:

@@ -8,6 +8,7 @@ for that, and BATON_CPU_KERNELS=avx2 for what an older processor would take.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What the operations compute with and store; for others the torch versions serve."""
 
 Op = Callable[..., Any]
-"""Any: torch operators are untyped; each is called in one place, beside a torch version with types."""
+"""Any: torch operators and C functions are untyped; each is called in one place, beside a torch version with types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Arguments as of the dispatchers; the schemas are at the end of source/ops.cpp."""
+    """Arguments as of the dispatchers; the schemas, and what is no torch operator, are at the end of source/ops.cpp."""
 
     rms_norm: Op
     add_rms_norm: Op
@@ -78,10 +79,14 @@ def _load() -> tuple[Ops | None, str]:
         return None, f"torch ({why})"
     try:
         torch.ops.load_library(library_file(chosen))
+        sum_runs = ctypes.CDLL(str(library_file(chosen))).baton_sum_runs
     except OSError as error:
         return None, f"torch ({library_file(chosen)}: {error})"
     _register_fakes()
-    return Ops(**{name: getattr(torch.ops.baton_cpu, name).default for name in Ops.__slots__}), f"C++ ({why})"
+    sum_runs.restype = None
+    sum_runs.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    operators = {name: getattr(torch.ops.baton_cpu, name).default for name in Ops.__slots__ if name != "sum_runs"}
+    return Ops(**operators, sum_runs=sum_runs), f"C++ ({why})"
 
 
 def _register_fakes() -> None:
@@ -116,10 +121,6 @@ def _register_fakes() -> None:
     @fake("paged_attention")
     def _(*arguments: object) -> None:
         return None
-
-    @fake("sum_runs")
-    def _(addresses: Tensor, nbytes: int, num_threads: int) -> Tensor:
-        return addresses.new_empty(addresses.shape)
 
 
 OPS, DESCRIPTION = _load()

@@ -14,21 +14,17 @@ import hmac
 import os
 import select
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from baton_kv_transfer.transports.base import Descriptors
-from baton_kv_transfer.transports.rows import split
+from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, split, total_bytes
 
 CELL_BYTES = 16
-MAX_ROWS = 1023
+MAX_RUNS = 1023
 """Runs of a batch; IOV_MAX is 1024, one is the cell's."""
 BATCH_BYTES = 4 * 2**20
 """About a millisecond: the thread that reads has other work, too."""
-
-_NOTHING = np.zeros((0, 2), dtype=np.int64)
 
 
 class CopyError(RuntimeError):
@@ -62,12 +58,8 @@ class Process:
         self._cell = cell
         self._lock = threading.Lock()
         self._landing = c.create_string_buffer(CELL_BYTES)
-        self._local = np.zeros((MAX_ROWS + 1, 2), dtype=np.int64)  # struct iovec: address, length
-        self._remote = np.zeros((MAX_ROWS + 1, 2), dtype=np.int64)
-        self._local_address, self._remote_address = self._local.ctypes.data, self._remote.ctypes.data
-        self._cell_rows = np.array(
-            [[c.addressof(self._landing), CELL_BYTES], [cell_address, CELL_BYTES]], dtype=np.int64
-        )
+        self._landing_run = pack_run(c.addressof(self._landing), CELL_BYTES)
+        self._cell_run = pack_run(cell_address, CELL_BYTES)
         self._readv = _load_process_vm_readv()
         self.pidfd = os.pidfd_open(pid)
         self._poller = select.poll()
@@ -80,13 +72,13 @@ class Process:
 
     def check(self) -> None:
         """Raises CopyError if its memory may not be read (any more)."""
-        self.read(_NOTHING, _NOTHING, 0)
+        self.read(b"", b"", 0)
 
-    def read(self, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
+    def read(self, local: bytes, remote: bytes, nbytes: int) -> None:
         """Copies runs of the process to runs here, pairwise.
 
         Args:
-            local, remote: [n, 2], n <= MAX_ROWS: address, length.
+            local, remote: iovecs of as many runs, MAX_RUNS at most.
             nbytes: of all runs.
 
         Raises:
@@ -111,13 +103,11 @@ class Process:
                 os.close(self.pidfd)
                 self.pidfd = -1
 
-    def _read(self, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
+    def _read(self, local: bytes, remote: bytes, nbytes: int) -> None:
         if self.pidfd < 0:
             raise CopyError(f"process {self.pid} was given up")
-        count = len(local)
-        self._local[:count], self._remote[:count] = local, remote
-        self._local[count], self._remote[count] = self._cell_rows
-        copied = self._readv(self.pid, self._local_address, count + 1, self._remote_address, count + 1, 0)
+        count = len(local) // RUN_BYTES + 1
+        copied = self._readv(self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0)
         if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
             raise CopyError(f"the memory of process {self.pid} may not be read: {os.strerror(c.get_errno())}")
         if not self.alive or (copied < 0 and c.get_errno() == errno.ESRCH):
@@ -131,39 +121,39 @@ class Process:
 class BatchedCopy:
     """A long read in steps of one batch."""
 
-    def __init__(self, process: Process, local: Descriptors, remote: Descriptors) -> None:
+    def __init__(self, process: Process, local: bytes, remote: bytes) -> None:
         """
         Args:
-            local, remote: [n, 2 or more]: address and length of each run; lengths are equal.
+            local, remote: iovecs of runs of equal lengths.
         """
         self._process = process
-        self.target = local[:, :2]
+        self.target = local
         """The runs here, as they were given."""
-        self.nbytes = int(local[:, 1].sum())
-        self._local, self._remote = self.target, remote[:, :2]
+        self.nbytes = total_bytes(local)
         if self.nbytes > BATCH_BYTES:
-            self._local, self._remote = split(self._local, BATCH_BYTES), split(self._remote, BATCH_BYTES)
+            local, remote = split(local, BATCH_BYTES), split(remote, BATCH_BYTES)
+        self._local, self._remote = local, remote
+        self._count = len(local) // RUN_BYTES
         self._next = 0
         self._copied = 0
-        self._single = len(self._local) <= MAX_ROWS and self.nbytes <= BATCH_BYTES
-        self._ends = (
-            np.empty(0, np.int64) if self._single else np.cumsum(self._local[:, 1])
-        )  # bytes up to and with a row
+
+    @functools.cached_property
+    def _ends(self) -> Sequence[int]:
+        """Bytes up to and with each run."""
+        return ends_of(self._local)
 
     @property
     def done(self) -> bool:
-        return self._next == len(self._local)
+        return self._next == self._count
 
     def step(self) -> None:
         """Copies the next batch. Raises CopyError."""
-        first = self._next
-        if self._single:
-            self._process.read(self._local, self._remote, self.nbytes)
-            self._next = len(self._local)
-            return
-        end = min(int(np.searchsorted(self._ends, self._copied + BATCH_BYTES, "right")), first + MAX_ROWS)
-        until = int(self._ends[end - 1])
-        self._process.read(self._local[first:end], self._remote[first:end], until - self._copied)
+        first, end, until = self._next, self._count, self.nbytes
+        if end > MAX_RUNS or until > BATCH_BYTES:
+            end = min(bisect_right(self._ends, self._copied + BATCH_BYTES), first + MAX_RUNS)
+            until = int(self._ends[end - 1])
+        part = slice(first * RUN_BYTES, end * RUN_BYTES)
+        self._process.read(self._local[part], self._remote[part], until - self._copied)
         self._next, self._copied = end, until
 
 

@@ -7,12 +7,12 @@ before the next of them.
 from __future__ import annotations
 
 import contextlib
+import ctypes as c
 import socket
 import struct
 from collections.abc import Iterator
 
-import numpy as np
-
+from baton_kv_transfer.transports.iovec import pack_run
 from baton_kv_transfer.transports.rows import FRAME_BYTES, Rows
 
 DATA = 0
@@ -23,8 +23,9 @@ _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
 _TURN_BYTES = 4 * 2**20
 """Data moved in one call, about a millisecond; then others have their turn."""
-_DISCARDED = bytearray(2**16)
-_ZEROS = np.zeros(FRAME_BYTES, dtype=np.uint8)
+_BUFFER_BYTES = 4096
+"""Read at once where messages may come: most calls get all that is there."""
+_ZEROS = c.create_string_buffer(FRAME_BYTES)
 
 
 class FramedSocket:
@@ -50,11 +51,12 @@ class FramedSocket:
         self._sending: tuple[int, Rows] | None = None
         self._waiting: dict[int, Rows] = {}
         self._expected: dict[int, Rows] = {}
-        self._header = bytearray(_HEADER.size)
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._read, self._filled = 0, 0  # what lies between them in the buffer was not looked at yet
         self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
         self._payload = bytearray()
-        self._filled = 0  # bytes of header, or of payload
-        self._missing = 0  # bytes of the frame's data
+        self._missing = 0  # bytes of the payload, or of the frame's data
         self._target: Rows | None = None
 
     def fileno(self) -> int:
@@ -73,7 +75,14 @@ class FramedSocket:
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
         """A message, and data under the same number."""
-        self._messages += _HEADER.pack(len(payload), kind, number) + payload
+        message = _HEADER.pack(len(payload), kind, number) + payload
+        if rows is None and not self.has_outgoing and len(message) <= _SEND_BYTES:
+            sent = 0
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                sent = self._end.send(message)
+            self._head += message[sent:]
+            return
+        self._messages += message
         if rows is not None:
             self._waiting[number] = rows
         self.flush()
@@ -94,7 +103,7 @@ class FramedSocket:
         waiting = self._waiting.pop(number, None) is not None
         if self._sending is None or self._sending[0] != number:
             return waiting or rows is not None
-        blank = Rows(np.array([[_ZEROS.ctypes.data, self._sending[1].frame_missing]]))  # the frame was announced
+        blank = Rows(pack_run(c.addressof(_ZEROS), self._sending[1].frame_missing))  # the frame was announced
         blank.begin_frame()
         self._sending = (number, blank)
         return True
@@ -111,30 +120,27 @@ class FramedSocket:
                     self._begin_frame()
 
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
-        """(kind, number, payload) of the messages that are there; the kind DATA: all of a transfer's rows are.
+        """(kind, number, payload) of messages that are there; the kind DATA: all of a transfer's rows are.
+
+        Where it ends before the socket is empty, that is readable still.
 
         Raises:
             ConnectionError: the other side closed, or sent what it must not.
         """
-        turn = 0
-        while turn < _TURN_BYTES:
+        turn, more = 0, True
+        while True:
+            while (message := self._next_message()) is not None:
+                more = more and message[0] != DATA  # somebody waits for it
+                yield message
+            if not more or turn >= _TURN_BYTES:
+                return
             try:
-                received = self._receive_some()
+                received, more = self._receive_some()
             except (BlockingIOError, InterruptedError):
                 return
             if not received:
                 raise ConnectionError("the other side closed the connection")
             turn += received
-            if self._frame is None and self._filled == _HEADER.size:
-                self._begin_incoming(*_HEADER.unpack(self._header))
-            if self._frame is not None and not self._missing and self._filled == len(self._payload):
-                (kind, number), payload, target = self._frame, bytes(self._payload), self._target
-                self._frame, self._payload, self._target, self._filled = None, bytearray(), None, 0
-                if kind != DATA:
-                    yield kind, number, payload
-                elif target is not None and target.done:
-                    del self._expected[number]
-                    yield kind, number, b""
 
     def close(self) -> None:
         self._end.close()
@@ -164,24 +170,56 @@ class FramedSocket:
 
     # -- in
 
-    def _receive_some(self) -> int:
+    def _receive_some(self) -> tuple[int, bool]:
+        """Bytes that came, and whether there may be more. All that came before was looked at."""
         if self._target is not None:
             received = self._target.receive(self.fileno())
             self._missing -= received
-        elif self._missing:
-            received = self._end.recv_into(_DISCARDED, min(self._missing, len(_DISCARDED)))
-            self._missing -= received
-        else:
-            with (
-                memoryview(self._header if self._frame is None else self._payload) as whole,
-                whole[self._filled :] as rest,
-            ):
+            return received, True
+        if self._missing > _BUFFER_BYTES and self._payload:
+            with memoryview(self._payload) as whole, whole[-self._missing :] as rest:
                 received = self._end.recv_into(rest)
-            self._filled += received
-        return received
+            self._missing -= received
+            return received, True
+        unread = self._filled - self._read  # a part of a header at most
+        self._buffer[:unread] = self._buffer[self._read : self._filled]
+        received = self._end.recv_into(self._view[unread:])
+        self._read, self._filled = 0, unread + received
+        return received, self._filled == _BUFFER_BYTES
+
+    def _next_message(self) -> tuple[int, int, bytes] | None:
+        """The next one that is whole; None: all that was read is used up."""
+        while self._frame is not None or self._filled - self._read >= _HEADER.size:
+            if self._frame is None:
+                self._begin_incoming(*_HEADER.unpack_from(self._buffer, self._read))
+                self._read += _HEADER.size
+            self._use_buffer()
+            if self._missing:
+                return None
+            assert self._frame is not None, "begun above"
+            (kind, number), payload, target = self._frame, bytes(self._payload), self._target
+            self._frame, self._payload, self._target = None, bytearray(), None
+            if kind != DATA:
+                return kind, number, payload
+            if target is not None and target.done:
+                del self._expected[number]
+                return kind, number, b""
+        return None
+
+    def _use_buffer(self) -> None:
+        nbytes = min(self._missing, self._filled - self._read)
+        if nbytes:
+            with self._view[self._read : self._read + nbytes] as part:
+                if self._payload:
+                    first = len(self._payload) - self._missing
+                    self._payload[first : first + nbytes] = part
+                elif self._target is not None:
+                    self._target.put(part)
+            self._read += nbytes
+            self._missing -= nbytes
 
     def _begin_incoming(self, nbytes: int, kind: int, number: int) -> None:
-        self._frame, self._filled = (kind, number), 0
+        self._frame, self._missing = (kind, number), nbytes
         if kind != DATA:
             if nbytes > self.max_payload_bytes:
                 raise ConnectionError(f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}")
@@ -189,7 +227,7 @@ class FramedSocket:
             return
         if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:
             raise ConnectionError(f"{nbytes} bytes of data that nobody asked for")
-        self._missing, target = nbytes, self._expected.get(number)
+        target = self._expected.get(number)
         if target is not None:
             try:
                 target.take_frame(nbytes)

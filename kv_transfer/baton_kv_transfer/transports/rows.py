@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split, total_bytes
 
 FRAME_BYTES = 2**20
 """Greatest frame: some tenths of a millisecond, then others have their turn."""
@@ -22,29 +23,31 @@ _MAX_ROWS = 1024  # IOV_MAX
 class Rows:
     """Bytes of rows in memory, moved in frames of whole rows; rows longer than a frame count as several."""
 
-    def __init__(self, rows: NDArray[np.int64]) -> None:
+    def __init__(self, iovec: bytes) -> None:
         """
         Args:
-            rows: [n, 2 or more]: address, length; at least one, none empty, MAX_TRANSFER_BYTES altogether at most.
+            iovec: at least one run, none empty, MAX_TRANSFER_BYTES altogether at most.
         """
-        self.rows = rows[:, :2]
-        self._nbytes = int(rows[:, 1].sum())
-        whole = self.rows if self._nbytes <= FRAME_BYTES else split(self.rows, FRAME_BYTES)
-        self._iov = np.array(whole, dtype=np.int64, order="C")  # struct iovec; a copy, it is changed
-        self._base = self._iov.ctypes.data
+        self.iovec = iovec
+        self._nbytes = total_bytes(iovec)
+        self._left = bytearray(iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES))
+        """Changed where a call stopped within a row."""
+        self._numbers = memoryview(self._left).cast("q")
+        self._base = c.addressof(c.c_char.from_buffer(self._left))
+        self._count = len(self._left) // RUN_BYTES
         self._next = 0  # the row that moves next
         self._moved = 0
         self._frame_end = 0  # rows and bytes up to there
         self._frame_bytes_end = 0
 
     @functools.cached_property
-    def _ends(self) -> NDArray[np.int64]:
+    def _ends(self) -> Sequence[int]:
         """Bytes up to and with each row; first asked for before any row changes."""
-        return np.cumsum(self._iov[:, 1])
+        return ends_of(self._left)
 
     @property
     def done(self) -> bool:
-        return self._next == len(self._iov)
+        return self._next == self._count
 
     @property
     def frame_missing(self) -> int:
@@ -54,9 +57,9 @@ class Rows:
     def begin_frame(self) -> int:
         """As many rows as a frame takes; their bytes."""
         if self._nbytes - self._moved <= FRAME_BYTES:
-            self._frame_end, self._frame_bytes_end = len(self._iov), self._nbytes
+            self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:
-            self._frame_end = int(np.searchsorted(self._ends, self._moved + FRAME_BYTES, "right"))
+            self._frame_end = bisect_right(self._ends, self._moved + FRAME_BYTES)
             self._frame_bytes_end = int(self._ends[self._frame_end - 1])
         return self.frame_missing
 
@@ -64,9 +67,9 @@ class Rows:
         """Begins a frame that the other side chose. Raises ValueError: it is not of whole rows, or not of these."""
         end = self._moved + nbytes
         if end == self._nbytes:
-            self._frame_end = len(self._iov)
+            self._frame_end = self._count
         else:
-            last = int(np.searchsorted(self._ends, end, "left"))
+            last = bisect_left(self._ends, end)
             if last == len(self._ends) or self._ends[last] != end:
                 raise ValueError(f"a frame of {nbytes} bytes does not fit the rows of its transfer")
             self._frame_end = last + 1
@@ -79,6 +82,16 @@ class Rows:
     def send(self, fd: int) -> int:
         return self._move(_load("writev"), fd)
 
+    def put(self, data: memoryview) -> None:
+        """Stores bytes of the frame begun that were received elsewhere; writable memory."""
+        source, row, left = c.addressof(c.c_char.from_buffer(data)), self._next, len(data)
+        while left:
+            address, length = self._numbers[2 * row : 2 * row + 2]
+            nbytes = min(left, length)
+            c.memmove(address, source, nbytes)
+            source, row, left = source + nbytes, row + 1, left - nbytes
+        self._advance(len(data))
+
     def _move(self, function: Any, fd: int) -> int:
         """Moves what can be moved at once of the frame begun; bytes.
 
@@ -86,31 +99,23 @@ class Rows:
             OSError: BlockingIOError if that is nothing.
         """
         count = min(self._frame_end - self._next, _MAX_ROWS)
-        moved: int = function(fd, self._base + 16 * self._next, count)
+        moved: int = function(fd, self._base + RUN_BYTES * self._next, count)
         if moved < 0:
             raise OSError(c.get_errno(), os.strerror(c.get_errno()))
+        self._advance(moved)
+        return moved
+
+    def _advance(self, moved: int) -> None:
         ends = self._ends if moved < self.frame_missing else None  # rows change below only
         self._moved += moved
         if ends is None:
             self._next = self._frame_end
         else:
-            self._next = int(np.searchsorted(ends, self._moved, "right"))
-            row = self._iov[self._next]
-            left = ends[self._next] - self._moved
-            row[0] += row[1] - left
-            row[1] = left
-        return moved
-
-
-def split(rows: NDArray[np.int64], max_bytes: int) -> NDArray[np.int64]:
-    """The same bytes, rows longer than `max_bytes` in pieces: [m, 2]."""
-    lengths = rows[:, 1]
-    if lengths.max() <= max_bytes:
-        return rows
-    pieces = -(-lengths // max_bytes)
-    row = np.repeat(np.arange(len(lengths)), pieces)
-    offset = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_bytes
-    return np.stack((rows[row, 0] + offset, np.minimum(lengths[row] - offset, max_bytes)), axis=1)
+            self._next = bisect_right(ends, self._moved)
+            address, length = 2 * self._next, 2 * self._next + 1
+            left = int(ends[self._next]) - self._moved
+            self._numbers[address] += self._numbers[length] - left
+            self._numbers[length] = left
 
 
 @functools.cache

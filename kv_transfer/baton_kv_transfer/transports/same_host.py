@@ -22,6 +22,7 @@ import numpy as np
 from baton_kv_transfer.transports.base import Region, TransportError
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import FramedSocket
+from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_link import Link
 from baton_kv_transfer.transports.lane_protocol import (
     HELLO,
@@ -122,9 +123,9 @@ class SameHostLane:
         if peer is None or (peer.device_regions and np.isin(transfer.regions, peer.device_regions).any()):
             return False
         if transfer.op == "WRITE":
-            peer.link.post(WRITE, encode_write(transfer.notif, transfer.local, transfer.remote), transfer)
+            peer.link.post(WRITE, encode_write(transfer.notif, pack(transfer.local), pack(transfer.remote)), transfer)
             return True
-        copy = BatchedCopy(peer.process, transfer.local, transfer.remote)
+        copy = BatchedCopy(peer.process, pack(transfer.local), pack(transfer.remote))
         if copy.nbytes > INLINE_BYTES or peer.error or peer.process.busy:
             self._thread.mailbox.submit(lambda: self._read(peer, transfer, copy))
         else:

@@ -14,6 +14,7 @@ import msgspec
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
+from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside
 from baton_kv_transfer.transports.lane_protocol import (
     ANSWER,
     HELLO,
@@ -22,7 +23,6 @@ from baton_kv_transfer.transports.lane_protocol import (
     WRITE,
     Hello,
     LaneAddress,
-    count_outside,
     decode_write,
     get_location,
 )
@@ -144,7 +144,7 @@ class SameHostClients:
         outside = count_outside(target, self._regions)
         if outside:
             self.num_refused += outside
-            finish(f"{outside} of {len(target)} descriptors are outside the memory registered there")
+            finish(f"{outside} of {len(target) // RUN_BYTES} descriptors are outside the memory registered there")
             return
         self._thread.jobs.append(Job(BatchedCopy(process, target, source), finish, client))
 

@@ -13,6 +13,7 @@ import msgspec
 
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
+from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside
 from baton_kv_transfer.transports.lane_protocol import (
     ANSWER,
     HELLO,
@@ -22,7 +23,6 @@ from baton_kv_transfer.transports.lane_protocol import (
     WRITE,
     TCPAddress,
     TCPHello,
-    count_outside,
     decode_request,
 )
 from baton_kv_transfer.transports.lane_thread import LaneThread
@@ -103,7 +103,7 @@ class TCPClients:
         self._regions.remove(region)
         for client in list(self._clients):
             for number, rows in client.link.transfers.items():
-                if count_outside(rows.rows, self._regions):
+                if count_outside(rows.iovec, self._regions):
                     client.link.stop(number)
                     client.notifs.pop(number, None)
                     self._answer(client, number, "the memory was deregistered")
@@ -182,17 +182,17 @@ class TCPClients:
         client.link.max_payload_bytes, client.link.takes_data = MAX_PAYLOAD_BYTES, True
 
     def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
-        notif, rows = decode_request(request, 2)
-        outside = count_outside(rows, self._regions)
+        notif, iovec = decode_request(request)
+        outside = count_outside(iovec, self._regions)
         if outside:
             self.num_refused += outside
-            refusal = f"{outside} of {len(rows)} descriptors are outside the memory registered there"
+            refusal = f"{outside} of {len(iovec) // RUN_BYTES} descriptors are outside the memory registered there"
             self._answer(client, number, refusal)
         elif kind == READ:
-            client.link.send_rows(number, Rows(rows))
+            client.link.send_rows(number, Rows(iovec))
         else:
             client.notifs[number] = notif
-            client.link.expect(number, Rows(rows))
+            client.link.expect(number, Rows(iovec))
 
     def _answer(self, client: _Client, number: int, error: str) -> None:
         try:

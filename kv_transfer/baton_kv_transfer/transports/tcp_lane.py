@@ -21,6 +21,7 @@ import msgspec
 
 from baton_kv_transfer.transports.base import Region, TransportError
 from baton_kv_transfer.transports.framed_socket import FramedSocket
+from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_link import Link
 from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, READ, WRITE, TCPAddress, TCPHello, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
@@ -93,11 +94,11 @@ class TCPLane:
             transfer.end(f"agent {transfer.peer} is not known: add_remote_agent first")
             self._wakeup()
         elif transfer.op == "READ":
-            request = encode_request(b"", transfer.remote[:, :2])
-            link.post(READ, request, transfer, incoming=Rows(transfer.local))
+            request = encode_request(b"", pack(transfer.remote))
+            link.post(READ, request, transfer, incoming=Rows(pack(transfer.local)))
         else:
-            request = encode_request(transfer.notif, transfer.remote[:, :2])
-            link.post(WRITE, request, transfer, outgoing=Rows(transfer.local))
+            request = encode_request(transfer.notif, pack(transfer.remote))
+            link.post(WRITE, request, transfer, outgoing=Rows(pack(transfer.local)))
 
     def send_notif(self, name: str, message: bytes) -> None:
         """Raises TransportError: no such peer."""

@@ -199,6 +199,8 @@ class UCXTransport(Transport):
 
     def _is_vram(self, local: Descriptors) -> bool:
         """The rows of one list are of one memory type."""
+        if not self._vram:
+            return False
         address = int(local[0, 0])
         return any(region.address <= address < region.address + region.length for region in self._vram)
 

@@ -12,6 +12,7 @@ from kv_processes import wait_for
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Region, XferState
+from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_protocol import (
     HELLO,
     TCPAddress,
@@ -84,7 +85,7 @@ class Raw:
         self.end.sendall(HEADER.pack(len(payload), kind, number) + payload)
 
     def ask(self, kind: int, number: int, descs: NDArray[np.int64], notif: bytes = b"") -> None:
-        self.send(kind, number, encode_request(notif, descs[:, :2]))
+        self.send(kind, number, encode_request(notif, pack(descs)))
 
     def receive(self) -> tuple[int, int, bytes]:
         length, kind, number = HEADER.unpack(self._exactly(HEADER.size))

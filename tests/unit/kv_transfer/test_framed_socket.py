@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import struct
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.framed_socket import DATA, FramedSocket
+from baton_kv_transfer.transports.iovec import pack_run
 from baton_kv_transfer.transports.rows import FRAME_BYTES, Rows
 
 MESSAGE = 7
@@ -19,7 +24,7 @@ Runs = list[tuple[int, int]]
 
 def rows_of(memory: NDArray[np.uint8], runs: Runs) -> Rows:
     """`runs`: (first byte, bytes)."""
-    return Rows(np.array([[memory.ctypes.data + first, count] for first, count in runs]))
+    return Rows(b"".join(pack_run(memory.ctypes.data + first, count) for first, count in runs))
 
 
 def random_bytes(count: int) -> NDArray[np.uint8]:
@@ -174,3 +179,49 @@ def test_data_from_who_may_not_send_any_and_of_no_length_end_the_connection(
         list(other.receive())
     empty.close()
     other.close()
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 9000),  # a message
+            st.lists(st.integers(1, 3000), min_size=1, max_size=5),  # rows
+        ),
+        max_size=12,
+    ),
+    st.lists(st.integers(1, 6000), min_size=1, max_size=8),
+)
+def test_however_the_bytes_come_in_frames_are_the_same(frames: list[int | list[int]], pieces: list[int]) -> None:
+    left, right = socket.socketpair()
+    left.setblocking(True)
+    receiver = FramedSocket(right, takes_data=True)
+    memory = np.zeros(200_000, dtype=np.uint8)
+    wire, expected, stored = bytearray(), [], np.zeros_like(memory)
+    first = 0
+    for number, frame in enumerate(frames):
+        size = frame if isinstance(frame, int) else sum(frame)
+        content = os.urandom(size)
+        wire += struct.pack("<IIQ", size, MESSAGE if isinstance(frame, int) else DATA, number) + content
+        expected.append((MESSAGE, number, content) if isinstance(frame, int) else (DATA, number, b""))
+        if not isinstance(frame, int):
+            runs, start = [], 0
+            for count in frame:
+                runs.append((first, count))
+                stored[first : first + count] = np.frombuffer(content[start : start + count], dtype=np.uint8)
+                first, start = first + count + 3, start + count
+            receiver.expect(number, rows_of(memory, runs))
+    received = []
+    for size in itertools.cycle(pieces):
+        if not wire:
+            break
+        left.sendall(wire[:size])
+        del wire[:size]
+        received += receiver.receive()
+    while more := list(receiver.receive()):
+        received += more
+    assert received == expected
+    np.testing.assert_array_equal(memory, stored)
+    left.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        list(receiver.receive())
+    receiver.close()

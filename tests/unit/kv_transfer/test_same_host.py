@@ -21,13 +21,13 @@ from baton_kv_transfer.transports import cross_memory, lane_protocol
 from baton_kv_transfer.transports.base import Operation, Region, XferState
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import FramedSocket
-from baton_kv_transfer.transports.lane_protocol import FEW_ROWS, LaneAddress, count_outside, permitted
+from baton_kv_transfer.transports.iovec import pack, pack_run
+from baton_kv_transfer.transports.lane_protocol import LaneAddress, permitted
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.same_host import SameHostLane
 from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 4096
-INT64_MAX = 2**63 - 1
 
 
 def here(cell: Cell) -> Process:
@@ -121,33 +121,11 @@ def test_the_lane_is_used_where_ucx_may_use_transports_of_one_host(tls: str | No
     assert permitted(tls) is expected
 
 
-@pytest.mark.parametrize("copies", [1, FEW_ROWS + 1])
-def test_regions_hold_a_descriptor_whole_or_not_at_all(copies: int) -> None:
-    descs = np.array(
-        [
-            [100, 50],
-            [149, 1],
-            [100, 51],
-            [99, 1],
-            [150, 1],
-            [120, 0],
-            [120, -1],
-            [-(2**63), 8],
-            [120, INT64_MAX],
-            [INT64_MAX, 1],
-        ]
-    )
-    regions = [Region(100, 50), Region(200, 10)]
-    outside = [count_outside(np.repeat(descs[[row]], copies, axis=0), regions) // copies for row in range(len(descs))]
-    assert outside == [0, 0, *[1] * 8]
-    assert count_outside(descs, regions) == 8
-
-
 def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
     source, target, cell = np.arange(100_000), np.zeros(100_000, dtype=np.int64), Cell()
     runs = [(0, 2500), (2500, 1), (5000, 1000), (7000, 40_001), *[(50_000 + 2 * i, 1) for i in range(2000)]]
-    copy = BatchedCopy(here(cell), rows(target, *runs), rows(source, *runs))
+    copy = BatchedCopy(here(cell), pack(rows(target, *runs)), pack(rows(source, *runs)))
     num_steps = 0
     while not copy.done:
         copy.step()
@@ -163,15 +141,15 @@ def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.Monke
 def test_memory_that_was_withdrawn_or_never_was_is_an_error() -> None:
     source, target, cell = np.arange(8), np.zeros(8, dtype=np.int64), Cell()
     process = here(cell)
-    nowhere = np.array([[8, 64, 0]], dtype=np.int64)
+    nowhere = pack_run(8, 64)
     with pytest.raises(CopyError, match="does not have all of that memory"):
-        BatchedCopy(process, rows(target, (0, 8)), nowhere).step()
+        BatchedCopy(process, pack(rows(target, (0, 8))), nowhere).step()
     cell.clear()
     with pytest.raises(CopyError, match="withdrew"):
-        BatchedCopy(process, rows(target, (0, 8)), rows(source, (0, 8))).step()
+        BatchedCopy(process, pack(rows(target, (0, 8))), pack(rows(source, (0, 8)))).step()
     process.close()
     with pytest.raises(CopyError, match="given up"):
-        BatchedCopy(process, rows(target, (0, 8)), rows(source, (0, 8))).step()
+        BatchedCopy(process, pack(rows(target, (0, 8))), pack(rows(source, (0, 8)))).step()
 
 
 def test_a_process_that_died_or_is_another_is_found_out() -> None:
@@ -247,7 +225,8 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
     end_of_stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     end_of_stranger.connect(address.socket_name)
     link = FramedSocket(end_of_stranger)
-    request = lane_protocol.encode_write(b"", rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8)))
+    source, target = rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8))
+    request = lane_protocol.encode_write(b"", pack(source), pack(target))
     if hello == "none":
         link.send(lane_protocol.WRITE, 1, request)
     elif hello == "nothing but bytes":

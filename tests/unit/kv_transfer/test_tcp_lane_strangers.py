@@ -14,6 +14,7 @@ from tcp_lane_rig import HEADER, LENGTH, WORDS, LaneHere, Raw, end, rows
 from baton_kv_transfer.transports import tcp_clients
 from baton_kv_transfer.transports.base import XferState
 from baton_kv_transfer.transports.framed_socket import DATA
+from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_protocol import (
     ANSWER,
     HELLO,
@@ -95,7 +96,7 @@ def test_requests_that_make_no_sense_end_their_connection(tcp_lanes: Callable[..
     if request_ == "no rows":
         raw.ask(READ, 1, some[:0])
     elif request_ == "half a row":
-        raw.send(WRITE, 1, encode_request(b"", some[:, :2])[:-8])
+        raw.send(WRITE, 1, encode_request(b"", pack(some))[:-8])
     elif request_ == "too much":
         raw.ask(READ, 1, np.tile(rows(owner.words, (0, WORDS)), (2**18, 1)))
     elif request_ == "number in use":

@@ -1,5 +1,5 @@
 // The operations as torch knows them: torch.ops.baton_cpu.*. Checks of shapes, and the way from tensors to pointers.
-// Their fake (shape-only) implementations for torch.compile are in ../__init__.py.
+// Their fake (shape-only) implementations for torch.compile are in ../__init__.py. At the end what is called without torch.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -241,19 +241,6 @@ void paged_attention_op(
     });
 }
 
-Tensor sum_runs_op(const Tensor& addresses_, int64_t nbytes, int64_t num_threads) {
-    const Tensor addresses = addresses_.contiguous();
-    TORCH_CHECK(addresses.dim() == 1 && addresses.scalar_type() == at::kLong, "addresses must be int64 [n]");
-    TORCH_CHECK_VALUE(nbytes >= 0 && nbytes % 8 == 0, "a run must be a multiple of 8 bytes, not ", nbytes);
-    TORCH_CHECK_VALUE(num_threads >= 1, "num_threads must be at least 1, not ", num_threads);
-    Tensor sums = at::empty_like(addresses);
-    sum_runs(
-        static_cast<uint64_t*>(sums.mutable_data_ptr()), addresses.const_data_ptr<int64_t>(), addresses.numel(),
-        nbytes / 8, num_threads
-    );
-    return sums;
-}
-
 }  // namespace
 }  // namespace baton
 
@@ -272,7 +259,6 @@ TORCH_LIBRARY(baton_cpu, library) {
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
         "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
     );
-    library.def("sum_runs(Tensor addresses, int nbytes, int num_threads) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
@@ -282,5 +268,11 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("silu_and_mul", baton::silu_and_mul_op);
     library.impl("write_kv", baton::write_kv_op);
     library.impl("paged_attention", baton::paged_attention_op);
-    library.impl("sum_runs", baton::sum_runs_op);
+}
+
+// Checked by its caller, ../../block_checksum/__init__.py. No tensors: for one block torch's dispatcher takes longer than the sum.
+extern "C" void baton_sum_runs(
+    uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
+) {
+    baton::sum_runs(sums, addresses, num_runs, nbytes / 8, num_threads);
 }
