@@ -100,8 +100,6 @@ def merge(
     local: Descriptors, local_regions: NDArray[np.int64], remote: Descriptors, remote_regions: NDArray[np.int64]
 ) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
     """Joins the rows of each run: local and remote [runs, 3], and the remote region of each run [runs]."""
-    if len(local) == 1:
-        return local, remote, remote_regions
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]
@@ -111,5 +109,5 @@ def merge(
 
 def _any_negative(indices: NDArray[np.int64]) -> bool:
     if len(indices) <= FEW_RUNS:
-        return any(index < 0 for index in indices.tolist())
+        return min(indices.tolist(), default=0) < 0
     return bool((indices < 0).any())

@@ -213,7 +213,10 @@ class TransportAgent(Agent):
         ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
         local, remote = select(local_xfer_side.descs.rows, ours), select(remote_xfer_side.descs.rows, theirs)
         check_pairs(operation, local, remote)
-        merged = merge(local, local_xfer_side.regions[ours], remote, remote_xfer_side.regions[theirs])
+        if len(ours) == 1:
+            merged = local, remote, remote_xfer_side.regions[theirs]
+        else:
+            merged = merge(local, local_xfer_side.regions[ours], remote, remote_xfer_side.regions[theirs])
         return _Xfer(operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg)
 
     def initialize_xfer(

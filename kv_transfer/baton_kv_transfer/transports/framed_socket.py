@@ -110,14 +110,16 @@ class FramedSocket:
 
     def flush(self) -> None:
         turn = 0
-        with contextlib.suppress(BlockingIOError, InterruptedError):
+        try:
             while self.has_outgoing and turn < _TURN_BYTES:
-                if self._head:
-                    self._send_head()
-                elif self._sending is not None:
+                if self._sending is not None and len(self._head) <= _SEND_BYTES:
                     turn += self._send_data(*self._sending)
+                elif self._head:
+                    self._send_head()
                 else:
                     self._begin_frame()
+        except (BlockingIOError, InterruptedError):
+            pass
 
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
         """(kind, number, payload) of messages that are there; the kind DATA: all of a transfer's rows are.
@@ -157,11 +159,12 @@ class FramedSocket:
 
     def _send_head(self) -> None:
         with memoryview(self._head) as head, head[:_SEND_BYTES] as part:
-            sent = self._end.send(part, socket.MSG_MORE if self._sending else 0)
+            sent = self._end.send(part)
         del self._head[:sent]
 
     def _send_data(self, number: int, rows: Rows) -> int:
-        sent = rows.send(self.fileno())
+        of_head, sent = rows.send(self.fileno(), self._head)
+        del self._head[:of_head]
         if not rows.frame_missing:
             self._sending = None
             if not rows.done:

@@ -101,7 +101,7 @@ class Link:
                 self._tell(lambda: self._lose(connection, reason))  # ends this one, too
                 return "" if transfer is not None else reason
             if connection.has_outgoing:
-                self._tell(lambda: self._watch(connection))
+                self._tell(lambda: self._watch_writable(connection))
         return ""
 
     def _open(self) -> FramedSocket:
@@ -117,7 +117,11 @@ class Link:
 
     def _watch(self, connection: FramedSocket) -> None:
         if connection is self._socket:
-            self._thread.watch(connection.fileno(), lambda: self._serve(connection), connection.has_outgoing)
+            self._thread.watch(connection.fileno(), lambda: self._serve(connection))
+            self._watch_writable(connection)
+
+    def _watch_writable(self, connection: FramedSocket) -> None:
+        self._thread.watch_writable(connection.fileno(), connection.has_outgoing)
 
     def _serve(self, connection: FramedSocket) -> None:
         try:
@@ -126,7 +130,7 @@ class Link:
             for kind, number, payload in connection.receive():
                 if kind in (ANSWER, DATA):
                     self._take(connection, kind, number, payload.decode(errors="replace"))
-            self._watch(connection)
+            self._watch_writable(connection)
         except OSError as error:
             self._lose(connection, f"connection to {self._peer} lost: {error}")
 

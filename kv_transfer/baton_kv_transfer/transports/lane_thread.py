@@ -6,7 +6,6 @@ up before it then. The thread steps in for what is left when there is news for t
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import heapq
 import itertools
@@ -16,7 +15,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from baton_kv_transfer.transports.cross_memory import BatchedCopy, CopyError
 from baton_kv_transfer.transports.mailbox import Mailbox
@@ -44,6 +44,24 @@ class Job:
         self.copy = copy
         self.finish = finish
         self.owner = owner
+
+
+class _Waiting:
+    """A user's time in `waiting`. A class, since entering and leaving a generator takes longer, twice per message."""
+
+    def __init__(self, borrow: Callable[[], bool], give_back: Callable[[], None], epoll: select.epoll) -> None:
+        self._borrow = borrow
+        self._give_back = give_back
+        self._epoll = epoll
+        self._borrowed = False
+
+    def __enter__(self) -> int | None:
+        self._borrowed = self._borrow()
+        return self._epoll.fileno() if self._borrowed else None
+
+    def __exit__(self, *reason: object) -> None:
+        if self._borrowed:
+            self._give_back()
 
 
 class _State(enum.Enum):
@@ -109,27 +127,23 @@ class LaneThread:
         """There is something for the user to look at: who does the lanes' work meanwhile goes back to it."""
         self._news = True
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[int | None]:
+    def waiting(self) -> AbstractContextManager[int | None]:
         """See Transport.waiting."""
-        if self._borrow():
-            try:
-                yield self._epoll.fileno()
-            finally:
-                self._give_back()
-        else:
-            yield None
+        return _Waiting(self._borrow, self._give_back, self._epoll)
 
-    def watch(self, fd: int, handler: Callable[[], None], writable: bool = False) -> None:
-        if fd < 0:
-            return
-        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
-        before = self._handlers.get(fd)
-        if before is None:
-            self._epoll.register(fd, events)
-        elif before[0] != events:
-            self._epoll.modify(fd, events)
-        self._handlers[fd] = events, handler
+    def watch(self, fd: int, handler: Callable[[], None]) -> None:
+        """Calls `handler` whenever something can be read, and see `watch_writable`."""
+        if fd >= 0:
+            self._epoll.register(fd, select.EPOLLIN)
+            self._handlers[fd] = select.EPOLLIN, handler
+
+    def watch_writable(self, fd: int, writable: bool) -> None:
+        """Whether the handler is called whenever something can be written, too; nothing happens where none watches."""
+        events, handler = self._handlers.get(fd, (0, None))
+        wanted = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        if handler is not None and events != wanted:
+            self._epoll.modify(fd, wanted)
+            self._handlers[fd] = wanted, handler
 
     def unwatch(self, fd: int) -> None:
         """Before it is closed."""

@@ -30,11 +30,12 @@ class Rows:
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
-        self._left = bytearray(iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES))
-        """Changed where a call stopped within a row."""
+        rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
+        self._left = bytearray(RUN_BYTES) + rows
+        """The rows, changed where a call stopped within one. Before the next one there is always place for a run."""
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
-        self._count = len(self._left) // RUN_BYTES
+        self._count = len(rows) // RUN_BYTES
         self._next = 0  # the row that moves next
         self._moved = 0
         self._frame_end = 0  # rows and bytes up to there
@@ -43,7 +44,7 @@ class Rows:
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
         """Bytes up to and with each row; first asked for before any row changes."""
-        return ends_of(self._left)
+        return ends_of(self._left[RUN_BYTES:])
 
     @property
     def done(self) -> bool:
@@ -76,33 +77,43 @@ class Rows:
         self._frame_bytes_end = end
 
     def receive(self, fd: int) -> int:
-        """See `_move`; 0: the other side closed."""
-        return self._move(_load("readv"), fd)
+        """Moves what can be moved at once of the frame begun; bytes. 0: the other side closed.
 
-    def send(self, fd: int) -> int:
-        return self._move(_load("writev"), fd)
+        Raises:
+            OSError: BlockingIOError if there is nothing to move.
+        """
+        moved = self._call(_load("readv"), fd, self._next + 1, min(self._frame_end - self._next, _MAX_ROWS))
+        self._advance(moved)
+        return moved
+
+    def send(self, fd: int, head: bytearray) -> tuple[int, int]:
+        """As `receive`, with what goes before the rows: bytes of the head, and of the rows."""
+        count = min(self._frame_end - self._next, _MAX_ROWS - 1)
+        if not head:
+            moved = self._call(_load("writev"), fd, self._next + 1, count)
+            self._advance(moved)
+            return 0, moved
+        start = 2 * self._next
+        self._numbers[start], self._numbers[start + 1] = c.addressof(c.c_char.from_buffer(head)), len(head)
+        moved = self._call(_load("writev"), fd, self._next, count + 1)
+        of_head = min(moved, len(head))
+        self._advance(moved - of_head)
+        return of_head, moved - of_head
 
     def put(self, data: memoryview) -> None:
         """Stores bytes of the frame begun that were received elsewhere; writable memory."""
         source, row, left = c.addressof(c.c_char.from_buffer(data)), self._next, len(data)
         while left:
-            address, length = self._numbers[2 * row : 2 * row + 2]
+            address, length = self._numbers[2 * row + 2 : 2 * row + 4]
             nbytes = min(left, length)
             c.memmove(address, source, nbytes)
             source, row, left = source + nbytes, row + 1, left - nbytes
         self._advance(len(data))
 
-    def _move(self, function: Any, fd: int) -> int:
-        """Moves what can be moved at once of the frame begun; bytes.
-
-        Raises:
-            OSError: BlockingIOError if that is nothing.
-        """
-        count = min(self._frame_end - self._next, _MAX_ROWS)
-        moved: int = function(fd, self._base + RUN_BYTES * self._next, count)
+    def _call(self, function: Any, fd: int, first: int, count: int) -> int:
+        moved: int = function(fd, self._base + RUN_BYTES * first, count)
         if moved < 0:
             raise OSError(c.get_errno(), os.strerror(c.get_errno()))
-        self._advance(moved)
         return moved
 
     def _advance(self, moved: int) -> None:
@@ -112,7 +123,7 @@ class Rows:
             self._next = self._frame_end
         else:
             self._next = bisect_right(ends, self._moved)
-            address, length = 2 * self._next, 2 * self._next + 1
+            address, length = 2 * self._next + 2, 2 * self._next + 3
             left = int(ends[self._next]) - self._moved
             self._numbers[address] += self._numbers[length] - left
             self._numbers[length] = left

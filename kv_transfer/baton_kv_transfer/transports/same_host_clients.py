@@ -117,7 +117,7 @@ class SameHostClients:
                     self._deliver(client.name, payload)
                 elif kind == WRITE:
                     self._serve_write(client, client.process, number, payload)
-            self._thread.watch(client.link.fileno(), lambda: self._serve_client(client), client.link.has_outgoing)
+            self._watch_writable(client)
         except (OSError, ValueError, OverflowError, msgspec.DecodeError, CopyError) as error:
             logger.info("same-host connection of process %d (%s) ended: %s", client.pid, client.name or "?", error)
             self._drop_client(client)
@@ -137,7 +137,7 @@ class SameHostClients:
                 self._deliver(client.name, notif)
             try:
                 client.link.send(ANSWER, number, error.encode())
-                self._thread.watch(client.link.fileno(), lambda: self._serve_client(client), client.link.has_outgoing)
+                self._watch_writable(client)
             except OSError:
                 self._drop_client(client)
 
@@ -147,6 +147,9 @@ class SameHostClients:
             finish(f"{outside} of {len(target) // RUN_BYTES} descriptors are outside the memory registered there")
             return
         self._thread.jobs.append(Job(BatchedCopy(process, target, source), finish, client))
+
+    def _watch_writable(self, client: _Client) -> None:
+        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
 
     def _drop_client(self, client: _Client) -> None:
         if client not in self._clients:

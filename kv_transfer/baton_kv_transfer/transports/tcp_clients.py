@@ -142,21 +142,21 @@ class TCPClients:
         client = _Client(FramedSocket(end, MAX_HELLO_BYTES), f"{where[0]}:{where[1]}")
         self._clients.append(client)
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
-        self._watch(client)
+        self._thread.watch(client.link.fileno(), lambda: self._serve(client))
 
     def _drop_stranger(self, client: _Client) -> None:
         if not client.name:
             self._drop(client, f"no hello within {HELLO_TIMEOUT_S:g} s")
 
-    def _watch(self, client: _Client) -> None:
-        self._thread.watch(client.link.fileno(), lambda: self._serve(client), client.link.has_outgoing)
+    def _watch_writable(self, client: _Client) -> None:
+        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
 
     def _serve(self, client: _Client) -> None:
         try:
             client.link.flush()
             for kind, number, payload in client.link.receive():
                 self._take(client, kind, number, payload)
-            self._watch(client)
+            self._watch_writable(client)
         except (OSError, ValueError, msgspec.DecodeError) as error:
             self._drop(client, str(error))
 
@@ -197,7 +197,7 @@ class TCPClients:
     def _answer(self, client: _Client, number: int, error: str) -> None:
         try:
             client.link.send(ANSWER, number, error.encode())
-            self._watch(client)
+            self._watch_writable(client)
         except OSError as failure:
             self._drop(client, str(failure))
 
