@@ -212,8 +212,8 @@ class Side:
         with self._agent.waiting() as agent_fd:
             if agent_fd is not None:
                 poller.register(agent_fd, select.POLLIN)
-            poller.poll(100)
-        with contextlib.suppress(BlockingIOError):
+            ready = poller.poll(100)
+        if any(waited == self._woken_fd for waited, _ in ready):
             os.eventfd_read(self._woken_fd)
 
 

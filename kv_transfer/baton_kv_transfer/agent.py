@@ -76,13 +76,16 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, after a transfer ended or a notification arrived. (Not in NIXL, where one polls.)"""
+        """`wakeup` is called, from any thread, after a transfer ended or a notification arrived; but see `waiting`.
+
+        (Not in NIXL, where one polls.)
+        """
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Around a sleep until `wakeup` is called: no other thread has to wake up first, its work is the caller's.
 
-        Gives a descriptor to poll within it beside the caller's own, or None; once it is readable, leave. `wakeup` may be called
-        on leaving. (Not in NIXL.)
+        Gives a descriptor to poll within it beside the caller's own, or None; once it is readable, leave, and look for what ended
+        or arrived: `wakeup` is not called for what came up on leaving. (Not in NIXL.)
         """
         return contextlib.nullcontext()
 

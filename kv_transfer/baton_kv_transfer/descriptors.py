@@ -96,6 +96,17 @@ def run_starts(
     return np.flatnonzero(np.concatenate(([True], ~joins)))
 
 
+def may_merge(local: Descriptors, remote: Descriptors) -> bool:
+    """Whether `merge` is worth its time: of few rows Python sees sooner that none are adjacent on both sides."""
+    if len(local) > FEW_RUNS:
+        return True
+    ours, theirs = local.tolist(), remote.tolist()
+    return any(
+        ours[row][0] + ours[row][1] == ours[row + 1][0] and theirs[row][0] + theirs[row][1] == theirs[row + 1][0]
+        for row in range(len(ours) - 1)
+    )
+
+
 def merge(
     local: Descriptors, local_regions: NDArray[np.int64], remote: Descriptors, remote_regions: NDArray[np.int64]
 ) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:

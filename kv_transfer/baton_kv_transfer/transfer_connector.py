@@ -6,7 +6,6 @@ sleeps until a socket, the agent, a command or a deadline wakes it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -257,8 +256,8 @@ class TransferConnector(KVConnectorWorker):
         with self._agent.waiting() as agent_fd:
             if agent_fd is not None:
                 poller.register(agent_fd, zmq.POLLIN)
-            poller.poll(int(wait_s * 1000) + 1)
-        with contextlib.suppress(BlockingIOError):  # nobody called
+            ready = poller.poll(int(wait_s * 1000) + 1)
+        if any(waited == self._wake_fd for waited, _ in ready):
             os.eventfd_read(self._wake_fd)
 
     def _start(self, metadata: ConnectorMetadata) -> None:

@@ -21,7 +21,7 @@ from baton_kv_transfer.agent import (
     check_sides,
     unknown_peer,
 )
-from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, merge, select
+from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, may_merge, merge, select
 from baton_kv_transfer.transports import create_transport
 from baton_kv_transfer.transports.base import Descriptors, Operation, Region, TransportError, XferState
 
@@ -213,10 +213,10 @@ class TransportAgent(Agent):
         ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
         local, remote = select(local_xfer_side.descs.rows, ours), select(remote_xfer_side.descs.rows, theirs)
         check_pairs(operation, local, remote)
-        if len(ours) == 1:
-            merged = local, remote, remote_xfer_side.regions[theirs]
-        else:
+        if may_merge(local, remote):
             merged = merge(local, local_xfer_side.regions[ours], remote, remote_xfer_side.regions[theirs])
+        else:
+            merged = local, remote, remote_xfer_side.regions[theirs]
         return _Xfer(operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg)
 
     def initialize_xfer(

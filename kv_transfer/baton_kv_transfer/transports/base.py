@@ -110,13 +110,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, after an operation ended or a notification arrived."""
+        """`wakeup` is called, from any thread, after an operation ended or a notification arrived; but see `waiting`."""
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """For a user about to sleep until `wakeup` is called: what is on the way then has one thread less to wake.
 
         Gives a descriptor, or None, to poll within it beside the user's own; once it is readable, leave. On leaving, the caller
-        does what came up, a turn of the lanes at most: `wakeup` may be called. Of two users at once the second gets None.
+        does what came up, a turn of the lanes at most, and then looks for what ended or arrived: `wakeup` is not called for what
+        came up so. Of two users at once the second gets None.
         """
         return contextlib.nullcontext()
 

@@ -2,7 +2,8 @@
 
 A process id alone proves nothing: it is used again once its process died. So the other side keeps a `Cell`, random bytes at an
 address it told us. Every batch reads the cell last, in the same call: if it still holds those bytes, the process was the right
-one, and had not withdrawn its memory, when all that came before was read. A pidfd tells whether it lived until then.
+one, and had not withdrawn its memory, when all that came before was read; one that dies meanwhile keeps its memory for as long as
+the call takes. A pidfd tells who died from who lost memory.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class Process:
         copied = self._readv(self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0)
         if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
             raise CopyError(f"the memory of process {self.pid} may not be read: {os.strerror(c.get_errno())}")
-        if not self.alive or (copied < 0 and c.get_errno() == errno.ESRCH):
-            raise CopyError(f"process {self.pid} died")
         if copied != nbytes + CELL_BYTES:
+            if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
+                raise CopyError(f"process {self.pid} died")
             raise CopyError(f"process {self.pid} does not have all of that memory (any more)")
         if not hmac.compare_digest(self._landing.raw, self._cell):
             raise CopyError(f"process {self.pid} withdrew its memory, or is another process now")

@@ -101,6 +101,8 @@ class LaneThread:
         """How many times a user began to wait: tells one time from the next."""
         self._lent = False
         """A user waits now."""
+        self._others_wait = False
+        """Another one wanted to, meanwhile."""
         self._left_at = 0.0
         """When the last one ceased to."""
         self._long = False
@@ -123,9 +125,15 @@ class LaneThread:
             self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def on_news(self) -> None:
-        """There is something for the user to look at: who does the lanes' work meanwhile goes back to it."""
+    def on_news(self) -> bool:
+        """There is something for users to look at: one that does the lanes' work meanwhile goes back to that.
+
+        Returns:
+            Whether users are to be woken: not where it came up in the `waiting` of the only one.
+        """
         self._news = True
+        me = threading.get_ident()
+        return self._others_wait or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """See Transport.waiting."""
@@ -164,6 +172,7 @@ class LaneThread:
 
     def _borrow(self) -> bool:
         with self._lock:
+            self._others_wait = self._lent
             if self._lent or self._more or self._state is _State.WORKING or self.mailbox.closed:
                 return False
             self._lent = True
@@ -251,6 +260,7 @@ class LaneThread:
                 os.close(self._event_fd)
                 os.close(self._kick_fd)
                 return
+            os.eventfd_write(self._event_fd, 1)  # for a user that was woken when the last turn had used up what woke it
             if not self._resume.wait(CLOSE_TIMEOUT_S):
                 return  # a user still polls these descriptors: they must not become others
 

@@ -214,5 +214,5 @@ class UCXTransport(Transport):
         self._wake()
 
     def _wake(self) -> None:
-        self._lanes.on_news()
-        self._wakeup()
+        if self._lanes.on_news():
+            self._wakeup()

@@ -26,6 +26,8 @@ class Lane:
         self.taken: list[tuple[int, int]] = []
         """(number, identity of the thread)."""
         self.ended = False
+        self.woken = False
+        """The last wait ended for a reason, not for its time."""
         self.act: Callable[[int], None] = lambda number: None
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
@@ -47,7 +49,7 @@ class Lane:
             meanwhile()
             poller = select.poll()
             poller.register(fd, select.POLLIN)
-            poller.poll(timeout_s * 1000)
+            self.woken = bool(poller.poll(timeout_s * 1000))
         return True
 
     def wait_as_worker(self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -102,6 +104,31 @@ def test_the_thread_goes_on_where_a_user_leaves_for_news(lane: Lane) -> None:
     assert lane.taken[-1][1] != threading.get_ident()
 
 
+def test_nobody_is_woken_for_what_its_only_user_finds_on_leaving(lane: Lane) -> None:
+    woken: list[bool] = []
+    lane.act = lambda number: woken.append(lane.thread.on_news())
+    lane.wait_as_worker(meanwhile=lambda: lane.send(1))
+    assert woken == [False]
+
+    def wait_beside() -> None:
+        lane.send(2)
+        with lane.thread.waiting() as fd:
+            assert fd is None
+
+    lane.wait_as_worker(meanwhile=wait_beside)
+    assert woken == [False, True]
+
+
+def test_users_are_woken_for_what_the_thread_or_anybody_else_finds(lane: Lane) -> None:
+    woken: list[bool] = []
+    lane.act = lambda number: woken.append(lane.thread.on_news())
+    lane.wait_as_worker(0.0)
+    lane.send(1)
+    wait_for("nobody did the work", lambda: woken, DEADLINE_S)
+    assert woken == [True]
+    assert lane.thread.on_news()
+
+
 def test_of_two_users_one_waits(lane: Lane) -> None:
     def wait_beside() -> bool:
         with lane.thread.waiting() as fd:
@@ -138,10 +165,25 @@ def test_the_end_wakes_a_user_and_is_the_last_work(lane: Lane) -> None:
     closing = threading.Timer(0.05, lane.thread.close)
     closing.start()
     lane.wait_as_worker()
+    assert lane.woken
     closing.join(DEADLINE_S)
     assert lane.ended
     assert not closing.is_alive()
     assert not lane.wait(), "a user waits for what will not come"
+
+
+def test_the_end_wakes_a_user_also_where_the_last_turn_used_up_the_signal() -> None:
+    lane = Lane()
+    closing = threading.Thread(target=lane.thread.close)
+
+    def close_and_take_the_signal() -> None:
+        closing.start()
+        wait_for("the lane did not end", lambda: lane.ended, DEADLINE_S)
+
+    lane.wait_as_worker(meanwhile=close_and_take_the_signal)
+    assert lane.woken
+    closing.join(DEADLINE_S)
+    lane.close()
 
 
 def test_a_defect_in_a_users_turn_ends_the_lane_and_not_the_user(lane: Lane) -> None:
