@@ -167,7 +167,7 @@ class TransportAgent(Agent):
                     f"this one version {_METADATA_VERSION} over {self._transport_name}: run the same release and transport"
                 )
             decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed agent metadata: {error}") from error
         regions = [Region(*region) for region in decoded.regions]
         if not all(0 <= region.address < region.address + region.length < 2**63 for region in regions):

@@ -31,8 +31,10 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
         uint64 [n].
 
     Raises:
-        ValueError: nbytes or num_threads cannot be.
+        ValueError: the addresses are no flat list, or nbytes or num_threads cannot be.
     """
+    if addresses.ndim != 1:
+        raise ValueError(f"addresses must be [n], not {list(addresses.shape)}")
     if nbytes < 0 or nbytes % WORD_BYTES or num_threads < 1:
         raise ValueError(
             f"a run must be a multiple of {WORD_BYTES} bytes, not {nbytes}, and num_threads at least 1, not {num_threads}"

@@ -26,6 +26,8 @@ _TURN_BYTES = 4 * 2**20
 _BUFFER_BYTES = 4096
 """Read at once where messages may come: most calls get all that is there."""
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
+_STOPPED = -1
+"""In place of the number of a transfer whose frame ends in zeros."""
 
 
 class FramedSocket:
@@ -71,7 +73,12 @@ class FramedSocket:
     def transfers(self) -> dict[int, Rows]:
         """Those whose data are under way, by number."""
         sending = dict([self._sending] if self._sending else [])
+        sending.pop(_STOPPED, None)
         return {**self._expected, **self._waiting, **sending}
+
+    def announced_whole(self, number: int) -> bool:
+        """Whether the last frame of a transfer's data is being sent: once it ends, the other side has all it expects."""
+        return self._sending is not None and self._sending[0] == number and self._sending[1].in_last_frame
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
         """A message, and data under the same number."""
@@ -96,16 +103,19 @@ class FramedSocket:
         self._expected[number] = rows
 
     def stop(self, number: int) -> bool:
-        """Rows of this transfer are not touched any more; false if none were under way. By the thread that receives."""
+        """Rows of this transfer are not touched any more; false if none were under way. By the thread that receives.
+
+        A frame of it that is being sent ends in zeros, for it was announced: if `announced_whole`, hang up instead.
+        """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
             self._target = None
         waiting = self._waiting.pop(number, None) is not None
         if self._sending is None or self._sending[0] != number:
             return waiting or rows is not None
-        blank = Rows(pack_run(c.addressof(_ZEROS), self._sending[1].frame_missing))  # the frame was announced
+        blank = Rows(pack_run(c.addressof(_ZEROS), self._sending[1].frame_missing))
         blank.begin_frame()
-        self._sending = (number, blank)
+        self._sending = (_STOPPED, blank)
         return True
 
     def flush(self) -> None:
@@ -132,7 +142,7 @@ class FramedSocket:
         turn, more = 0, True
         while True:
             while (message := self._next_message()) is not None:
-                more = more and message[0] != DATA  # somebody waits for it
+                more = more and message[0] != DATA  # who waits for it is told before the socket is read again
                 yield message
             if not more or turn >= _TURN_BYTES:
                 return
@@ -186,8 +196,9 @@ class FramedSocket:
             return received, True
         unread = self._filled - self._read  # a part of a header at most
         self._buffer[:unread] = self._buffer[self._read : self._filled]
+        self._read, self._filled = 0, unread
         received = self._end.recv_into(self._view[unread:])
-        self._read, self._filled = 0, unread + received
+        self._filled += received
         return received, self._filled == _BUFFER_BYTES
 
     def _next_message(self) -> tuple[int, int, bytes] | None:

@@ -33,7 +33,7 @@ def lengths_of(iovec: bytes | bytearray) -> memoryview:
 
 
 def total_bytes(iovec: bytes | bytearray) -> int:
-    """Exact up to 2^53, and never less than it for more, whatever the numbers."""
+    """Exact up to 2^53. Of lengths below 0 it says nothing: `count_outside` finds them."""
     if _are_few(iovec):
         return sum(lengths_of(iovec))
     return int(_as_array(iovec)[:, 1].sum(dtype=np.float64))

@@ -32,7 +32,7 @@ class Rows:
         self._nbytes = total_bytes(iovec)
         rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
         self._left = bytearray(RUN_BYTES) + rows
-        """The rows, changed where a call stopped within one. Before the next one there is always place for a run."""
+        """The rows, changed where a call stopped within one. What goes before the next one takes the place of the one before."""
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
         self._count = len(rows) // RUN_BYTES
@@ -49,6 +49,11 @@ class Rows:
     @property
     def done(self) -> bool:
         return self._next == self._count
+
+    @property
+    def in_last_frame(self) -> bool:
+        """It has begun."""
+        return self._frame_end == self._count
 
     @property
     def frame_missing(self) -> int:

@@ -173,7 +173,7 @@ class SameHostLane:
             if (address.boot_id, address.pid_namespace, address.network_namespace) != get_location():
                 return None
             return _Peer(name, address, Process(address.pid, address.cell_address, address.cell), regions)
-        except (msgspec.DecodeError, OSError, OverflowError, CopyError) as error:
+        except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
             logger.info("no same-host lane to %s: %s", name, error)
             return None
 

@@ -64,7 +64,8 @@ class SameHostClients:
     def forget_region(self, region: Region) -> None:
         self._regions.remove(region)
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
-            if count_outside(job.copy.target, self._regions):
+            # Finishing one may have ended its client, and with it others of these jobs.
+            if job in self._thread.jobs and count_outside(job.copy.target, self._regions):
                 self._thread.jobs.remove(job)
                 job.finish("the memory was deregistered")
 
@@ -118,7 +119,7 @@ class SameHostClients:
                 elif kind == WRITE:
                     self._serve_write(client, client.process, number, payload)
             self._watch_writable(client)
-        except (OSError, ValueError, OverflowError, msgspec.DecodeError, CopyError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError, msgspec.DecodeError, CopyError) as error:
             logger.info("same-host connection of process %d (%s) ended: %s", client.pid, client.name or "?", error)
             self._drop_client(client)
 

@@ -103,10 +103,14 @@ class TCPClients:
         self._regions.remove(region)
         for client in list(self._clients):
             for number, rows in client.link.transfers.items():
-                if count_outside(rows.iovec, self._regions):
-                    client.link.stop(number)
-                    client.notifs.pop(number, None)
-                    self._answer(client, number, "the memory was deregistered")
+                if not count_outside(rows.iovec, self._regions):
+                    continue
+                if client.link.announced_whole(number):  # it would take what ends the frame for the memory
+                    self._drop(client, "memory that it was reading was deregistered")
+                    break
+                client.link.stop(number)
+                client.notifs.pop(number, None)
+                self._answer(client, number, "the memory was deregistered")
 
     def cut_off(self) -> None:
         """Whoever is connected, and whoever knows the address of before."""
@@ -157,7 +161,7 @@ class TCPClients:
             for kind, number, payload in client.link.receive():
                 self._take(client, kind, number, payload)
             self._watch_writable(client)
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
             self._drop(client, str(error))
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:

@@ -88,15 +88,15 @@ class Raw:
         self.send(kind, number, encode_request(notif, pack(descs)))
 
     def receive(self) -> tuple[int, int, bytes]:
-        length, kind, number = HEADER.unpack(self._exactly(HEADER.size))
-        return kind, number, self._exactly(length)
+        length, kind, number = HEADER.unpack(self.exactly(HEADER.size))
+        return kind, number, self.exactly(length)
 
     def is_cut_off(self) -> bool:
         with contextlib.suppress(ConnectionResetError):
             return self.end.recv(1) == b""
         return True
 
-    def _exactly(self, count: int) -> bytes:
+    def exactly(self, count: int) -> bytes:
         received = bytearray()
         while len(received) < count:
             some = self.end.recv(count - len(received))

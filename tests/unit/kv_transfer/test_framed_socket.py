@@ -225,3 +225,20 @@ def test_however_the_bytes_come_in_frames_are_the_same(frames: list[int | list[i
     with pytest.raises(ConnectionError, match="closed"):
         list(receiver.receive())
     receiver.close()
+
+
+def test_a_part_of_a_header_stays_whole_however_often_one_looks_for_more() -> None:
+    left, right = socket.socketpair()
+    receiver = FramedSocket(right)
+    first, second = (struct.pack("<IIQ", 5, MESSAGE, number) + b"words" for number in (1, 2))
+    cut = len(first) - 3
+    left.sendall(first[:cut])
+    assert list(receiver.receive()) == []
+    left.sendall(first[cut:] + second[:10])
+    assert list(receiver.receive()) == [(MESSAGE, 1, b"words")]
+    for _ in range(3):  # as when the socket can be written to
+        assert list(receiver.receive()) == []
+    left.sendall(second[10:])
+    assert list(receiver.receive()) == [(MESSAGE, 2, b"words")]
+    left.close()
+    receiver.close()

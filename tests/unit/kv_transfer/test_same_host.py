@@ -25,6 +25,7 @@ from baton_kv_transfer.transports.iovec import pack, pack_run
 from baton_kv_transfer.transports.lane_protocol import LaneAddress, permitted
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.same_host import SameHostLane
+from baton_kv_transfer.transports.same_host_clients import SameHostClients
 from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 4096
@@ -218,7 +219,7 @@ def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(la
     assert not one.lane.send_notif("x", b"hello")
 
 
-@pytest.mark.parametrize("hello", ["none", "wrong cell", "no peer's cell", "garbage", "nothing but bytes"])
+@pytest.mark.parametrize("hello", ["none", "wrong cell", "no peer's cell", "garbage", "deep", "nothing but bytes"])
 def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere], hello: str) -> None:
     owner, cell = lanes("owner"), Cell()
     address = owner.address
@@ -232,6 +233,8 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
     elif hello == "nothing but bytes":
         end_of_stranger.setblocking(True)
         end_of_stranger.sendall(b"\xff" * 64)
+    elif hello == "deep":
+        link.send(lane_protocol.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
     else:
         struct = lane_protocol.Hello(address.cell, "stranger", cell.address, cell.value)
         if hello == "wrong cell":
@@ -272,6 +275,48 @@ def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], La
     owner.lane.deregister(owner.region)
     assert write(rows(owner.words, (8, 8)))[0] is XferState.ERR
     assert (owner.words[8:] == np.arange(8, WORDS)).all()
+
+
+def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile() -> None:
+    thread = LaneThread("lane-owner")
+    clients = SameHostClients(thread, lambda sender, message: None)
+    memory, source, cell = np.zeros(2**22, dtype=np.int64), np.full(2**22, 9), Cell()
+    region = Region(memory.ctypes.data, memory.nbytes)
+    clients.open()
+    clients.add_region(region)
+    address = msgspec.msgpack.decode(clients.address, type=LaneAddress)
+    request = lane_protocol.encode_write(b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22))))
+
+    def connect() -> FramedSocket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.connect(address.socket_name)
+        link = FramedSocket(end)
+        hello = lane_protocol.Hello(address.cell, "client", cell.address, cell.value)
+        link.send(lane_protocol.HELLO, 0, msgspec.msgpack.encode(hello))
+        for number in range(1, 4):
+            link.send(lane_protocol.WRITE, number, request)
+        return link
+
+    leaving, staying = connect(), connect()
+    queued = []
+
+    def forget() -> None:
+        """Once all is queued, before the lane sees that one of them left."""
+        if len(thread.jobs) < 6:
+            thread.call_later(0.0001, forget)
+            return
+        leaving.close()
+        clients.forget_region(region)
+        queued.append(len(thread.jobs))
+        memory[:] = 0
+
+    thread.call_later(0.0, forget)
+    thread.start(clients.close)
+    wait_for("all writes were queued", lambda: queued)
+    thread.close()
+    assert queued == [0]
+    assert not memory.any()
+    staying.close()
 
 
 def test_gpu_memory_of_a_peer_is_left_to_ucx(lanes: Callable[[str], LaneHere]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -30,7 +31,9 @@ from baton_kv_transfer.transports.rows import FRAME_BYTES
 # -- who may connect, and ask for what
 
 
-@pytest.mark.parametrize("hello", ["none", "wrong secret", "no name", "garbage", "nothing but bytes", "long", "data"])
+@pytest.mark.parametrize(
+    "hello", ["none", "wrong secret", "no name", "garbage", "deep", "nothing but bytes", "long", "data"]
+)
 def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., LaneHere], hello: str) -> None:
     owner = tcp_lanes("owner")
     raw = Raw.to(owner, "")
@@ -44,6 +47,8 @@ def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., Lan
         raw.send(DATA, 1, b"x")
     elif hello == "garbage":
         raw.send(HELLO, 0, b"\xc1")
+    elif hello == "deep":
+        raw.send(HELLO, 0, b"\x93\xc4\x00\xa1x" + b"\x91" * 4000 + b"\xc0")
     else:
         secret = b"0" * 16 if hello == "wrong secret" else owner.address.secret
         raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(secret, "" if hello == "no name" else "raw")))
@@ -153,6 +158,29 @@ def test_memory_deregistered_while_it_is_read_is_not_read_on(tcp_lanes: Callable
     while (frame := raw.receive())[0] == DATA:
         assert b"\xff" * 8 not in frame[2]
     assert frame == (ANSWER, 1, b"the memory was deregistered")
+    raw.end.close()
+
+
+def test_who_reads_the_last_frame_of_memory_that_is_deregistered_is_hung_up_on(
+    tcp_lanes: Callable[..., LaneHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_little_room(end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    monkeypatch.setattr(tcp_clients, "set_options", leave_little_room)
+    owner = tcp_lanes("owner")
+    raw = Raw.to(owner)
+    raw.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.ask(READ, 1, rows(owner.words, (0, LENGTH)))
+    assert HEADER.unpack(raw.exactly(HEADER.size)) == (FRAME_BYTES, DATA, 1)
+    owner.lane.deregister(owner.region)
+    owner.words[:] = -1
+    received = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while some := raw.end.recv(FRAME_BYTES):
+            received += some
+    assert len(received) < FRAME_BYTES
+    assert b"\xff" * 8 not in received
     raw.end.close()
 
 
