@@ -49,9 +49,9 @@ class Job:
 class _Waiting:
     """A user's time in `waiting`. A class, since entering and leaving a generator takes longer, twice per message."""
 
-    def __init__(self, borrow: Callable[[], bool], give_back: Callable[[], None], epoll: select.epoll) -> None:
+    def __init__(self, borrow: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll) -> None:
         self._borrow = borrow
-        self._give_back = give_back
+        self._leave = leave
         self._epoll = epoll
         self._borrowed = False
 
@@ -60,8 +60,7 @@ class _Waiting:
         return self._epoll.fileno() if self._borrowed else None
 
     def __exit__(self, *reason: object) -> None:
-        if self._borrowed:
-            self._give_back()
+        self._leave(self._borrowed)
 
 
 class _State(enum.Enum):
@@ -101,8 +100,8 @@ class LaneThread:
         """How many times a user began to wait: tells one time from the next."""
         self._lent = False
         """A user waits now."""
-        self._others_wait = False
-        """Another one wanted to, meanwhile."""
+        self._users = 0
+        """In `waiting`, with or without the work."""
         self._left_at = 0.0
         """When the last one ceased to."""
         self._long = False
@@ -133,11 +132,11 @@ class LaneThread:
         """
         self._news = True
         me = threading.get_ident()
-        return self._others_wait or me != self._worker or me == self._thread.ident
+        return self._users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """See Transport.waiting."""
-        return _Waiting(self._borrow, self._give_back, self._epoll)
+        return _Waiting(self._borrow, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
         """Calls `handler` whenever something can be read, and see `watch_writable`."""
@@ -172,7 +171,7 @@ class LaneThread:
 
     def _borrow(self) -> bool:
         with self._lock:
-            self._others_wait = self._lent
+            self._users += 1
             if self._lent or self._more or self._state is _State.WORKING or self.mailbox.closed:
                 return False
             self._lent = True
@@ -180,6 +179,12 @@ class LaneThread:
             if self._state is _State.POLLING:
                 os.eventfd_write(self._kick_fd, 1)
         return True
+
+    def _leave(self, borrowed: bool) -> None:
+        if borrowed:
+            self._give_back()
+        with self._lock:
+            self._users -= 1
 
     def _give_back(self) -> None:
         more = True

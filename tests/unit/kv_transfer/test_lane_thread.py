@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -110,13 +111,21 @@ def test_nobody_is_woken_for_what_its_only_user_finds_on_leaving(lane: Lane) -> 
     lane.wait_as_worker(meanwhile=lambda: lane.send(1))
     assert woken == [False]
 
-    def wait_beside() -> None:
-        lane.send(2)
-        with lane.thread.waiting() as fd:
-            assert fd is None
 
-    lane.wait_as_worker(meanwhile=wait_beside)
-    assert woken == [False, True]
+def test_a_user_that_waits_beside_is_woken_for_what_the_other_finds_however_often_that_one_waits(lane: Lane) -> None:
+    woken: list[bool] = []
+    lane.act = lambda number: woken.append(lane.thread.on_news())
+    with contextlib.ExitStack() as beside:
+
+        def wait_beside() -> None:
+            assert beside.enter_context(lane.thread.waiting()) is None
+            lane.send(1)
+
+        lane.wait_as_worker(meanwhile=wait_beside)
+        lane.wait_as_worker(meanwhile=lambda: lane.send(2))
+    assert woken == [True, True]
+    lane.wait_as_worker(meanwhile=lambda: lane.send(3))
+    assert woken == [True, True, False]
 
 
 def test_users_are_woken_for_what_the_thread_or_anybody_else_finds(lane: Lane) -> None:
