@@ -20,7 +20,7 @@ def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reaso
 
     def probe() -> str:
         found = cluster.condition(NAME, kind)
-        assert (found["status"], found["reason"]) == (status, reason), cluster.get("llms", NAME)["status"]
+        assert (found["status"], found["reason"]) == (status, reason), cluster.get("llms", NAME).get("status")
         return f"{found['message']}"
 
     return eventually(probe, timeout_s=90, what=f"{kind} {status} {reason}") or ""
