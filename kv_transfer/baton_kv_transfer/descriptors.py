@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,8 +53,10 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
     """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
     if indices.ndim == 1 and not _any_negative(indices):
-        with contextlib.suppress(IndexError):
-            return descs[indices]
+        try:
+            return descs.take(indices, axis=0)
+        except IndexError:
+            pass
     raise ValueError(f"indices must be a flat list of numbers from 0 to {len(descs) - 1}")
 
 

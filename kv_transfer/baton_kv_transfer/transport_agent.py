@@ -216,7 +216,7 @@ class TransportAgent(Agent):
         if may_merge(local, remote):
             merged = merge(local, local_xfer_side.regions[ours], remote, remote_xfer_side.regions[theirs])
         else:
-            merged = local, remote, remote_xfer_side.regions[theirs]
+            merged = local, remote, remote_xfer_side.regions.take(theirs)
         return _Xfer(operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg)
 
     def initialize_xfer(

@@ -55,6 +55,7 @@ class FramedSocket:
         self._expected: dict[int, Rows] = {}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
+        self._base = c.addressof(c.c_char.from_buffer(self._buffer))
         self._read, self._filled = 0, 0  # what lies between them in the buffer was not looked at yet
         self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
         self._payload = bytearray()
@@ -223,12 +224,11 @@ class FramedSocket:
     def _use_buffer(self) -> None:
         nbytes = min(self._missing, self._filled - self._read)
         if nbytes:
-            with self._view[self._read : self._read + nbytes] as part:
-                if self._payload:
-                    first = len(self._payload) - self._missing
-                    self._payload[first : first + nbytes] = part
-                elif self._target is not None:
-                    self._target.put(part)
+            if self._payload:
+                first = len(self._payload) - self._missing
+                self._payload[first : first + nbytes] = self._view[self._read : self._read + nbytes]
+            elif self._target is not None:
+                self._target.put(self._base + self._read, nbytes)
             self._read += nbytes
             self._missing -= nbytes
 

@@ -7,6 +7,7 @@ numbers: arrays are slower until there are many, and several times as slow in a 
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Descriptors, Region
 
-RUN_BYTES = 16
+_RUN = struct.Struct("<qq")
+RUN_BYTES = _RUN.size
 FEW_RUNS = 16
 
 
@@ -50,11 +52,14 @@ def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
 def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
     """How many runs do not lie whole in one of the regions. Safe for any numbers."""
     if _are_few(iovec):
-        numbers = memoryview(iovec).cast("q").tolist()
-        return sum(
-            not any(length > 0 and 0 <= address - r.address <= r.length - length for r in regions)
-            for address, length in zip(numbers[::2], numbers[1::2], strict=True)
-        )
+        outside = 0
+        for address, length in _RUN.iter_unpack(iovec):
+            for region in regions:
+                if length > 0 and 0 <= address - region.address <= region.length - length:
+                    break
+            else:
+                outside += 1
+        return outside
     unsigned = _as_array(iovec).view(np.uint64)  # what is negative, or before a region, becomes huge
     addresses, lengths = unsigned[:, 0], unsigned[:, 1]
     inside = np.zeros(len(unsigned), dtype=bool)

@@ -30,12 +30,12 @@ class Rows:
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
-        rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
-        self._left = bytearray(RUN_BYTES) + rows
+        self._rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
+        self._left = bytearray(RUN_BYTES) + self._rows
         """The rows, changed where a call stopped within one. What goes before the next one takes the place of the one before."""
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
-        self._count = len(rows) // RUN_BYTES
+        self._count = len(self._rows) // RUN_BYTES
         self._next = 0  # the row that moves next
         self._moved = 0
         self._frame_end = 0  # rows and bytes up to there
@@ -43,8 +43,8 @@ class Rows:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Bytes up to and with each row; first asked for before any row changes."""
-        return ends_of(self._left[RUN_BYTES:])
+        """Bytes up to and with each row."""
+        return ends_of(self._rows)
 
     @property
     def done(self) -> bool:
@@ -105,15 +105,19 @@ class Rows:
         self._advance(moved - of_head)
         return of_head, moved - of_head
 
-    def put(self, data: memoryview) -> None:
-        """Stores bytes of the frame begun that were received elsewhere; writable memory."""
-        source, row, left = c.addressof(c.c_char.from_buffer(data)), self._next, len(data)
-        while left:
-            address, length = self._numbers[2 * row + 2 : 2 * row + 4]
-            nbytes = min(left, length)
-            c.memmove(address, source, nbytes)
-            source, row, left = source + nbytes, row + 1, left - nbytes
-        self._advance(len(data))
+    def put(self, source: int, nbytes: int) -> None:
+        """Stores bytes of the frame begun that were received elsewhere, at address `source`."""
+        self._moved += nbytes
+        while nbytes:
+            address, length = 2 * self._next + 2, 2 * self._next + 3
+            part = min(nbytes, self._numbers[length])
+            c.memmove(self._numbers[address], source, part)
+            source += part
+            nbytes -= part
+            self._numbers[address] += part
+            self._numbers[length] -= part
+            if not self._numbers[length]:
+                self._next += 1
 
     def _call(self, function: Any, fd: int, first: int, count: int) -> int:
         moved: int = function(fd, self._base + RUN_BYTES * first, count)
@@ -122,16 +126,15 @@ class Rows:
         return moved
 
     def _advance(self, moved: int) -> None:
-        ends = self._ends if moved < self.frame_missing else None  # rows change below only
         self._moved += moved
-        if ends is None:
+        if self._moved == self._frame_bytes_end:
             self._next = self._frame_end
-        else:
-            self._next = bisect_right(ends, self._moved)
-            address, length = 2 * self._next + 2, 2 * self._next + 3
-            left = int(ends[self._next]) - self._moved
-            self._numbers[address] += self._numbers[length] - left
-            self._numbers[length] = left
+            return
+        self._next = bisect_right(self._ends, self._moved)
+        address, length = 2 * self._next + 2, 2 * self._next + 3
+        left = int(self._ends[self._next]) - self._moved
+        self._numbers[address] += self._numbers[length] - left
+        self._numbers[length] = left
 
 
 @functools.cache
