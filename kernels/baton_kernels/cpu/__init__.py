@@ -1,5 +1,5 @@
 """Operations for CPUs in C++ (`source/`), as torch.ops.baton_cpu.*: paged attention, KV write, norms, rotary embedding, SwiGLU,
-checksums of blocks.
+draws of tokens, checksums of blocks.
 
 `python -m baton_kernels.cpu.build` compiles them; `make install` does so. Where that was not done, or could not be, or the
 processor lacks what they were compiled for, OPS is None and dispatchers take their torch versions. BATON_CPU_KERNELS=torch asks
@@ -37,6 +37,7 @@ class Ops:
     silu_and_mul: Op
     write_kv: Op
     paged_attention: Op
+    draw_tokens: Op
     sum_runs: Op
 
 
@@ -121,6 +122,10 @@ def _register_fakes() -> None:
     @fake("paged_attention")
     def _(*arguments: object) -> None:
         return None
+
+    @fake("draw_tokens")
+    def _(logits: Tensor, *parameters: object) -> Tensor:
+        return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
 OPS, DESCRIPTION = _load()

@@ -6,9 +6,10 @@ is a sample of the softmax over the kept tokens. The noise is a hash of (key, t)
 apply in this order, each to what the one before left: min_p, top_k (ties: lower ids stay), top_p (the smallest set of best tokens
 that reaches it; ties likewise). The most likely token always stays.
 
-Nothing is sorted as a whole, neither by the torch version (cpu.py) nor on a GPU (triton_kernel.py). They agree: the random bits are
-the same; logits are compared in float32, probabilities summed in fixed point, which is exact in any order; scores are float64. Only
-where two scores, or a sum and top_p, differ in the last bits of a device's exp and log can the chosen token differ.
+Nothing is sorted as a whole, neither in C++ (../cpu/source/sampling.h) nor in torch (cpu.py) nor on a GPU (triton_kernel.py). They
+agree: the random bits are the same; logits are compared in float32, probabilities summed in fixed point, which is exact in any
+order; scores are float64. Only where two scores, or a sum and top_p, differ in the last bits of an implementation's exp and log can
+the chosen token differ.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from baton_kernels.cpu import ops_for
 from baton_kernels.sampling.cpu import draw_tokens_cpu
-from baton_kernels.sampling.parameters import DrawParams
+from baton_kernels.sampling.noise import signed
+from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 
 __all__ = ["DrawParams", "draw_tokens", "greedy"]
 
@@ -39,6 +42,16 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
         from baton_kernels.sampling.triton_kernel import draw_tokens_triton
 
         return draw_tokens_triton(logits, params, keys)
+    if (ops := ops_for(logits)) is not None:
+        drawn: Tensor = ops.draw_tokens(
+            logits,
+            [max(p.temperature, MIN_TEMPERATURE) for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [signed(key) for key in keys],
+        )
+        return drawn
     return draw_tokens_cpu(logits, params, keys)
 
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_kernels.sampling import greedy, triton_kernel
+from baton_kernels import cpu
+from baton_kernels.sampling import draw_tokens, greedy, triton_kernel
 from baton_kernels.sampling.cpu import draw_tokens_cpu
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
 from baton_kernels.sampling.reference import draw_tokens_reference
@@ -57,6 +60,7 @@ def draws_agree(logits: Tensor, wishes: list[Wish], device: str) -> None:
     keys = keys_of(len(logits))
     expected = draw_tokens_reference(logits, wishes, keys).tolist()
     assert draw_tokens_cpu(logits, wishes, keys).tolist() == expected
+    assert draw_tokens(logits, wishes, keys).tolist() == expected  # in C++ where that was compiled
     assert draw_tokens_triton(logits.to(device), wishes, keys, CONFIG).tolist() == expected
 
 
@@ -91,9 +95,10 @@ def test_masked_tokens_are_never_drawn(triton_device: str) -> None:
 def test_of_equal_logits_top_k_and_top_p_keep_the_lower_ids(triton_device: str) -> None:
     logits = torch.zeros(40, VOCAB)
     wishes = [Wish(top_k=2), Wish(top_p=2.5 / VOCAB)] * 20
-    drawn = draw_tokens_cpu(logits, wishes, keys_of(40))
-    assert set(drawn[::2].tolist()) == {0, 1}
-    assert set(drawn[1::2].tolist()) == {0, 1, 2}
+    for draw in (draw_tokens_cpu, draw_tokens):
+        drawn = draw(logits, wishes, keys_of(40))
+        assert set(drawn[::2].tolist()) == {0, 1}
+        assert set(drawn[1::2].tolist()) == {0, 1, 2}
     draws_agree(logits[:2], wishes[:2], triton_device)
 
 
@@ -102,10 +107,54 @@ def test_a_nan_is_not_drawn_and_hopeless_rows_end(triton_device: str) -> None:
     logits[0, ::2] = math.nan
     logits[1:] = torch.tensor([[-math.inf], [math.nan]])
     wishes = [Wish(top_p=0.9), Wish(top_k=3, top_p=0.5), Wish()]
-    drawn = draw_tokens_triton(logits.to(triton_device), wishes, keys_of(3), CONFIG).tolist()
     expected = draw_tokens_reference(logits[:1].nan_to_num(-math.inf), wishes[:1], keys_of(1))
-    assert drawn[0] == expected.item()
-    assert all(0 <= token < VOCAB for token in drawn)
+    draws = [draw_tokens_triton(logits.to(triton_device), wishes, keys_of(3), CONFIG).tolist()]
+    if cpu.available():
+        draws.append(draw_tokens(logits, wishes, keys_of(3)).tolist())
+    for drawn in draws:
+        assert drawn[0] == expected.item()
+        assert all(0 <= token < VOCAB for token in drawn)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.integers(1, 3000),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 3.0, 30.0]),
+    levels=st.sampled_from([0, 1, 4]),
+    masked=st.sampled_from([0.0, 0.5, 0.999]),
+    wish=st.builds(
+        Wish,
+        temperature=st.sampled_from([1e-9, 0.1, 1.0, 5.0]),
+        top_k=st.one_of(st.just(0), st.integers(1, 3000)),
+        top_p=st.sampled_from([0.0, 0.3, 0.95, 0.999999, 1.0]),
+        min_p=st.sampled_from([0.0, 1e-9, 0.1, 1.0]),
+    ),
+)
+def test_compiled_draws_are_those_of_a_full_sort(
+    seed: int, vocab_size: int, spread: float, levels: int, masked: float, wish: Wish
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab_size, generator=random) * spread
+    if levels:  # many are equal
+        logits = (logits * levels).round() / levels
+    logits[torch.rand(3, vocab_size, generator=random) < masked] = -math.inf
+    logits[:, seed % vocab_size] = 1.0
+    keys = [noise_key(seed, row, 0) for row in range(3)]
+    expected = draw_tokens_reference(logits, [wish] * 3, keys)
+    assert draw_tokens(logits, [wish] * 3, keys).tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+def test_compiled_draws_refuse_what_does_not_fit() -> None:
+    assert cpu.OPS is not None
+    with pytest.raises(RuntimeError, match="a value per row: 2, not 1"):
+        cpu.OPS.draw_tokens(torch.zeros(2, 5), [1.0, 1.0], [0, 0], [1.0], [0.0, 0.0], [1, 2])
+    for logits in (torch.zeros(2, 0), torch.zeros(5), torch.zeros(2, 5, dtype=torch.float16)):
+        with pytest.raises(RuntimeError, match="float32 of shape"):
+            cpu.OPS.draw_tokens(logits, [1.0, 1.0], [0, 0], [1.0, 1.0], [0.0, 0.0], [1, 2])
+    assert draw_tokens(torch.zeros(0, 5), [], []).tolist() == []
 
 
 @triton.jit

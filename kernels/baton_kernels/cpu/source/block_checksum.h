@@ -9,17 +9,14 @@
 #include <immintrin.h>
 #endif
 
+#include "splitmix.h"
+
 namespace baton {
 
 constexpr int64_t CHECKSUM_PERIOD = 8192;  // words
 constexpr int64_t PREFETCHED_WORDS = 512;  // a page ahead: hardware prefetches no further than a page's end
 
-inline uint64_t checksum_factor(uint64_t k) {
-    uint64_t z = k + 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return (z ^ (z >> 31)) | 1u;
-}
+inline uint64_t checksum_factor(uint64_t k) { return splitmix(k + SPLITMIX_GAMMA) | 1u; }
 
 struct alignas(64) InnerFactors {
     uint64_t at[CHECKSUM_PERIOD];

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "block_checksum.h"
 #include "elementwise.h"
+#include "sampling.h"
 
 // Runs a lambda with scalar_t as `type`, which is one of DTYPES of ../__init__.py.
 #define DISPATCH(type, name, ...)                    \
@@ -241,6 +242,29 @@ void paged_attention_op(
     });
 }
 
+Tensor draw_tokens_op(
+    const Tensor& logits_, at::ArrayRef<double> temperature, at::IntArrayRef top_k, at::ArrayRef<double> top_p,
+    at::ArrayRef<double> min_p, at::IntArrayRef keys
+) {
+    TORCH_CHECK(
+        logits_.dim() == 2 && logits_.size(1) > 0 && logits_.scalar_type() == at::kFloat,
+        "logits must be float32 of shape [rows, vocab_size]"
+    );
+    const Tensor logits = logits_.contiguous();
+    const int64_t rows = logits.size(0), vocab_size = logits.size(1);
+    for (const size_t size : {temperature.size(), top_k.size(), top_p.size(), min_p.size(), keys.size()}) {
+        TORCH_CHECK(static_cast<int64_t>(size) == rows, "every parameter needs a value per row: ", rows, ", not ", size);
+    }
+    Tensor tokens = at::empty({rows}, logits.options().dtype(at::kLong));
+    int64_t* const drawn = tokens.mutable_data_ptr<int64_t>();
+    const float* const from = logits.const_data_ptr<float>();
+    for_each_row(rows, vocab_size, [&](int64_t row) {
+        const Wish wish{temperature[row], top_p[row], min_p[row], top_k[row], static_cast<uint64_t>(keys[row])};
+        drawn[row] = draw_token(from + row * vocab_size, vocab_size, wish);
+    });
+    return tokens;
+}
+
 }  // namespace
 }  // namespace baton
 
@@ -259,6 +283,9 @@ TORCH_LIBRARY(baton_cpu, library) {
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
         "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
     );
+    library.def(
+        "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"
+    );
 }
 
 TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
@@ -268,6 +295,7 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("silu_and_mul", baton::silu_and_mul_op);
     library.impl("write_kv", baton::write_kv_op);
     library.impl("paged_attention", baton::paged_attention_op);
+    library.impl("draw_tokens", baton::draw_tokens_op);
 }
 
 // Checked by its caller, ../../block_checksum/__init__.py. No tensors: for one block torch's dispatcher takes longer than the sum.

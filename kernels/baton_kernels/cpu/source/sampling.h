@@ -1,0 +1,206 @@
+// Draws of tokens; filters and noise are those of ../../sampling/__init__.py and noise.py.
+//
+// A row is read once for the maxima of its blocks. Filters then look only into blocks that hold what they may keep, and nothing is
+// sorted but the tokens about which top_p is in doubt. A token draws noise of 52 random bits; exact is only the score of those with
+// as many as the best of their block would need to win.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "splitmix.h"
+#include "vector.h"
+
+namespace baton {
+
+constexpr int64_t VOCABULARY_BLOCK = 64;
+constexpr double NOTHING = -std::numeric_limits<double>::infinity();
+constexpr double FIXED_POINT = 0x1p32;  // probabilities relative to the most likely token's are summed in units of 1 / this
+constexpr double WEIGHTLESS = 23.0;     // so far below the best, exp(scaled - best) is rounded to 0 units
+constexpr int64_t BUCKETS = 512;        // of the distance to the best
+
+struct Wish {
+    double temperature, top_p, min_p;  // top_p 1, min_p 0: none
+    int64_t top_k;                     // 0 or less, or the vocabulary's size and more: none
+    uint64_t key;
+};
+
+struct Candidate {
+    double scaled;  // logit / temperature
+    int64_t token;
+    uint64_t weight;
+};
+
+// The order in which top_k and top_p keep tokens.
+inline bool is_better(const Candidate& a, const Candidate& b) {
+    return a.scaled != b.scaled ? a.scaled > b.scaled : a.token < b.token;
+}
+
+inline uint64_t noise_mantissa(uint64_t key, int64_t token) {
+    return splitmix(key + (static_cast<uint64_t>(token) + 1) * SPLITMIX_GAMMA) >> 12;
+}
+
+inline double gumbel(uint64_t mantissa) { return -std::log(-std::log((static_cast<double>(mantissa) + 0.5) * 0x1p-52)); }
+
+// No mantissa below it gives so much noise; too low by a hair, never too high.
+inline uint64_t least_mantissa(double noise) {
+    const double fraction_above = -std::expm1(-std::exp(-noise));
+    const double count = std::ceil(fraction_above * (1 + 1e-9) * 0x1p52) + 2;
+    return static_cast<uint64_t>(std::max(0.0, 0x1p52 - count));
+}
+
+struct Winner {
+    double score = NOTHING;
+    int64_t token = 0;
+
+    // Tokens 0 to count - 1 of a group, a block's size at most, of which none has more than `best` without noise.
+    template <typename TokenAt, typename ScaledAt>
+    void meet(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
+        const uint64_t needed = least_mantissa(score - best);
+        uint64_t mantissas[VOCABULARY_BLOCK], most = 0;
+        for (int64_t i = 0; i < count; ++i) mantissas[i] = noise_mantissa(key, token_at(i));
+        for (int64_t i = 0; i < count; ++i) most = std::max(most, mantissas[i]);
+        if (most < needed) return;
+        for (int64_t i = 0; i < count; ++i) {
+            if (mantissas[i] < needed) continue;
+            if (const double reached = scaled_at(i) + gumbel(mantissas[i]); reached > score) {
+                score = reached;
+                token = token_at(i);
+            }
+        }
+    }
+};
+
+// A row's logits; NaN counts as -inf.
+class Vocabulary {
+public:
+    Vocabulary(const float* logits, int64_t size, double temperature)
+        : logits_(logits), size_(size), temperature_(temperature), maxima_((size + VOCABULARY_BLOCK - 1) / VOCABULARY_BLOCK) {
+        float best = -std::numeric_limits<float>::infinity();
+        for (int64_t block = 0; block < num_blocks(); ++block) {
+            Floats most = splat(-std::numeric_limits<float>::infinity());
+            float rest = -std::numeric_limits<float>::infinity();
+            const int64_t end = end_of(block);
+            int64_t token = block * VOCABULARY_BLOCK;
+            for (; token + LANES <= end; token += LANES) most = maximum(load(logits + token), most);
+            for (; token < end; ++token) rest = logits[token] > rest ? logits[token] : rest;
+            maxima_[block] = std::max(rest, maximum(most));
+            if (maxima_[block] > best) {
+                best = maxima_[block];
+                best_block_ = block;
+            }
+        }
+    }
+
+    int64_t size() const { return size_; }
+    int64_t num_blocks() const { return static_cast<int64_t>(maxima_.size()); }
+    int64_t best_block() const { return best_block_; }
+    int64_t end_of(int64_t block) const { return std::min(size_, (block + 1) * VOCABULARY_BLOCK); }
+    double scaled(float logit) const { return static_cast<double>(logit) / temperature_; }
+    double at(int64_t token) const { return scaled(logits_[token]); }
+    double best_of(int64_t block) const { return scaled(maxima_[block]); }
+    double best() const { return best_of(best_block_); }
+
+    // At least `rank` tokens reach it: as much as the blocks tell.
+    double rank_bound(int64_t rank) const {
+        if (rank > num_blocks()) return NOTHING;
+        std::vector<float> sorted = maxima_;
+        std::nth_element(sorted.begin(), sorted.begin() + (rank - 1), sorted.end(), std::greater<float>());
+        return scaled(sorted[rank - 1]);
+    }
+
+    // Those that reach `least` and are not masked, by id.
+    std::vector<Candidate> candidates(double least) const {
+        std::vector<Candidate> found;
+        for (int64_t block = 0; block < num_blocks(); ++block) {
+            if (!may_reach(block, least)) continue;
+            for (int64_t token = block * VOCABULARY_BLOCK; token < end_of(block); ++token) {
+                if (const double value = at(token); value >= least && value > NOTHING) found.push_back({value, token, 0});
+            }
+        }
+        return found;
+    }
+
+    bool may_reach(int64_t block, double least) const { return best_of(block) >= least && best_of(block) > NOTHING; }
+
+private:
+    const float* logits_;
+    int64_t size_;
+    double temperature_;
+    std::vector<float> maxima_;
+    int64_t best_block_ = 0;
+};
+
+// Leaves the smallest set of the best whose probabilities reach top_p of all of theirs; one at least.
+inline void keep_top_p(std::vector<Candidate>& candidates, double best, double top_p) {
+    const auto bucket_of = [best](const Candidate& candidate) {
+        return std::min(static_cast<int64_t>((best - candidate.scaled) * (BUCKETS / WEIGHTLESS)), BUCKETS - 1);
+    };
+    uint64_t sums[BUCKETS] = {}, total = 0;
+    for (Candidate& candidate : candidates) {
+        candidate.weight = static_cast<uint64_t>(std::nearbyint(std::exp(candidate.scaled - best) * FIXED_POINT));
+        sums[bucket_of(candidate)] += candidate.weight;
+        total += candidate.weight;
+    }
+    const double limit = top_p * static_cast<double>(total);
+    int64_t crossing = 0;
+    uint64_t ahead = 0;
+    while (crossing < BUCKETS - 1 && static_cast<double>(ahead + sums[crossing]) < limit) ahead += sums[crossing++];
+    // What lies nearer than the crossing bucket stays, what lies farther goes; within it, one after the other.
+    const auto begin = candidates.begin();
+    auto last = std::partition(begin, candidates.end(), [&](const Candidate& c) { return bucket_of(c) < crossing; });
+    const auto end = std::partition(last, candidates.end(), [&](const Candidate& c) { return bucket_of(c) == crossing; });
+    std::sort(last, end, is_better);
+    while (last != end && (last == begin || static_cast<double>(ahead) < limit)) ahead += (last++)->weight;
+    candidates.erase(last, candidates.end());
+}
+
+// Any token where all are masked.
+inline int64_t draw_token(const float* logits, int64_t vocab_size, const Wish& wish) {
+    const Vocabulary vocabulary(logits, vocab_size, wish.temperature);
+    const double best = vocabulary.best();
+    double least = wish.min_p > 0 ? best + std::log(wish.min_p) : NOTHING;
+    const bool has_top_k = wish.top_k > 0 && wish.top_k < vocab_size, has_top_p = wish.top_p < 1;
+    Winner winner;
+    if (!has_top_k && !has_top_p) {
+        const auto meet = [&](int64_t block) {
+            if (!vocabulary.may_reach(block, least)) return;
+            const int64_t first = block * VOCABULARY_BLOCK;
+            winner.meet(
+                wish.key, vocabulary.best_of(block), vocabulary.end_of(block) - first,
+                [=](int64_t i) { return first + i; },
+                [&](int64_t i) {
+                    const double scaled = vocabulary.at(first + i);
+                    return scaled < least ? NOTHING : scaled;
+                }
+            );
+        };
+        meet(vocabulary.best_block());  // the more its winner has, the fewer others are looked at
+        for (int64_t block = 0; block < vocabulary.num_blocks(); ++block) meet(block);
+        return winner.token;
+    }
+
+    if (has_top_p) least = std::max(least, best - WEIGHTLESS);
+    if (has_top_k) least = std::max(least, vocabulary.rank_bound(wish.top_k));
+    std::vector<Candidate> candidates = vocabulary.candidates(least);
+    if (has_top_k && wish.top_k < static_cast<int64_t>(candidates.size())) {
+        std::nth_element(candidates.begin(), candidates.begin() + wish.top_k, candidates.end(), is_better);
+        candidates.resize(wish.top_k);
+    }
+    if (has_top_p) keep_top_p(candidates, best, wish.top_p);
+    const int64_t count = static_cast<int64_t>(candidates.size());
+    for (int64_t first = 0; first < count; first += VOCABULARY_BLOCK) {
+        const Candidate* group = candidates.data() + first;
+        const int64_t size = std::min(VOCABULARY_BLOCK, count - first);
+        const double most = std::min_element(group, group + size, is_better)->scaled;
+        winner.meet(
+            wish.key, most, size, [=](int64_t i) { return group[i].token; }, [=](int64_t i) { return group[i].scaled; }
+        );
+    }
+    return winner.token;
+}
+
+}  // namespace baton
