@@ -69,6 +69,8 @@ class Answer:
     """Why the request failed."""
     error_code: ErrorCode | None = None
     """None: the engine is gone."""
+    prefill_error: str = ""
+    """Why the decode engine was told to go on alone."""
 
 
 def new_prompt() -> list[int]:
@@ -115,7 +117,7 @@ class Clients:
                         assert not first.error, first.error
                         answer.token_ids = result.token_ids = first.new_token_ids
                 except (TimeoutError, EngineDeadError) as error:
-                    result.error = str(error) or "no first token"
+                    result.error = answer.prefill_error = str(error) or f"no first token within {LEG_S} s"
                 self._decode.prefill_result(result)
                 async for output in rest:
                     _take(answer, output)
@@ -212,7 +214,9 @@ class Pair:
             answer = await clients.hand_off(prompt)
         self.assert_right(prompt, answer, "afterwards")
         moved = decode.metric("baton:prompt_tokens_remote_total") - before
-        assert moved == PROMPT_TOKENS, f"{moved} tokens came from {self.prefill.name}:\n{decode.tail()}"
+        assert moved == PROMPT_TOKENS, (
+            f"{moved} tokens came from {self.prefill.name}, which said {answer.prefill_error!r}:\n{decode.tail()}"
+        )
         await self.assert_clean(self.prefill, decode)
 
     async def restart(self, pod: Pod) -> None:
