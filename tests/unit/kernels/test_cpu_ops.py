@@ -142,6 +142,12 @@ def test_attention_of_sequences_that_are_split(window: int | None) -> None:
     assert_attends(paged_case([(1, 1300), (2, 513), (1, 1024)], 4, 2, 16, window=window))
 
 
+@pytest.mark.parametrize("window", [None, 21, 181])
+def test_what_is_hidden_in_tiles_of_whole_vectors(window: int | None) -> None:
+    """Nothing but visibility tells these from tiles that every row sees whole, at their end or, with the larger window, their begin."""
+    assert_attends(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
+
+
 def test_soft_caps_and_alibi() -> None:
     case = paged_case(LENGTHS, 4, 2, 24)
     case.query *= 10

@@ -1,8 +1,9 @@
 // Paged attention that reads keys and values where they lie.
 //
 // The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
-// tile of tokens, a part of one block, and then their values while both are in the nearest cache, with the online softmax of
-// Milakov and Gimelshein 2018 in float32. A tile is prefetched while its predecessor is computed.
+// tile of tokens and then their values while both are near, with the online softmax of Milakov and Gimelshein 2018 in float32.
+// Keys and values come near by a pass of reads alone: between computations, or by prefetches, a processor reads blocks that lie
+// apart more slowly, by more than the pass costs.
 //
 // Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
 // the batch changes a bit of a result.
@@ -25,6 +26,7 @@ namespace baton {
 constexpr int64_t ROWS = 32;     // rows of a task
 constexpr int64_t SPLIT = 512;   // tokens of a task, where all rows of a sequence and KV head fit into one
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // of keys read: less is done by the calling thread alone
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // the score of a token that a row does not see
 
 struct Problem {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, block_size, head_dim;
@@ -128,33 +130,25 @@ struct Room {
     float largest[ROWS], total[ROWS];
 };
 
-// Scores of what a row does not see become -inf; and what changes scores by position is applied.
-inline void adjust_scores(
-    const Problem& p, const Task& task, Room& room, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end
-) {
+// What changes scores by position; those of tokens that a row does not see, and those behind the tile's last one, become -inf.
+inline void adjust_scores(const Problem& p, const Task& task, Room& room, const Tile& tile, int64_t padded_count) {
     for (int64_t row = 0; row < task.num_rows; ++row) {
-        float* scores = room.scores + row * TILE - tile_begin;
-        const int64_t position = position_of(p, task, row);
-        if (p.soft_cap != 0.0f) {
-            for (int64_t t = begin; t < end; ++t) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
+        float* scores = room.scores + row * TILE;
+        const int64_t position = position_of(p, task, row), first = first_visible(p, position);
+        const int64_t head = task.kv_head * p.group_size() + (task.first_row + row) % p.group_size();
+        for (int64_t t = 0; t < tile.count; ++t) {
+            if (p.soft_cap != 0.0f) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
+            const int64_t at = tile.position_of(t);
+            if (p.alibi_slopes != nullptr) scores[t] += p.alibi_slopes[head] * static_cast<float>(at - position);
+            if (at < first || at > position) scores[t] = HIDDEN;
         }
-        if (p.alibi_slopes != nullptr) {
-            const int64_t head = task.kv_head * p.group_size() + (task.first_row + row) % p.group_size();
-            for (int64_t t = begin; t < end; ++t) {
-                scores[t] += p.alibi_slopes[head] * static_cast<float>(t - position);
-            }
-        }
-        constexpr float hidden = -std::numeric_limits<float>::infinity();
-        const int64_t visible_begin = std::min(tile_end, std::max(begin, first_visible(p, position)));
-        const int64_t visible_end = std::min(end, position + 1);
-        for (int64_t t = tile_begin; t < visible_begin; ++t) scores[t] = hidden;
-        for (int64_t t = std::max(tile_begin, visible_end); t < tile_end; ++t) scores[t] = hidden;
+        std::fill(scores + tile.count, scores + padded_count, HIDDEN);
     }
 }
 
 // Scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
-inline void soften(const Task& task, Room& room, int64_t padded_length, float* corrections) {
-    const int64_t vectors = padded_length / LANES;
+inline void soften(const Task& task, Room& room, int64_t padded_count, float* corrections) {
+    const int64_t vectors = padded_count / LANES;
     for (int64_t row = 0; row < task.num_rows; ++row) {
         float* scores = room.scores + row * TILE;
         Floats most = load(scores);
@@ -195,9 +189,7 @@ void attend(
     std::fill(room.sums, room.sums + task.num_rows * dim, 0.0f);
 
     const int32_t* table = p.block_tables + task.seq * p.table_stride;
-    const int64_t tile_length = std::min(TILE, p.block_size);
-    const int64_t padded_length = (tile_length + LANES - 1) / LANES * LANES;
-    // Where the rows of the tile that holds a position begin, relative to the cache's first one.
+    // Where the row of a position begins, relative to the cache's first one.
     const auto offset_of = [&](int64_t position) {
         const int64_t block = table[position / p.block_size];
         TORCH_CHECK_INDEX(
@@ -212,27 +204,34 @@ void attend(
     const int64_t all_visible_end = position_of(p, task, 0) + 1;
     float corrections[ROWS];
 
-    for (int64_t begin = task.begin, offset = offset_of(begin); begin < task.end;) {
-        const int64_t slot = begin % p.block_size;
-        const int64_t tile_begin = begin - slot % tile_length;
-        const int64_t block_end = begin - slot + p.block_size;
-        const int64_t end = std::min({tile_begin + tile_length, block_end, task.end});
-        const int64_t next_offset = end < task.end ? offset_of(end) : offset;
-        const int64_t count = end - begin;
-
-        const Rows<T> key_rows{keys + offset, keys + next_offset, count, p.head_dim};
-        score_tile(room.scores + begin - tile_begin, room.query, task.num_rows, in_float(key_rows, room.tile), dim);
-        const bool partly_hidden = begin < all_visible_begin || end > all_visible_end || count < padded_length;
-        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
-            adjust_scores(p, task, room, tile_begin, tile_begin + padded_length, begin, end);
+    Tile tile;
+    // Each four rows would make floats of it anew: for more of them it is copied.
+    const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
+    const auto with_rows = [&](const T* cache, const auto& use) {
+        if (in_place) {
+            Rows<T> rows;
+            find_rows(rows, cache, tile, dim);
+            use(rows);
+        } else {
+            Rows<float> rows;
+            copy_rows(rows, cache, tile, p.head_dim, dim, room.tile);
+            use(rows);
         }
-        soften(task, room, padded_length, corrections);
-        const Rows<T> value_rows{values + offset, values + next_offset, count, p.head_dim};
-        add_tile(
-            room.sums, corrections, room.scores + begin - tile_begin, task.num_rows, in_float(value_rows, room.tile), dim
-        );
-        begin = end;
-        offset = next_offset;
+    };
+    tile.find(task.begin, task.end, p.block_size, p.head_dim, offset_of);
+    while (tile.count > 0) {
+        const int64_t padded_count = (tile.count + LANES - 1) / LANES * LANES;
+        with_rows(keys, [&](const auto& rows) { score_tile(room.scores, room.query, task.num_rows, rows, dim); });
+        const bool partly_hidden =
+            tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < padded_count;
+        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
+            adjust_scores(p, task, room, tile, padded_count);
+        }
+        soften(task, room, padded_count, corrections);
+        with_rows(values, [&](const auto& rows) {
+            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, dim);
+        });
+        tile.find(tile.end, task.end, p.block_size, p.head_dim, offset_of);
     }
 
     for (int64_t row = 0; row < task.num_rows; ++row) {

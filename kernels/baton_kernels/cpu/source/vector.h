@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace baton {
 
@@ -140,6 +141,42 @@ struct Reduction<2> {
 };
 
 inline float sum(Floats v) { return Reduction<LANES>::sum(v); }
+
+// The lanes of a shuffle that takes, of each group of 2 * H lanes of two vectors, the lower H or the upper ones.
+template <int64_t H, bool UPPER>
+struct Halves {
+    template <std::size_t... I>
+    static Ints make(std::index_sequence<I...>) {
+        return Ints{static_cast<int32_t>(I / H * 2 * H + I % H + (UPPER ? H : 0))...};
+    }
+};
+
+// Groups of 2 * H lanes of vectors are folded into groups of H, of two vectors into one, until every lane is one vector's sum.
+template <int64_t N, int64_t H = LANES / 2>
+inline void sum_folded(float* to, const Floats* vectors) {
+    if constexpr (H == 0) {
+        for (int64_t i = 0; i < N; ++i) store(to + i * LANES, vectors[i]);
+    } else {
+        Floats folded[N / 2];
+        const Ints lower = Halves<H, false>::make(std::make_index_sequence<LANES>());
+        const Ints upper = Halves<H, true>::make(std::make_index_sequence<LANES>());
+        for (int64_t i = 0; i < N / 2; ++i) {
+            const Floats a = vectors[2 * i], b = vectors[2 * i + 1];
+            folded[i] = __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper);
+        }
+        sum_folded<N / 2, H / 2>(to, folded);
+    }
+}
+
+// Each of N vectors' sum, added as sum() does.
+template <int64_t N>
+inline void sum_each(float* to, const Floats* vectors) {
+    if constexpr (N % LANES == 0) {
+        sum_folded<N>(to, vectors);
+    } else {
+        for (int64_t i = 0; i < N; ++i) to[i] = sum(vectors[i]);
+    }
+}
 
 inline float maximum(Floats v) {
     float largest = v[0];
