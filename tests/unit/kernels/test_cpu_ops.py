@@ -144,7 +144,7 @@ def test_attention_of_sequences_that_are_split(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 21, 181])
 def test_what_is_hidden_in_tiles_of_whole_vectors(window: int | None) -> None:
-    """Nothing but visibility tells these from tiles that every row sees whole, at their end or, with the larger window, their begin."""
+    """Nothing else tells these from tiles that every row sees whole; at their end or, with the larger window, their begin."""
     assert_attends(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
 
 
