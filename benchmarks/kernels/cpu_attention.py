@@ -25,8 +25,8 @@ POINTS = [(1, 4096), (4, 4096), (16, 256)]
 GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
 REMARK = (
-    "CPU decode attention reads keys and values of 128 tokens at a time, in a pass of reads alone, and then computes with them: a "
-    "third of its time on one core, in which memory rests. Prefetches during that third made the reading slower than they saved."
+    "CPU decode attention reads keys and values of 128 tokens at a time, in a pass of reads alone, and then computes with them. On "
+    "one core computing takes a third of the time, and memory is idle meanwhile; prefetches then made the reading slower."
 )
 """What limits the figure."""
 BUDGET_BYTES = 4 * 2**30

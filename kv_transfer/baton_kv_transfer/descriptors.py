@@ -53,7 +53,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
     """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
     if indices.ndim == 1 and not _any_negative(indices):
-        try:
+        try:  # contextlib.suppress and descs[indices] take twice as long for few rows
             return descs.take(indices, axis=0)
         except IndexError:
             pass

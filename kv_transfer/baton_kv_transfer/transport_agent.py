@@ -214,7 +214,7 @@ class TransportAgent(Agent):
         local, remote = select(local_xfer_side.descs.rows, ours), select(remote_xfer_side.descs.rows, theirs)
         check_pairs(operation, local, remote)
         if may_merge(local, remote):
-            merged = merge(local, local_xfer_side.regions[ours], remote, remote_xfer_side.regions[theirs])
+            merged = merge(local, local_xfer_side.regions.take(ours), remote, remote_xfer_side.regions.take(theirs))
         else:
             merged = local, remote, remote_xfer_side.regions.take(theirs)
         return _Xfer(operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg)

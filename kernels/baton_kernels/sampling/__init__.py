@@ -31,7 +31,7 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
     """Draws one token per row, by device of the logits; on a GPU nothing waits for the device.
 
     Args:
-        logits: float32 of shape [rows, vocab_size]; no NaN; -inf for masked tokens, at least one per row is not; not changed.
+        logits: float32 of shape [rows, vocab_size]; finite, or -inf for masked tokens, at least one per row is not; not changed.
         params: per row.
         keys: per row, from `noise.noise_key`.
 
@@ -43,10 +43,11 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
 
         return draw_tokens_triton(logits, params, keys)
     if (ops := ops_for(logits)) is not None:
+        vocab_size = logits.shape[-1]
         drawn: Tensor = ops.draw_tokens(
             logits,
             [max(p.temperature, MIN_TEMPERATURE) for p in params],
-            [p.top_k for p in params],
+            [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
             [signed(key) for key in keys],

@@ -32,7 +32,8 @@ class Rows:
         self._nbytes = total_bytes(iovec)
         self._rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
         self._left = bytearray(RUN_BYTES) + self._rows
-        """The rows, changed where a call stopped within one. What goes before the next one takes the place of the one before."""
+        """The rows; of one that a call stopped within, and of those that `put` stored, what is left. What goes before the next one
+        takes the place of the one before."""
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
         self._count = len(self._rows) // RUN_BYTES
@@ -106,7 +107,7 @@ class Rows:
         return of_head, moved - of_head
 
     def put(self, source: int, nbytes: int) -> None:
-        """Stores bytes of the frame begun that were received elsewhere, at address `source`."""
+        """Stores bytes of the frame begun, `frame_missing` at most, that were received elsewhere, at address `source`."""
         self._moved += nbytes
         while nbytes:
             address, length = 2 * self._next + 2, 2 * self._next + 3

@@ -82,20 +82,26 @@ def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
         torch.testing.assert_close(actual, run_model(model, SEQUENCES, chunk), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))])
 def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothing(
-    models: dict[str, CausalLM], tmp_path: Path
+    models: dict[str, CausalLM], arch: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models["llama"]
+    passed: list[fx.Graph] = []
+    run_pass = RemoveNoOps.__call__
+    monkeypatch.setattr(RemoveNoOps, "__call__", lambda self, graph: (passed.append(graph), run_pass(self, graph))[1])
+    model = models[arch]
     first = InductorCompiler(tmp_path)
-    compiled = CompiledModel(model, first)
+    compiled = CompiledModel(model, first, sizes)
     assert_same_logits(compiled, model)
     assert compiled.backend.num_pieces == NUM_LAYERS + 1
     # Before the first attention, between two of them, after the last: the layers in between are alike.
-    assert (first.num_compiled, first.num_loaded) == (3, 0)
+    num_different = 3 * (1 + len(sizes))
+    assert (first.num_compiled, first.num_loaded) == (num_different, 0)
+    assert len(passed) == num_different
 
     second = InductorCompiler(tmp_path)
-    assert_same_logits(CompiledModel(model, second), model)
-    assert (second.num_compiled, second.num_loaded) == (0, 3)
+    assert_same_logits(CompiledModel(model, second, sizes), model)
+    assert (second.num_compiled, second.num_loaded) == (0, num_different)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])

@@ -17,6 +17,8 @@ from baton_kernels.attention import split_kv
 from baton_kernels.attention import triton_kernel as kernel_file
 from baton_kernels.configurations import Configuration, answering
 
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
 TILE = 16
 SEGMENT = kernel_file.MIN_TILES * TILE
 """Tokens of a segment where there are programs enough for as many segments as may be."""

@@ -171,20 +171,3 @@ def test_contradictory_options_are_refused() -> None:
     case.query = case.query.half()
     with pytest.raises(ValueError, match="same dtype"):
         paged_attention(*case.arguments())
-
-
-def test_attention_addresses_blocks_past_two_billion_elements(triton_device: str) -> None:
-    """Offsets in int32 would wrap around in a cache this large, of which little is ever touched."""
-    num_kv_heads, block_size, head_dim = 8, 16, 128
-    num_blocks = 2**31 // (num_kv_heads * 2 * block_size * head_dim) + 64
-    shape = (num_blocks, num_kv_heads, 1, 2, block_size, head_dim)
-    kv_cache = torch.empty(shape, dtype=torch.float16, device=triton_device)
-    case = paged_case([(1, 20)], 16, num_kv_heads, head_dim, dtype=torch.float16)
-    table = torch.tensor([[num_blocks - 1, num_blocks - 3]], dtype=torch.int32)
-    for theirs, ours in zip(table[0].tolist(), case.block_tables[0].tolist(), strict=False):
-        kv_cache[theirs, :, 0, 0] = case.key_cache[ours].to(triton_device)
-        kv_cache[theirs, :, 0, 1] = case.value_cache[ours].to(triton_device)
-    moved = case.to(triton_device)
-    moved.key_cache, moved.value_cache = kv_cache[:, :, 0, 0], kv_cache[:, :, 0, 1]
-    moved.block_tables = table.to(triton_device)
-    assert_attends(paged_attention_triton(*moved.arguments()), case)

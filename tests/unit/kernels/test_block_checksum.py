@@ -17,6 +17,8 @@ from baton_kernels.block_checksum import block_sums, sum_runs
 from baton_kernels.block_checksum.reference import PERIOD, sum_runs_reference, word_sums_reference
 from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
 MASK = 2**64 - 1
 LENGTHS = [0, 1, 7, 31, 32, 33, 1000, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD + 97]
 """In words: around the vectors' width and the weights' period."""

@@ -144,7 +144,7 @@ def test_attention_of_sequences_that_are_split(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 21, 181])
 def test_what_is_hidden_in_tiles_of_whole_vectors(window: int | None) -> None:
-    """Nothing else tells these from tiles that every row sees whole; at their end or, with the larger window, their begin."""
+    """Tiles without padding whose end or, under the larger window, whose beginning some rows do not see."""
     assert_attends(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
 
 
@@ -156,9 +156,10 @@ def test_soft_caps_and_alibi() -> None:
     assert_attends(case, soft_cap=3.0, alibi_slopes=torch.rand(4))
 
 
-def test_results_depend_neither_on_threads_nor_on_the_batch() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_depend_neither_on_threads_nor_on_the_batch(dtype: torch.dtype) -> None:
     """A sequence's bits are the same with others beside it, and for its last token alone as at the end of a short chunk."""
-    case = paged_case([(1, 1500), (4, 700), (1, 33)], 8, 4, 64)
+    case = paged_case([(1, 1500), (4, 700), (1, 33)], 8, 4, 64, dtype=dtype)
     together = paged_attention(*case.arguments())
     threads = torch.get_num_threads()
     try:

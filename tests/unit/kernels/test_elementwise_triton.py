@@ -15,6 +15,8 @@ from baton_kernels.rope import rotary_angles
 from baton_kernels.rope.reference import rotate_qk_reference
 from baton_kernels.rope.triton_kernel import rotate_qk_triton
 
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
 # The interpreter's bf16 is not the hardware's.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 

@@ -7,13 +7,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from paged_cases import layer_views
+from paged_cases import dtypes, layer_views
 from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.kv_write import write_kv
 from baton_kernels.kv_write.reference import to_fp8, write_kv_reference
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 NUM_BLOCKS, BLOCK_SIZE = 7, 8
 
@@ -24,7 +26,7 @@ def write_kv_without_compiler(*arguments: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [write_kv, write_kv_without_compiler, write_kv_triton])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_kv_heads", "head_dim"), [(1, 1, 16), (13, 2, 24), (31, 3, 40)])
 def test_rows_land_in_their_slots(
     write: Callable[..., None],

@@ -8,6 +8,8 @@ import torch
 from baton_kernels.moe.reference import route_top_k_reference
 from baton_kernels.moe.routing_triton import align_pairs, max_num_tiles, route_top_k_triton
 
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
 ROWS = {"ROWS": 4, "num_warps": 2}
 
 

@@ -1,9 +1,8 @@
 // Paged attention that reads keys and values where they lie.
 //
 // The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
-// tile of tokens and then their values while both are near, with the online softmax of Milakov and Gimelshein 2018 in float32.
-// Keys and values come near by a pass of reads alone: between computations, or by prefetches, a processor reads blocks that lie
-// apart more slowly, by more than the pass costs.
+// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. A pass of reads alone
+// brings either into the cache first: to read scattered blocks while computing, or by prefetches, is slower by more than that pass.
 //
 // Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
 // the batch changes a bit of a result.
@@ -205,7 +204,7 @@ void attend(
     float corrections[ROWS];
 
     Tile tile;
-    // Each four rows would make floats of it anew: for more of them it is copied.
+    // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto with_rows = [&](const T* cache, const auto& use) {
         if (in_place) {

@@ -15,7 +15,8 @@ struct Tile {
     int64_t begin, end, count;  // positions
     int64_t offsets[TILE];      // of the tokens' rows in the cache, in the order in which they are read
 
-    // From a position on, to the end of its tile or `limit`. `offset_of(position)`: of its row, the others of its block follow.
+    // From a position on, to the end of its tile or `limit`. `offset_of(position)`: where its row begins; the next rows of its block
+    // follow it.
     template <typename OffsetOf>
     void find(int64_t from, int64_t limit, int64_t block_size, int64_t head_dim, const OffsetOf& offset_of) {
         begin = from;
@@ -40,7 +41,8 @@ struct Rows {
     int64_t count;
 };
 
-// Those that lie in the cache; reads them all once. Between these reads nothing holds up the next ones, as computing would.
+// Those that lie in the cache; touches them, but for remainders, once. Between these reads nothing holds up the next ones, as
+// computing would.
 template <typename Cache>
 inline void find_rows(Rows<Cache>& rows, const Cache* cache, const Tile& tile, int64_t head_dim) {
     rows.count = tile.count;

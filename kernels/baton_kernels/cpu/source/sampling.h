@@ -1,8 +1,8 @@
 // Draws of tokens; filters and noise are those of ../../sampling/__init__.py and noise.py.
 //
 // A row is read once for the maxima of its blocks. Filters then look only into blocks that hold what they may keep, and nothing is
-// sorted but the tokens about which top_p is in doubt. A token draws noise of 52 random bits; exact is only the score of those with
-// as many as the best of their block would need to win.
+// sorted but the tokens about which top_p is in doubt. A token's noise has 52 random bits; its score is computed only where they
+// would let even the best of its block win.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ constexpr int64_t BUCKETS = 512;        // of the distance to the best
 
 struct Wish {
     double temperature, top_p, min_p;  // top_p 1, min_p 0: none
-    int64_t top_k;                     // 0 or less, or the vocabulary's size and more: none
+    int64_t top_k;                     // 0: none
     uint64_t key;
 };
 
@@ -136,12 +136,13 @@ private:
 
 // Leaves the smallest set of the best whose probabilities reach top_p of all of theirs; one at least.
 inline void keep_top_p(std::vector<Candidate>& candidates, double best, double top_p) {
-    const auto bucket_of = [best](const Candidate& candidate) {
-        return std::min(static_cast<int64_t>((best - candidate.scaled) * (BUCKETS / WEIGHTLESS)), BUCKETS - 1);
+    const auto distance = [best](const Candidate& c) { return c.scaled < best ? best - c.scaled : 0.0; };  // of infinities, too
+    const auto bucket_of = [&](const Candidate& c) {
+        return std::min(static_cast<int64_t>(distance(c) * (BUCKETS / WEIGHTLESS)), BUCKETS - 1);
     };
     uint64_t sums[BUCKETS] = {}, total = 0;
     for (Candidate& candidate : candidates) {
-        candidate.weight = static_cast<uint64_t>(std::nearbyint(std::exp(candidate.scaled - best) * FIXED_POINT));
+        candidate.weight = static_cast<uint64_t>(std::nearbyint(std::exp(-distance(candidate)) * FIXED_POINT));
         sums[bucket_of(candidate)] += candidate.weight;
         total += candidate.weight;
     }
@@ -158,12 +159,12 @@ inline void keep_top_p(std::vector<Candidate>& candidates, double best, double t
     candidates.erase(last, candidates.end());
 }
 
-// Any token where all are masked.
+// Token 0 where all are masked.
 inline int64_t draw_token(const float* logits, int64_t vocab_size, const Wish& wish) {
     const Vocabulary vocabulary(logits, vocab_size, wish.temperature);
     const double best = vocabulary.best();
     double least = wish.min_p > 0 ? best + std::log(wish.min_p) : NOTHING;
-    const bool has_top_k = wish.top_k > 0 && wish.top_k < vocab_size, has_top_p = wish.top_p < 1;
+    const bool has_top_k = wish.top_k > 0, has_top_p = wish.top_p < 1;
     Winner winner;
     if (!has_top_k && !has_top_p) {
         const auto meet = [&](int64_t block) {

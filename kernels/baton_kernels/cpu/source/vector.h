@@ -1,5 +1,5 @@
 // Short vectors of floats, as wide as the processor's registers, and how bfloat16 and float16 become such. Extensions of
-// GCC and Clang only: the same code serves AVX-512 and AVX2.
+// GCC only: the same code serves AVX-512 and AVX2.
 #pragma once
 
 #include <c10/util/BFloat16.h>
