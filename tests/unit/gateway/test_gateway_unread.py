@@ -8,17 +8,31 @@ import json
 import socket
 
 import pytest
+from aiohttp import web
 from gateway_fakes import DEADLINE_S, EOS_ID, MakeStand, Stand, until
 
-from baton_gateway import generation
+from baton_gateway import generation, handlers
+from baton_gateway.delivery import is_unread
+from baton_gateway.event_stream import EventStream
 
 
 async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ):
+    sent: list[web.Request] = []
+
+    class Remembered(EventStream):
+        def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
+            super().__init__(http, is_wanted=is_wanted)
+            sent.append(http)
+
+    monkeypatch.setattr(handlers, "EventStream", Remembered)
     monkeypatch.setattr(generation, "MAX_UNREAD_OUTPUTS", 50)
     engine = stand.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 100_000, 200_000, 50
+    engine.hold_after = (
+        50_000  # more than buffers hold; an engine that said all before they are full could not be stopped
+    )
     await stand.start(engine)
     body = json.dumps({"model": "m", "prompt": "hi"} | {"max_tokens": 100_000, "stream": True, "logprobs": 20}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -26,6 +40,10 @@ async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(stand.url.rsplit(":", 1)[1])))
         connection.sendall(head % len(body) + body)
+        await until(
+            lambda: engine.aborts or (sent and is_unread(sent[0])), "buffers full of what the client does not read"
+        )
+        engine.released.set()
         await until(lambda: engine.aborts, "the engine told to stop")
         await until(lambda: not stand.metric("baton:requests_in_flight"), "the request ended")
     assert stand.metric("baton:generation_tokens_total") < 100_000

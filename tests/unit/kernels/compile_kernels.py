@@ -156,8 +156,10 @@ def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **
     assert ("wgmma" in compiled.asm["ptx"]) == (not decode and dtype == "bf16"), name
 
 
-compile_attention("bf16", "bf16", 128, True, SPLIT=1)
-compile_attention("bf16", "bf16", 128, False)
+for head_dim in (64, 128, 256):
+    compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
+    compile_attention("bf16", "bf16", head_dim, False)
+compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
 compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1, HAS_ALIBI=1)
 compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
 partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
