@@ -26,7 +26,8 @@ GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
 REMARK = (
     "CPU decode attention reads keys and values of 128 tokens at a time, in a pass of reads alone, and then computes with them. On "
-    "one core computing takes a third of the time, and memory is idle meanwhile; prefetches then made the reading slower."
+    "one core computing takes a third of the time, and memory is idle meanwhile; to prefetch whole tiles then made it slower, a "
+    "few lines of each page no faster."
 )
 """What limits the figure."""
 BUDGET_BYTES = 4 * 2**30

@@ -248,12 +248,6 @@ class AgentPair:
         self._both("prepare", 1, 4096)  # once it answers, the sides know each other
         self._signal(signal.SIGSTOP)
 
-    def next_command(self, pipe: Connection) -> Any:
-        """Ours sleeps in one place only, as a connector's thread does."""
-        while self._poll_s is None and not pipe.poll(0):
-            self._sleep(pipe.fileno())
-        return pipe.recv()
-
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
         with self._awake():
             self._both("prepare", num_blocks, block_bytes)

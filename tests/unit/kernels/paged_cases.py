@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +121,15 @@ def paged_case(
         window=window,
         options=options,
     )
+
+
+def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """So many elements; on a CPU they cost nothing, and need not be there, before they are touched."""
+    if device != "cpu":
+        return torch.empty(num_elements, dtype=dtype, device=device)
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def assert_attends(actual: Tensor, case: PagedCase) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import PagedCase, layer_views, paged_case
+from paged_cases import PagedCase, large_memory, layer_views, paged_case
 from torch import Tensor
 
 from baton_kernels import cpu
@@ -175,10 +175,7 @@ def test_results_depend_neither_on_threads_nor_on_the_batch(dtype: torch.dtype) 
 def test_offsets_past_two_billion_elements() -> None:
     """Memory that is never touched costs nothing: 17 GB of it lie between the two blocks."""
     heads, block_size, head_dim, stride = 2, 16, 64, 2**32 + 2048
-    try:
-        memory = torch.empty(stride + 2 * heads * block_size * head_dim)
-    except RuntimeError:
-        pytest.skip("the machine does not lend so much address space")
+    memory = large_memory(stride + 2 * heads * block_size * head_dim, torch.float32)
     strides = (stride, 2 * block_size * head_dim, head_dim, 1)
     keys = memory.as_strided((2, heads, block_size, head_dim), strides)
     values = memory[block_size * head_dim :].as_strided((2, heads, block_size, head_dim), strides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import assert_attends, layer_views, paged_case
+from paged_cases import assert_attends, large_memory, layer_views, paged_case
 from torch import Tensor
 
 from baton_kernels.attention.triton_kernel import paged_attention_triton
@@ -19,11 +19,9 @@ SPLIT: Configuration = {"KV_TILE": 16, "PROGRAMS_PER_SM": 8, "num_warps": 4, "nu
 
 def large_cache(num_elements: int, *block: int, dtype: torch.dtype, device: str) -> Tensor:
     """[num_blocks, *block]: at least so many elements, and a few blocks more."""
-    num_blocks = num_elements // torch.Size(block).numel() + 64
-    try:
-        return torch.empty(num_blocks, *block, dtype=dtype, device=device)
-    except RuntimeError:
-        pytest.skip("the machine does not lend so much memory")
+    size = torch.Size(block).numel()
+    num_blocks = num_elements // size + 64
+    return large_memory(num_blocks * size, dtype, device).view(num_blocks, *block)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,6 @@ public:
         }
     }
 
-    int64_t size() const { return size_; }
     int64_t num_blocks() const { return static_cast<int64_t>(maxima_.size()); }
     int64_t best_block() const { return best_block_; }
     int64_t end_of(int64_t block) const { return std::min(size_, (block + 1) * VOCABULARY_BLOCK); }
