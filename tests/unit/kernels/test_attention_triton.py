@@ -36,14 +36,14 @@ def test_attention_is_the_formula(
     assert_attends(triton_output(case, triton_device), case)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("dtype", dtypes()[1:], ids=str)
 def test_attention_of_every_head_size(head_dim: int, dtype: torch.dtype, triton_device: str) -> None:
     case = paged_case([(1, 70), (20, 45)], 2, 1, head_dim, dtype=dtype)
     assert_attends(triton_output(case, triton_device), case)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128, 256])
 def test_attention_with_shared_blocks_of_every_size(block_size: int, triton_device: str) -> None:
     case = paged_case([(1, 260), (5, 37), (1, 1), (19, 19)], 4, 2, 16, block_size=block_size, share_first_block=True)
     assert_attends(triton_output(case, triton_device), case)

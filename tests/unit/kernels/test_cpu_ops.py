@@ -118,13 +118,13 @@ def assert_attends(case: PagedCase, **options: Tensor | float | None) -> None:
 LENGTHS = [(1, 37), (0, 5), (3, 70), (1, 1), (9, 9), (1, 130)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_of_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
     assert_attends(paged_case(LENGTHS, 4, 2, head_dim, dtype=dtype, share_first_block=True))
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 48, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 48, 64, 128, 256])
 @pytest.mark.parametrize("window", [None, 1, 21])
 def test_attention_in_blocks_of_every_size(block_size: int, window: int | None) -> None:
     assert_attends(paged_case(LENGTHS, 2, 1, 40, block_size=block_size, window=window))

@@ -1,8 +1,8 @@
 // Paged attention that reads keys and values where they lie.
 //
 // The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
-// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. A pass of reads alone
-// brings either into the cache first: to read scattered blocks while computing, or by prefetches, is slower by more than that pass.
+// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. Part of what comes next
+// is prefetched while a tile is computed with, and a pass of reads alone brings the rest of it.
 //
 // Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
 // the batch changes a bit of a result.
@@ -15,6 +15,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention_tile.h"
@@ -118,6 +119,7 @@ struct Room {
         sums = query + ROWS * p.padded_dim();
         scores = sums + ROWS * p.padded_dim();
         tile = scores + ROWS * TILE;
+        for (int64_t i = 0; i < TILE; ++i) tile_offsets[i] = i * p.padded_dim();
     }
     static int64_t elements(const Problem& p) { return (2 * ROWS + TILE) * p.padded_dim() + ROWS * TILE; }
 
@@ -126,6 +128,7 @@ struct Room {
     };
     std::unique_ptr<float[], Delete> memory;
     float *query, *sums, *scores, *tile;
+    int64_t tile_offsets[TILE];
     float largest[ROWS], total[ROWS];
 };
 
@@ -145,33 +148,59 @@ inline void adjust_scores(const Problem& p, const Task& task, Room& room, const 
     }
 }
 
-// Scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
-inline void soften(const Task& task, Room& room, int64_t padded_count, float* corrections) {
-    const int64_t vectors = padded_count / LANES;
-    for (int64_t row = 0; row < task.num_rows; ++row) {
-        float* scores = room.scores + row * TILE;
-        Floats most = load(scores);
-        for (int64_t v = 1; v < vectors; ++v) most = maximum(most, load(scores + v * LANES));
-        const float largest = std::max(room.largest[row], maximum(most));
+// R rows of scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
+template <int64_t R>
+inline void soften_rows(float* scores, int64_t vectors, float* all_largest, float* totals, float* corrections) {
+    Floats reference[R], total[R] = {};
+    for (int64_t r = 0; r < R; ++r) {
+        Floats most = load(scores + r * TILE);
+        for (int64_t v = 1; v < vectors; ++v) most = maximum(most, load(scores + r * TILE + v * LANES));
+        const float former = all_largest[r], largest = std::max(former, maximum(most));
         // While a row has seen nothing, every weight is exp(-inf - 0) = 0.
-        const float reference = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
-        Floats total{};
-        for (int64_t v = 0; v < vectors; ++v) {
-            const Floats weights = exp(load(scores + v * LANES) - reference);
-            store(scores + v * LANES, weights);
-            total += weights;
-        }
-        const float correction = room.largest[row] == largest ? 1.0f : std::exp(room.largest[row] - reference);
-        room.total[row] = room.total[row] * correction + sum(total);
-        room.largest[row] = largest;
-        corrections[row] = correction;
+        reference[r] = splat(largest == HIDDEN ? 0.0f : largest);
+        corrections[r] = exp(former - reference[r])[0];
+        all_largest[r] = largest;
     }
+    for (int64_t v = 0; v < vectors; ++v) {
+        for (int64_t r = 0; r < R; ++r) {
+            const Floats weights = exp(load(scores + r * TILE + v * LANES) - reference[r]);
+            store(scores + r * TILE + v * LANES, weights);
+            total[r] += weights;
+        }
+    }
+    for (int64_t r = 0; r < R; ++r) totals[r] = totals[r] * corrections[r] + sum(total[r]);
 }
 
-template <typename T>
+inline void soften(const Task& task, Room& room, int64_t vectors, float* corrections) {
+    const auto rows = [&]<int64_t R>(int64_t r) {
+        soften_rows<R>(room.scores + r * TILE, vectors, room.largest + r, room.total + r, corrections + r);
+    };
+    int64_t r = 0;
+    for (; r + 4 <= task.num_rows; r += 4) rows.template operator()<4>(r);
+    for (; r < task.num_rows; ++r) rows.template operator()<1>(r);
+}
+
+// The tile of a task that begins at a position.
+inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t begin) {
+    const int32_t* table = p.block_tables + task.seq * p.table_stride;
+    // Where the row of a position begins, relative to the cache's first one.
+    const auto offset_of = [&](int64_t position) {
+        const int64_t block = table[position / p.block_size];
+        TORCH_CHECK_INDEX(
+            block >= 0 && block < p.num_blocks, "block ", block, " of sequence ", task.seq,
+            " does not exist: the cache has ", p.num_blocks
+        );
+        return block * p.cache_stride_block + task.kv_head * p.cache_stride_head +
+               position % p.block_size * p.head_dim;
+    };
+    tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
+}
+
+// `take_next` is called once, before the last tile: it returns this thread's next task, or null. Its first keys are prefetched.
+template <typename T, typename TakeNext>
 void attend(
     const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
-    float* partials
+    float* partials, const TakeNext& take_next
 ) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
     const int64_t first_query = p.cu_seqlens_q[task.seq];
@@ -187,51 +216,47 @@ void attend(
     }
     std::fill(room.sums, room.sums + task.num_rows * dim, 0.0f);
 
-    const int32_t* table = p.block_tables + task.seq * p.table_stride;
-    // Where the row of a position begins, relative to the cache's first one.
-    const auto offset_of = [&](int64_t position) {
-        const int64_t block = table[position / p.block_size];
-        TORCH_CHECK_INDEX(
-            block >= 0 && block < p.num_blocks, "block ", block, " of sequence ", task.seq,
-            " does not exist: the cache has ", p.num_blocks
-        );
-        return block * p.cache_stride_block + task.kv_head * p.cache_stride_head +
-               position % p.block_size * p.head_dim;
-    };
     // Rows see everything between these positions.
     const int64_t all_visible_begin = first_visible(p, position_of(p, task, task.num_rows - 1));
     const int64_t all_visible_end = position_of(p, task, 0) + 1;
     float corrections[ROWS];
 
-    Tile tile;
     // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
-    const auto with_rows = [&](const T* cache, const auto& use) {
+    const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
+    const auto with_rows = [&](const Rows<T>& rows, const auto& use) {
         if (in_place) {
-            Rows<T> rows;
-            find_rows(rows, cache, tile, dim);
+            touch(rows, dim);
             use(rows);
         } else {
-            Rows<float> rows;
-            copy_rows(rows, cache, tile, p.head_dim, dim, room.tile);
-            use(rows);
+            copy(room.tile, rows, p.head_dim, dim);
+            use(Rows<float>{room.tile, room.tile_offsets, rows.count});
         }
     };
-    tile.find(task.begin, task.end, p.block_size, p.head_dim, offset_of);
-    while (tile.count > 0) {
-        const int64_t padded_count = (tile.count + LANES - 1) / LANES * LANES;
-        with_rows(keys, [&](const auto& rows) { score_tile(room.scores, room.query, task.num_rows, rows, dim); });
-        const bool partly_hidden =
-            tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < padded_count;
-        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
-            adjust_scores(p, task, room, tile, padded_count);
+    Tile tile, next;
+    find_tile(next, p, task, task.begin);
+    do {
+        tile = next;
+        if (tile.end < task.end) {
+            find_tile(next, p, task, tile.end);
+        } else if (const Task* const next_task = take_next(); next_task != nullptr) {
+            find_tile(next, p, *next_task, next_task->begin);
         }
-        soften(task, room, padded_count, corrections);
-        with_rows(values, [&](const auto& rows) {
-            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, dim);
+        const int64_t vectors = (tile.count + LANES - 1) / LANES;
+        with_rows(rows_of(keys, tile), [&](const auto& rows) {
+            score_tile(room.scores, room.query, task.num_rows, rows, rows_of(values, tile), dim);
         });
-        tile.find(tile.end, task.end, p.block_size, p.head_dim, offset_of);
-    }
+        const bool partly_hidden =
+            tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
+        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
+            adjust_scores(p, task, room, tile, vectors * LANES);
+        }
+        soften(task, room, vectors, corrections);
+        with_rows(rows_of(values, tile), [&](const auto& rows) {
+            const Rows<T> next_rows = rows_of(keys, next.count == TILE ? next : tile);
+            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, next_rows, dim);
+        });
+    } while (tile.end < task.end);
 
     for (int64_t row = 0; row < task.num_rows; ++row) {
         const float* sums = room.sums + row * dim;
@@ -301,12 +326,17 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
     std::unique_ptr<float[]> partials(
         work.num_partials == 0 ? nullptr : new float[work.num_partials * ROWS * (p.padded_dim() + 2)]
     );
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> num_taken{0};
     // Whoever is free takes the next task.
+    const auto take = [&]() -> const Task* {
+        const int64_t task = num_taken++;
+        return task < num_tasks ? &work.tasks[task] : nullptr;
+    };
     const auto run_tasks = [&](int64_t, int64_t) {
         Room room(p);
-        for (int64_t task = next++; task < num_tasks; task = next++) {
-            attend(p, work.tasks[task], room, out, query, keys, values, partials.get());
+        const Task* next = nullptr;
+        for (const Task* task = take(); task != nullptr; task = std::exchange(next, nullptr)) {
+            attend(p, *task, room, out, query, keys, values, partials.get(), [&] { return next = take(); });
         }
     };
     const int64_t num_threads =

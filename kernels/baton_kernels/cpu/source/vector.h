@@ -41,11 +41,7 @@ inline To read_as(const From* from) {
     return to;
 }
 
-inline Floats splat(float value) { return Floats{} + value; }
-
-inline Floats select(Ints condition, Floats yes, Floats no) {
-    return bits_as<Floats>((bits_as<Ints>(yes) & condition) | (bits_as<Ints>(no) & ~condition));
-}
+inline Floats splat(float value) { return value - Floats{}; }  // value + 0 would stay an addition: it makes 0 of -0
 
 inline Floats load(const float* from) { return read_as<Floats>(from); }
 
@@ -59,7 +55,7 @@ inline Floats load(const c10::Half* from) {
     const Words magnitude = word + word;  // without the sign
     const Floats normal = bits_as<Floats>((magnitude >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
     const Floats subnormal = bits_as<Floats>((magnitude >> 17) | (126u << 23)) - 0.5f;
-    const Floats value = select(bits_as<Ints>(magnitude < (1u << 27)), subnormal, normal);
+    const Floats value = magnitude < (1u << 27) ? subnormal : normal;
     return bits_as<Floats>(bits_as<Words>(value) | (word & 0x80000000u));
 }
 
@@ -69,9 +65,8 @@ inline void store(c10::BFloat16* to, Floats value) {
     const Words word = bits_as<Words>(value);
     const Words rounded = (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16;  // to nearest, ties to even
     const Words quiet_nan = Words{} + 0x7FC0u;
-    const Ints is_nan = bits_as<Ints>(value != value);
-    const Floats chosen = select(is_nan, bits_as<Floats>(quiet_nan), bits_as<Floats>(rounded));
-    const Halfwords halfwords = __builtin_convertvector(bits_as<Words>(chosen), Halfwords);
+    const Words chosen = value == value ? rounded : quiet_nan;
+    const Halfwords halfwords = __builtin_convertvector(chosen, Halfwords);
     std::memcpy(static_cast<void*>(to), &halfwords, sizeof(halfwords));
 }
 
@@ -122,49 +117,51 @@ inline Floats rounded_to(Floats value) {
     }
 }
 
-template <int64_t N>
-struct Reduction {
-    typedef float Half __attribute__((vector_size(2 * N)));
-    template <typename Vector>
-    static float sum(Vector v) {
-        Half low, high;
-        std::memcpy(&low, &v, sizeof(low));
-        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
-        return Reduction<N / 2>::sum(low + high);
-    }
-};
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-template <>
-struct Reduction<2> {
-    template <typename Vector>
-    static float sum(Vector v) { return v[0] + v[1]; }
-};
+// The lanes of a shuffle: lane(i) for each of them. Those of its second vector follow those of its first.
+template <typename Lane, std::size_t... I>
+inline Ints lanes(Lane lane, std::index_sequence<I...>) {
+    return Ints{static_cast<int32_t>(lane(static_cast<int32_t>(I)))...};
+}
 
-inline float sum(Floats v) { return Reduction<LANES>::sum(v); }
+template <typename Lane>
+inline Ints lanes(Lane lane) {
+    return lanes(lane, std::make_index_sequence<LANES>());
+}
 
-// The lanes of a shuffle that takes, of each group of 2 * H lanes of two vectors, the lower H or the upper ones.
-template <int64_t H, bool UPPER>
-struct Halves {
-    template <std::size_t... I>
-    static Ints make(std::index_sequence<I...>) {
-        return Ints{static_cast<int32_t>(I / H * 2 * H + I % H + (UPPER ? H : 0))...};
-    }
-};
-
-// Groups of 2 * H lanes of vectors are folded into groups of H, of two vectors into one, until every lane is one vector's sum.
-template <int64_t N, int64_t H = LANES / 2>
-inline void sum_folded(float* to, const Floats* vectors) {
+// The lanes are folded, the upper half on the lower one, until one is left.
+template <int32_t H = LANES / 2, typename Combine>
+inline float reduce(Floats v, Combine combine) {
     if constexpr (H == 0) {
-        for (int64_t i = 0; i < N; ++i) store(to + i * LANES, vectors[i]);
+        return v[0];
     } else {
-        Floats folded[N / 2];
-        const Ints lower = Halves<H, false>::make(std::make_index_sequence<LANES>());
-        const Ints upper = Halves<H, true>::make(std::make_index_sequence<LANES>());
-        for (int64_t i = 0; i < N / 2; ++i) {
-            const Floats a = vectors[2 * i], b = vectors[2 * i + 1];
-            folded[i] = __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper);
+        return reduce<H / 2>(combine(v, __builtin_shuffle(v, lanes([](int32_t i) { return i % H + H; }))), combine);
+    }
+}
+
+inline float sum(Floats v) {
+    return reduce(v, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float maximum(Floats v) {
+    return reduce(v, [](Floats a, Floats b) { return maximum(a, b); });
+}
+
+// Of each 2 * H lanes the lower H become the fold of vectors[i], the upper ones that of vectors[i + H], until every lane is one
+// vector's sum, added as sum() does.
+template <int32_t H = LANES / 2>
+inline Floats sum_folded(const Floats* vectors) {
+    if constexpr (H == 0) {
+        return vectors[0];
+    } else {
+        Floats folded[H];
+        for (int32_t i = 0; i < H; ++i) {
+            const Floats a = vectors[i], b = vectors[i + H];
+            folded[i] = __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l : l + LANES; })) +
+                        __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l + H : l - H + LANES; }));
         }
-        sum_folded<N / 2, H / 2>(to, folded);
+        return sum_folded<H / 2>(folded);
     }
 }
 
@@ -172,24 +169,16 @@ inline void sum_folded(float* to, const Floats* vectors) {
 template <int64_t N>
 inline void sum_each(float* to, const Floats* vectors) {
     if constexpr (N % LANES == 0) {
-        sum_folded<N>(to, vectors);
+        for (int64_t i = 0; i < N; i += LANES) store(to + i, sum_folded(vectors + i));
     } else {
         for (int64_t i = 0; i < N; ++i) to[i] = sum(vectors[i]);
     }
 }
 
-inline float maximum(Floats v) {
-    float largest = v[0];
-    for (int64_t lane = 1; lane < LANES; ++lane) largest = v[lane] > largest ? v[lane] : largest;
-    return largest;
-}
-
-inline Floats maximum(Floats a, Floats b) { return select(bits_as<Ints>(a > b), a, b); }
-
 // e^x: 0 below -87.3, infinity above 88.3; NaN stays.
 inline Floats exp(Floats x) {
     const Floats low = splat(-87.33f), high = splat(88.37f);
-    const Floats clamped = select(bits_as<Ints>(x < low), low, select(bits_as<Ints>(x > high), high, x));
+    const Floats clamped = x < low ? low : (x > high ? high : x);
     const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Floats exponent = (clamped * 1.44269504f + shifter) - shifter;
     const Floats r = (clamped - exponent * 0.693359375f) - exponent * -2.12194440e-4f;
@@ -201,8 +190,8 @@ inline Floats exp(Floats x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
-    const Floats result = select(bits_as<Ints>(x > high), splat(INFINITY), p * bits_as<Floats>(power));
-    return select(bits_as<Ints>(x < low), Floats{}, result);
+    const Floats result = x > high ? splat(INFINITY) : p * bits_as<Floats>(power);
+    return x < low ? Floats{} : result;
 }
 
 }  // namespace baton
