@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ class KVMemory:
         self.layout = layout
         self.num_swap_blocks = num_swap_blocks
         self.num_offload_blocks = num_offload_blocks
-        self.cache = torch.empty(self._shape(layout.num_blocks), dtype=DTYPES[layout.dtype], device=device)
+        self.cache = _empty_pages(self._shape(layout.num_blocks), DTYPES[layout.dtype], device)
+        self._storage_nbytes = int(self.cache.untyped_storage().nbytes())
         _ask_for_huge_pages(self.cache)
         self.cache.zero_()
         self._swapped: Tensor | None = None
@@ -75,7 +77,7 @@ class KVMemory:
     def restore(self) -> None:
         """Takes the memory again, zeroed; its address may be another."""
         if self.is_dropped:
-            self.cache.untyped_storage().resize_(self.cache.numel() * self.cache.itemsize)
+            self.cache.untyped_storage().resize_(self._storage_nbytes)
             _ask_for_huge_pages(self.cache)
             self.cache.zero_()
 
@@ -85,6 +87,17 @@ class KVMemory:
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         layout = self.layout
         return (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
+
+
+def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU it begins with a page. Blocks that do not would reach into one page more, and no processor reads ahead past a page's
+    end."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    num_elements = math.prod(shape)
+    elements = torch.empty(num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype)
+    skipped = -elements.data_ptr() % mmap.PAGESIZE // dtype.itemsize
+    return elements[skipped : skipped + num_elements].view(shape)
 
 
 def _ask_for_huge_pages(cache: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import mmap
 import random
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_swap_memory_is_taken_at_first_use(checkpoint: Path) -> None:
     every_block = [BlockCopy(n % 4, n) for n in range(num_swap_blocks)]
     runner.execute_model(SchedulerOutput([], [], {}, [], swap_out=every_block))
     assert resident_bytes() - before > 56 * MIB
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
+def test_kv_begins_with_a_page(checkpoint: Path, num_blocks: int) -> None:
+    runner = ModelRunner(runner_config(checkpoint))
+    runner.load_model()
+    cache = runner.allocate_kv_cache(num_blocks)
+    assert cache.data_ptr() % mmap.PAGESIZE == 0
+    assert cache.is_contiguous()
+    assert not cache.any()
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -151,24 +151,26 @@ inline void adjust_scores(const Problem& p, const Task& task, Room& room, const 
 // R rows of scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
 template <int64_t R>
 inline void soften_rows(float* scores, int64_t vectors, float* all_largest, float* totals, float* corrections) {
-    Floats reference[R], total[R] = {};
-    for (int64_t r = 0; r < R; ++r) {
-        Floats most = load(scores + r * TILE);
-        for (int64_t v = 1; v < vectors; ++v) most = maximum(most, load(scores + r * TILE + v * LANES));
-        const float former = all_largest[r], largest = std::max(former, maximum(most));
-        // While a row has seen nothing, every weight is exp(-inf - 0) = 0.
-        reference[r] = splat(largest == HIDDEN ? 0.0f : largest);
-        corrections[r] = exp(former - reference[r])[0];
-        all_largest[r] = largest;
+    Floats most[R], total[R] = {};
+    for (int64_t r = 0; r < R; ++r) most[r] = load(scores + r * TILE);
+    for (int64_t v = 1; v < vectors; ++v) {
+        for (int64_t r = 0; r < R; ++r) most[r] = maximum(most[r], load(scores + r * TILE + v * LANES));
     }
+    const Floats former = spread<R>(all_largest), largest = maximum(former, fold<R>(most, MAXIMUM));
+    // While a row has seen nothing, every weight is exp(-inf - 0) = 0.
+    const Floats reference = largest == splat(HIDDEN) ? Floats{} : largest;
     for (int64_t v = 0; v < vectors; ++v) {
         for (int64_t r = 0; r < R; ++r) {
-            const Floats weights = exp(load(scores + r * TILE + v * LANES) - reference[r]);
-            store(scores + r * TILE + v * LANES, weights);
+            float* at = scores + r * TILE + v * LANES;
+            const Floats weights = exp_below_88(load(at) - splat(reference[r * (LANES / R)]));
+            store(at, weights);
             total[r] += weights;
         }
     }
-    for (int64_t r = 0; r < R; ++r) totals[r] = totals[r] * corrections[r] + sum(total[r]);
+    const Floats correction = exp_below_88(former - reference);
+    gather<R>(all_largest, largest);
+    gather<R>(corrections, correction);
+    gather<R>(totals, spread<R>(totals) * correction + fold<R>(total, SUM));
 }
 
 inline void soften(const Task& task, Room& room, int64_t vectors, float* corrections) {
@@ -183,15 +185,14 @@ inline void soften(const Task& task, Room& room, int64_t vectors, float* correct
 // The tile of a task that begins at a position.
 inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t begin) {
     const int32_t* table = p.block_tables + task.seq * p.table_stride;
-    // Where the row of a position begins, relative to the cache's first one.
-    const auto offset_of = [&](int64_t position) {
-        const int64_t block = table[position / p.block_size];
+    // Where the first row of a block begins, relative to the cache's first one.
+    const auto offset_of = [&](int64_t index) {
+        const int64_t block = table[index];
         TORCH_CHECK_INDEX(
             block >= 0 && block < p.num_blocks, "block ", block, " of sequence ", task.seq,
             " does not exist: the cache has ", p.num_blocks
         );
-        return block * p.cache_stride_block + task.kv_head * p.cache_stride_head +
-               position % p.block_size * p.head_dim;
+        return block * p.cache_stride_block + task.kv_head * p.cache_stride_head;
     };
     tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
 }
@@ -224,13 +225,18 @@ void attend(
     // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
-    const auto with_rows = [&](const Rows<T>& rows, const auto& use) {
-        if (in_place) {
-            touch(rows, dim);
-            use(rows);
-        } else {
+    const bool read_once = num_queries(p, task.seq) * group_size <= ROWS;
+    const auto with_rows = [&](const Rows<T>& rows, const Rows<T>& next, const auto& use) {
+        if (!in_place) {
             copy(room.tile, rows, p.head_dim, dim);
-            use(Rows<float>{room.tile, room.tile_offsets, rows.count});
+            use(Rows<float>{room.tile, room.tile_offsets, rows.count}, Next<T, 2>{next});
+            return;
+        }
+        touch(rows, dim);
+        if (read_once) {
+            use(rows, Next<T, 0>{next});
+        } else {
+            use(rows, Next<T, 2>{next});
         }
     };
     Tile tile, next;
@@ -243,8 +249,9 @@ void attend(
             find_tile(next, p, *next_task, next_task->begin);
         }
         const int64_t vectors = (tile.count + LANES - 1) / LANES;
-        with_rows(rows_of(keys, tile), [&](const auto& rows) {
-            score_tile(room.scores, room.query, task.num_rows, rows, rows_of(values, tile), dim);
+        const Rows<T> key_rows = rows_of(keys, tile), value_rows = rows_of(values, tile);
+        with_rows(key_rows, value_rows, [&](const auto& rows, const auto& ahead) {
+            score_tile(room.scores, room.query, task.num_rows, rows, ahead, dim);
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
@@ -252,9 +259,8 @@ void attend(
             adjust_scores(p, task, room, tile, vectors * LANES);
         }
         soften(task, room, vectors, corrections);
-        with_rows(rows_of(values, tile), [&](const auto& rows) {
-            const Rows<T> next_rows = rows_of(keys, next.count == TILE ? next : tile);
-            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, next_rows, dim);
+        with_rows(value_rows, rows_of(keys, next.count == TILE ? next : tile), [&](const auto& rows, const auto& ahead) {
+            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, ahead, dim);
         });
     } while (tile.end < task.end);
 

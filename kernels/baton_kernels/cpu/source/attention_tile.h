@@ -15,21 +15,32 @@ struct Tile {
     int64_t begin, end, count;  // positions
     int64_t offsets[TILE];      // of the tokens' rows in the cache, in the order in which they are read
 
-    // From a position on, to the end of its tile or `limit`. `offset_of(position)`: where its row begins; those of the rest of its
-    // block follow.
+    // From a position on, to the end of its tile or `limit`. `offset_of(i)`: where the first row of the sequence's block i begins;
+    // the block's others follow.
     template <typename OffsetOf>
     void find(int64_t from, int64_t limit, int64_t block_size, int64_t head_dim, const OffsetOf& offset_of) {
         begin = from;
         end = std::min(from - from % TILE + TILE, limit);
         count = end - begin;
         const bool whole = count == TILE;
-        for (int64_t position = begin; position < end;) {
-            const int64_t at = position - begin;
+        if (whole && block_size % STRIP == 0) {  // no strip reaches into two blocks
+            for (int64_t strip = 0; strip < STRIPS; ++strip) {
+                const int64_t position = begin + strip * STRIP;
+                offsets[strip] = offset_of(position / block_size) + position % block_size * head_dim;
+            }
+            for (int64_t i = STRIPS; i < TILE; ++i) offsets[i] = offsets[i - STRIPS] + head_dim;
+            return;
+        }
+        int64_t block = begin / block_size, row = begin % block_size;
+        for (int64_t at = 0; at < count;) {
+            int64_t run = std::min(count - at, block_size - row);
+            if (whole) run = std::min(run, STRIP - at % STRIP);
             int64_t* to = offsets + (whole ? at % STRIP * STRIPS + at / STRIP : at);
-            int64_t run_end = std::min(end, position - position % block_size + block_size);
-            if (whole) run_end = std::min(run_end, position - at % STRIP + STRIP);
-            int64_t offset = offset_of(position);
-            for (; position < run_end; ++position, offset += head_dim, to += whole ? STRIPS : 1) *to = offset;
+            const int64_t offset = offset_of(block) + row * head_dim, step = whole ? STRIPS : 1;
+            for (int64_t i = 0; i < run; ++i) to[i * step] = offset + i * head_dim;
+            at += run;
+            row += run;
+            if (row == block_size) ++block, row = 0;
         }
     }
 
@@ -70,18 +81,22 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
     }
 }
 
-// So many of sixteen rows that come next are prefetched, a line at a time, while sixteen are computed with: two lines for sixteen
-// products of vectors. A processor drops prefetches that come much faster than its memory answers.
-template <int64_t R, typename Next>
-constexpr int64_t SHARE = 8 * R / sizeof(Next);
+// Rows that come next, to be prefetched. LOCALITY: 0 of what is read once, else 2, as __builtin_prefetch() has it.
+template <typename Stored, int LOCALITY>
+struct Next : Rows<Stored> {
+    // So many of sixteen rows are asked for, a line at a time, while sixteen are computed with for R rows of queries: two lines for
+    // sixteen products of vectors. A processor drops prefetches that come much faster than its memory answers.
+    template <int64_t R>
+    static constexpr int64_t SHARE = 8 * R / sizeof(Stored);
 
-// Not a function: a compiler leaves out calls of one that only prefetches.
-#define BATON_PREFETCH(address) __builtin_prefetch(address, 0, 2)
+    // A compiler leaves out calls of functions that only prefetch.
+    [[gnu::always_inline]] static void prefetch(const Stored* address) { __builtin_prefetch(address, 0, LOCALITY); }
+};
 
 // scores[r, t] = query[r] . keys[t] for R rows and T tokens. Each is summed in one order, whatever R and T are.
-template <int64_t R, int64_t T, typename Stored, typename Next>
+template <int64_t R, int64_t T, typename Stored, typename Ahead>
 [[gnu::always_inline]] inline void score(
-    float* scores, const float* query, const Stored* keys, const int64_t* offsets, const Next* next,
+    float* scores, const float* query, const Stored* keys, const int64_t* offsets, const Ahead& next,
     const int64_t* next_offsets, int64_t dim
 ) {
     Floats sums[R * T] = {};
@@ -89,7 +104,7 @@ template <int64_t R, int64_t T, typename Stored, typename Next>
     do {
         Floats key[T];
         for (int64_t t = 0; t < T; ++t) key[t] = load(keys + d + offsets[t]);
-        for (int64_t i = 0; i < T * SHARE<R, Next> / 16; ++i) BATON_PREFETCH(next + d + next_offsets[i]);
+        for (int64_t i = 0; i < T * Ahead::template SHARE<R> / 16; ++i) Ahead::prefetch(next.base + d + next_offsets[i]);
         for (int64_t r = 0; r < R; ++r) {
             const Floats q = load(query + r * dim + d);
             for (int64_t t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
@@ -100,26 +115,26 @@ template <int64_t R, int64_t T, typename Stored, typename Next>
     for (int64_t r = 0; r < R; ++r) std::copy_n(totals + r * T, T, scores + r * TILE);
 }
 
-template <int64_t R, typename Stored, typename Next>
+template <int64_t R, typename Stored, typename Ahead>
 inline void score_rows(
-    float* scores, const float* query, const Rows<Stored>& keys, const Rows<Next>& next, int64_t dim
+    float* scores, const float* query, const Rows<Stored>& keys, const Ahead& next, int64_t dim
 ) {
     constexpr int64_t T = 16 / R;
     int64_t t = 0;
     for (; t + T <= keys.count; t += T) {
-        const int64_t* next_offsets = next.offsets + t * SHARE<R, Next> / 16;
-        score<R, T>(scores + t, query, keys.base, keys.offsets + t, next.base, next_offsets, dim);
+        const int64_t* next_offsets = next.offsets + t * Ahead::template SHARE<R> / 16;
+        score<R, T>(scores + t, query, keys.base, keys.offsets + t, next, next_offsets, dim);
     }
     for (; t < keys.count; ++t) {
-        const int64_t* next_offsets = next.offsets + t * SHARE<R, Next> / 16;
-        score<R, 1>(scores + t, query, keys.base, keys.offsets + t, next.base, next_offsets, dim);
+        const int64_t* next_offsets = next.offsets + t * Ahead::template SHARE<R> / 16;
+        score<R, 1>(scores + t, query, keys.base, keys.offsets + t, next, next_offsets, dim);
     }
 }
 
 // scores[row, t] for all rows and the tile's tokens; rows of scores are TILE apart.
-template <typename Stored, typename Next>
+template <typename Stored, typename Ahead>
 inline void score_tile(
-    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Rows<Next>& next, int64_t dim
+    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Ahead& next, int64_t dim
 ) {
     int64_t r = 0;
     for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, next, dim);
@@ -128,9 +143,9 @@ inline void score_tile(
 }
 
 // sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R rows and V vectors.
-template <int64_t R, int64_t V, typename Stored, typename Next>
+template <int64_t R, int64_t V, typename Stored, typename Ahead>
 inline void add(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Rows<Next>& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& next,
     int64_t d, int64_t dim
 ) {
     Floats total[R][V];
@@ -140,9 +155,10 @@ inline void add(
     for (int64_t t = 0; t < values.count; ++t) {
         Floats value[V];
         for (int64_t v = 0; v < V; ++v) value[v] = load(values.base + d + v * LANES + values.offsets[t]);
-        const int64_t n = t * V * SHARE<R, Next> / 16;
-        const Next* ahead = next.base + d + next.offsets[n / V] + n % V * LANES;
-        for (int64_t i = 0; i < std::max<int64_t>(1, V * SHARE<R, Next> / 16); ++i) BATON_PREFETCH(ahead + i * LANES);
+        constexpr int64_t SHARE = V * Ahead::template SHARE<R>;
+        const int64_t n = t * SHARE / 16;
+        const auto* ahead = next.base + d + next.offsets[n / V] + n % V * LANES;
+        for (int64_t i = 0; i < std::max<int64_t>(1, SHARE / 16); ++i) Ahead::prefetch(ahead + i * LANES);
         for (int64_t r = 0; r < R; ++r) {
             const Floats weight = splat(weights[r * TILE + t]);
             for (int64_t v = 0; v < V; ++v) total[r][v] += weight * value[v];
@@ -153,9 +169,9 @@ inline void add(
     }
 }
 
-template <int64_t R, typename Stored, typename Next>
+template <int64_t R, typename Stored, typename Ahead>
 inline void add_rows(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Rows<Next>& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& next,
     int64_t dim
 ) {
     constexpr int64_t V = LANES == 16 ? 4 : 2;
@@ -165,10 +181,10 @@ inline void add_rows(
 }
 
 // For all rows, which are `dim` apart in sums and TILE apart in weights.
-template <typename Stored, typename Next>
+template <typename Stored, typename Ahead>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,
-    const Rows<Next>& next, int64_t dim
+    const Ahead& next, int64_t dim
 ) {
     const auto add_at = [&]<int64_t R>(int64_t r) {
         add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, next, dim);

@@ -130,57 +130,66 @@ inline Ints lanes(Lane lane) {
     return lanes(lane, std::make_index_sequence<LANES>());
 }
 
-// The lanes are folded, the upper half on the lower one, until one is left.
-template <int32_t H = LANES / 2, typename Combine>
-inline float reduce(Floats v, Combine combine) {
-    if constexpr (H == 0) {
-        return v[0];
-    } else {
-        return reduce<H / 2>(combine(v, __builtin_shuffle(v, lanes([](int32_t i) { return i % H + H; }))), combine);
-    }
-}
-
-inline float sum(Floats v) {
-    return reduce(v, [](Floats a, Floats b) { return a + b; });
-}
-
-inline float maximum(Floats v) {
-    return reduce(v, [](Floats a, Floats b) { return maximum(a, b); });
-}
-
-// Of each 2 * H lanes the lower H become the fold of vectors[i], the upper ones that of vectors[i + H], until every lane is one
-// vector's sum, added as sum() does.
-template <int32_t H = LANES / 2>
-inline Floats sum_folded(const Floats* vectors) {
+// Folds each of N vectors to one value, its upper half on its lower one, until one lane is left. The lanes returned are N groups of
+// the same length; those of group i hold the value of vectors[i].
+template <int64_t N, int32_t H = LANES / 2, typename Combine>
+inline Floats fold(const Floats* vectors, Combine combine) {
     if constexpr (H == 0) {
         return vectors[0];
+    } else if constexpr (N == 1) {
+        const Floats folded = combine(vectors[0], __builtin_shuffle(vectors[0], lanes([](int32_t l) { return l ^ H; })));
+        return fold<1, H / 2>(&folded, combine);
     } else {
-        Floats folded[H];
-        for (int32_t i = 0; i < H; ++i) {
-            const Floats a = vectors[i], b = vectors[i + H];
-            folded[i] = __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l : l + LANES; })) +
-                        __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l + H : l - H + LANES; }));
+        // Of each 2 * H lanes the lower H become the fold of vectors[i], the upper ones that of vectors[i + N / 2].
+        Floats folded[N / 2];
+        for (int64_t i = 0; i < N / 2; ++i) {
+            const Floats a = vectors[i], b = vectors[i + N / 2];
+            folded[i] = combine(
+                __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l : l + LANES; })),
+                __builtin_shuffle(a, b, lanes([](int32_t l) { return l / H % 2 == 0 ? l + H : l - H + LANES; }))
+            );
         }
-        return sum_folded<H / 2>(folded);
+        return fold<N / 2, H / 2>(folded, combine);
     }
+}
+
+constexpr auto SUM = [](Floats a, Floats b) { return a + b; };
+constexpr auto MAXIMUM = [](Floats a, Floats b) { return maximum(a, b); };
+
+inline float sum(Floats v) { return fold<1>(&v, SUM)[0]; }
+
+inline float maximum(Floats v) { return fold<1>(&v, MAXIMUM)[0]; }
+
+// Lanes in N groups of the same length, each with one of N values; and back.
+template <int64_t N>
+inline Floats spread(const float* values) {
+    float padded[LANES] = {};
+    std::copy_n(values, N, padded);
+    return __builtin_shuffle(load(padded), lanes([](int32_t l) { return l / (LANES / N); }));
+}
+
+template <int64_t N>
+inline void gather(float* values, Floats groups) {
+    store(values, __builtin_shuffle(groups, lanes([](int32_t l) { return l % N * (LANES / N); })), N);
 }
 
 // Each of N vectors' sum, added as sum() does.
 template <int64_t N>
 inline void sum_each(float* to, const Floats* vectors) {
     if constexpr (N % LANES == 0) {
-        for (int64_t i = 0; i < N; i += LANES) store(to + i, sum_folded(vectors + i));
+        for (int64_t i = 0; i < N; i += LANES) store(to + i, fold<LANES>(vectors + i, SUM));
     } else {
-        for (int64_t i = 0; i < N; ++i) to[i] = sum(vectors[i]);
+        gather<N>(to, fold<N>(vectors, SUM));
     }
 }
 
-// e^x: 0 below -87.3, infinity above 88.3; NaN stays.
-inline Floats exp(Floats x) {
-    const Floats low = splat(-87.33f), high = splat(88.37f);
-    const Floats clamped = x < low ? low : (x > high ? high : x);
-    const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Floats exponent = (clamped * 1.44269504f + shifter) - shifter;
+// e^x for x below 88.3: 0 below -87.3; NaN stays.
+inline Floats exp_below_88(Floats x) {
+    const Floats low = splat(-87.33f);
+    const Floats clamped = low > x ? low : x;
+    // 1.5 * 2^23 + 127: adding it rounds to an integer, and leaves that integer plus a float's bias in the lowest bits.
+    const Floats shifter = splat(12583039.0f), shifted = clamped * 1.44269504f + shifter;
+    const Floats exponent = shifted - shifter, power = bits_as<Floats>(bits_as<Ints>(shifted) << 23);
     const Floats r = (clamped - exponent * 0.693359375f) - exponent * -2.12194440e-4f;
     Floats p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -189,9 +198,14 @@ inline Floats exp(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
-    const Floats result = x > high ? splat(INFINITY) : p * bits_as<Floats>(power);
-    return x < low ? Floats{} : result;
+    return x < low ? Floats{} : p * power;
+}
+
+// e^x: 0 below -87.3, infinity above 88.3; NaN stays.
+inline Floats exp(Floats x) {
+    const Floats high = splat(88.37f);
+    const Floats result = exp_below_88(high < x ? high : x);
+    return x > high ? splat(INFINITY) : result;
 }
 
 }  // namespace baton
