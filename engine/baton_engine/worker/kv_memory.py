@@ -75,7 +75,7 @@ class KVMemory:
         self._swapped = self._offloaded = None
 
     def restore(self) -> None:
-        """Takes the memory again, zeroed; its address may be another."""
+        """Takes the memory again, zeroed; its address may be another, and that of a small cache need not begin a page."""
         if self.is_dropped:
             self.cache.untyped_storage().resize_(self._storage_nbytes)
             _ask_for_huge_pages(self.cache)
@@ -90,12 +90,11 @@ class KVMemory:
 
 
 def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU it begins with a page. Blocks that do not would reach into one page more, and no processor reads ahead past a page's
-    end."""
+    """On a CPU it begins with a page: a block that does not reaches into one more, where few processors go on reading ahead."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_elements = math.prod(shape)
-    elements = torch.empty(num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype)
+    elements = torch.empty(num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype, device=device)
     skipped = -elements.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return elements[skipped : skipped + num_elements].view(shape)
 

@@ -124,7 +124,7 @@ def test_attention_of_every_head_size(head_dim: int, dtype: torch.dtype) -> None
     assert_attends(paged_case(LENGTHS, 4, 2, head_dim, dtype=dtype, share_first_block=True))
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48, 64, 128, 256])
 @pytest.mark.parametrize("window", [None, 1, 21])
 def test_attention_in_blocks_of_every_size(block_size: int, window: int | None) -> None:
     assert_attends(paged_case(LENGTHS, 2, 1, 40, block_size=block_size, window=window))

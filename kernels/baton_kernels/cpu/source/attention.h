@@ -15,7 +15,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "attention_tile.h"
@@ -197,7 +196,8 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
     tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
 }
 
-// `take_next` is called once, before the last tile: it returns this thread's next task, or null. Its first keys are prefetched.
+// `take_next` is called once, before the last tile: it returns the task that this thread goes on with, or null. Of that one's first
+// tile, if it is whole, keys are prefetched.
 template <typename T, typename TakeNext>
 void attend(
     const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
@@ -332,21 +332,24 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
     std::unique_ptr<float[]> partials(
         work.num_partials == 0 ? nullptr : new float[work.num_partials * ROWS * (p.padded_dim() + 2)]
     );
+    const int64_t num_threads =
+        work.elements < PARALLEL_ELEMENTS ? 1 : std::min<int64_t>(at::get_num_threads(), num_tasks);
     std::atomic<int64_t> num_taken{0};
     // Whoever is free takes the next task.
     const auto take = [&]() -> const Task* {
         const int64_t task = num_taken++;
         return task < num_tasks ? &work.tasks[task] : nullptr;
     };
+    // The last ones nobody takes ahead: another thread may be free for them.
+    const auto take_ahead = [&] { return num_taken + num_threads < num_tasks ? take() : nullptr; };
     const auto run_tasks = [&](int64_t, int64_t) {
         Room room(p);
-        const Task* next = nullptr;
-        for (const Task* task = take(); task != nullptr; task = std::exchange(next, nullptr)) {
-            attend(p, *task, room, out, query, keys, values, partials.get(), [&] { return next = take(); });
+        for (const Task* task = take(); task != nullptr;) {
+            const Task* next = nullptr;
+            attend(p, *task, room, out, query, keys, values, partials.get(), [&] { return next = take_ahead(); });
+            task = next != nullptr ? next : take();
         }
     };
-    const int64_t num_threads =
-        work.elements < PARALLEL_ELEMENTS ? 1 : std::min<int64_t>(at::get_num_threads(), num_tasks);
     if (num_threads == 1 || at::in_parallel_region()) {
         run_tasks(0, 1);
     } else {

@@ -9,8 +9,8 @@ namespace baton {
 constexpr int64_t STRIP = 16, STRIPS = 4;
 constexpr int64_t TILE = STRIP * STRIPS;  // tokens at most
 
-// Tokens of one tile: of 128 floats each, their keys fit into a processor's first cache. A whole tile is read in strips, a token of
-// each in turn: several places at a time are what processors foresee best.
+// Tokens of one tile: of 128 floats each, their keys take 32 KiB. A whole tile is read in strips, a token of each in turn: several
+// places at a time are what processors foresee best.
 struct Tile {
     int64_t begin, end, count;  // positions
     int64_t offsets[TILE];      // of the tokens' rows in the cache, in the order in which they are read
@@ -84,8 +84,8 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
 // Rows that come next, to be prefetched. LOCALITY: 0 of what is read once, else 2, as __builtin_prefetch() has it.
 template <typename Stored, int LOCALITY>
 struct Next : Rows<Stored> {
-    // So many of sixteen rows are asked for, a line at a time, while sixteen are computed with for R rows of queries: two lines for
-    // sixteen products of vectors. A processor drops prefetches that come much faster than its memory answers.
+    // Of sixteen rows so many are asked for, vector by vector, while sixteen are computed with for R rows of queries: half of floats
+    // for four rows of queries. A processor drops prefetches that come much faster than its memory answers.
     template <int64_t R>
     static constexpr int64_t SHARE = 8 * R / sizeof(Stored);
 
