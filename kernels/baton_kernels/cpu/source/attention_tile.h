@@ -84,8 +84,8 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
 // Rows that come next, to be prefetched. LOCALITY: 0 of what is read once, else 2, as __builtin_prefetch() has it.
 template <typename Stored, int LOCALITY>
 struct Next : Rows<Stored> {
-    // Of sixteen rows so many are asked for, vector by vector, while sixteen are computed with for R rows of queries: half of floats
-    // for four rows of queries. A processor drops prefetches that come much faster than its memory answers.
+    // Of sixteen rows so many are asked for, vector by vector, while sixteen are computed with for R rows of queries. Of floats
+    // these are half, for four rows of queries. A processor drops prefetches that come much faster than its memory answers.
     template <int64_t R>
     static constexpr int64_t SHARE = 8 * R / sizeof(Stored);
 
