@@ -23,7 +23,7 @@ from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.registry import load_model, make_model
 from baton_engine.models.sharding import ModelShard, WeightTarget, shard
 
-TOLERANCE = 6e-5  # 2e-5 of the standard deviation of made logits, which is 3; rounding was seen to take half of it
+TOLERANCE = 4e-5  # 1.3e-5 of the standard deviation of made logits, which is 3; rounding was seen to take 3.03e-5
 VOCAB_SIZE = 301  # no multiple of the tensor sizes: the last rank has padding
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
 SPLITS = [(2, 1), (4, 1), (1, 2), (2, 2)]
