@@ -25,8 +25,8 @@ POINTS = [(1, 4096), (4, 4096), (16, 256)]
 GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
 REMARK = (
-    "CPU decode attention is limited by what one core reads: half of the next 64 tokens' keys or values are asked for while it "
-    "computes, and some of these requests are dropped; the rest is read in a pass of reads alone, during which it does not compute."
+    "CPU decode attention is limited by what one core reads: about half of the next 64 tokens' keys or values are asked for while "
+    "it computes (more would hold up the computing); the rest is read in a pass of reads alone, during which it does not compute."
 )
 """What limits the figure."""
 BUDGET_BYTES = 4 * 2**30

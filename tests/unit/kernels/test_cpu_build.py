@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +173,18 @@ print(cpu.available(), cpu.DESCRIPTION, rms_norm(torch.ones(1, 4), torch.ones(4)
 def test_only_torchs_openmp_is_in_the_process() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}) <= 1
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_compiled_attention_prefetches_keys_and_values() -> None:
+    """A compiler leaves out calls of functions that only prefetch. Results would stay the same, only later."""
+    chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
+    assert chosen_set is not None
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(libraries.library_file(chosen_set))]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    functions = dict(re.findall(r"^[0-9a-f]+ <(\w+)>:\n((?:.+\n)*)", listing, re.MULTILINE))
+    decode = [name for name in functions if "5baton6attendILb1E" in name]
+    assert len(decode) == 3, "one for each dtype"
+    not_inlined = [name for name in functions if re.search(r"5baton8add_tileI.*4NextI", name)]
+    assert [name for name in decode + not_inlined if "prefetch" not in functions[name]] == []

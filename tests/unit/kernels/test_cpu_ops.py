@@ -118,7 +118,7 @@ def assert_attends(case: PagedCase, **options: Tensor | float | None) -> None:
 LENGTHS = [(1, 37), (0, 5), (3, 70), (1, 1), (9, 9), (1, 130)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 100, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_of_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
     assert_attends(paged_case(LENGTHS, 4, 2, head_dim, dtype=dtype, share_first_block=True))

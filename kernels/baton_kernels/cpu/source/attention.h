@@ -15,6 +15,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention_tile.h"
@@ -44,7 +45,7 @@ struct Problem {
 // Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, and the positions they meet.
 struct Task {
     int64_t seq, kv_head, first_row, num_rows, begin, end;
-    int64_t partial;  // where its part of the result goes; -1: it is the whole
+    int64_t partial;  // which row of the partial results its first one becomes; -1: the task's result is the whole
 };
 
 // Parts of one result, in the order of their tokens.
@@ -66,7 +67,7 @@ inline int64_t first_visible(const Problem& p, int64_t position) {
 struct Work {
     std::vector<Task> tasks;
     std::vector<Merge> merges;
-    int64_t num_partials = 0;
+    int64_t num_partials = 0;  // rows
     int64_t elements = 0;  // of keys that are read
 };
 
@@ -96,13 +97,13 @@ inline Work divide(const Problem& p) {
                 if (parts > 1) {
                     task.partial = work.num_partials;
                     work.merges.push_back({task, parts});
-                    work.num_partials += parts;
+                    work.num_partials += parts * task.num_rows;
                 }
                 for (int64_t part = begin / split; part * split < end; ++part) {
                     task.begin = std::max(begin, part * split);
                     task.end = std::min(end, (part + 1) * split);
                     work.tasks.push_back(task);
-                    if (parts > 1) ++task.partial;
+                    if (parts > 1) task.partial += task.num_rows;
                 }
             }
         }
@@ -197,8 +198,8 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
 }
 
 // `take_next` is called once, before the last tile: it returns the task that this thread goes on with, or null. Of that one's first
-// tile, if it is whole, keys are prefetched.
-template <typename T, typename TakeNext>
+// tile, if it is whole, keys are prefetched. What other tasks read, too, is not: READ_ONCE.
+template <bool READ_ONCE, typename T, typename TakeNext>
 void attend(
     const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
     float* partials, const TakeNext& take_next
@@ -225,18 +226,15 @@ void attend(
     // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
-    const bool read_once = num_queries(p, task.seq) * group_size <= ROWS;
+    using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, Nothing<T>>;  // past the second cache
+    using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, Nothing<T>>;   // into it: the first one holds the copy
     const auto with_rows = [&](const Rows<T>& rows, const Rows<T>& next, const auto& use) {
-        if (!in_place) {
-            copy(room.tile, rows, p.head_dim, dim);
-            use(Rows<float>{room.tile, room.tile_offsets, rows.count}, Next<T, 2>{next});
-            return;
-        }
-        touch(rows, dim);
-        if (read_once) {
-            use(rows, Next<T, 0>{next});
+        if (in_place) {
+            touch(rows, dim);
+            use(rows, NextInPlace(next, p.head_dim));
         } else {
-            use(rows, Next<T, 2>{next});
+            copy(room.tile, rows, p.head_dim, dim);
+            use(Rows<float>{room.tile, room.tile_offsets, rows.count}, NextToCopy(next, p.head_dim));
         }
     };
     Tile tile, next;
@@ -251,7 +249,9 @@ void attend(
         const int64_t vectors = (tile.count + LANES - 1) / LANES;
         const Rows<T> key_rows = rows_of(keys, tile), value_rows = rows_of(values, tile);
         with_rows(key_rows, value_rows, [&](const auto& rows, const auto& ahead) {
+            ahead.prefetch_rest(0);
             score_tile(room.scores, room.query, task.num_rows, rows, ahead, dim);
+            ahead.prefetch_rest(1);
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
@@ -260,6 +260,7 @@ void attend(
         }
         soften(task, room, vectors, corrections);
         with_rows(value_rows, rows_of(keys, next.count == TILE ? next : tile), [&](const auto& rows, const auto& ahead) {
+            ahead.prefetch_rest(0);
             add_tile(room.sums, corrections, room.scores, task.num_rows, rows, ahead, dim);
         });
     } while (tile.end < task.end);
@@ -267,7 +268,7 @@ void attend(
     for (int64_t row = 0; row < task.num_rows; ++row) {
         const float* sums = room.sums + row * dim;
         if (task.partial >= 0) {
-            float* part = partials + (task.partial * ROWS + row) * (dim + 2);
+            float* part = partials + (task.partial + row) * (dim + 2);
             std::copy(sums, sums + dim, part);
             part[dim] = room.largest[row];
             part[dim + 1] = room.total[row];
@@ -287,7 +288,7 @@ void merge(const Problem& p, const Merge& merge, T* out, const float* partials) 
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
     const Task& task = merge.task;
     for (int64_t row = 0; row < task.num_rows; ++row) {
-        const auto part = [&](int64_t i) { return partials + ((task.partial + i) * ROWS + row) * (dim + 2); };
+        const auto part = [&](int64_t i) { return partials + (task.partial + i * task.num_rows + row) * (dim + 2); };
         float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
         for (int64_t i = 0; i < merge.num_parts; ++i) largest = std::max(largest, part(i)[dim]);
         float factors[64];
@@ -330,7 +331,7 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
     const Work work = divide(p);
     const int64_t num_tasks = static_cast<int64_t>(work.tasks.size());
     std::unique_ptr<float[]> partials(
-        work.num_partials == 0 ? nullptr : new float[work.num_partials * ROWS * (p.padded_dim() + 2)]
+        work.num_partials == 0 ? nullptr : new float[work.num_partials * (p.padded_dim() + 2)]
     );
     const int64_t num_threads =
         work.elements < PARALLEL_ELEMENTS ? 1 : std::min<int64_t>(at::get_num_threads(), num_tasks);
@@ -346,7 +347,12 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
         Room room(p);
         for (const Task* task = take(); task != nullptr;) {
             const Task* next = nullptr;
-            attend(p, *task, room, out, query, keys, values, partials.get(), [&] { return next = take_ahead(); });
+            const auto take_next = [&] { return next = take_ahead(); };
+            if (num_queries(p, task->seq) * p.group_size() <= ROWS) {
+                attend<true>(p, *task, room, out, query, keys, values, partials.get(), take_next);
+            } else {
+                attend<false>(p, *task, room, out, query, keys, values, partials.get(), take_next);
+            }
             task = next != nullptr ? next : take();
         }
     };

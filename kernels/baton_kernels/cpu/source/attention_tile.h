@@ -56,7 +56,7 @@ struct Rows {
 };
 
 // Reads rows, but for a remainder of them, and does nothing with them: they are in the cache then. Nothing holds up these reads, as
-// computing would, and a processor drops none of them.
+// computing would.
 template <typename Stored>
 inline void touch(const Rows<Stored>& rows, int64_t dim) {
     Ints seen[2] = {};
@@ -81,30 +81,98 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
     }
 }
 
-// Rows that come next, to be prefetched. LOCALITY: 0 of what is read once, else 2, as __builtin_prefetch() has it.
+// Rows that come next, to be prefetched; LOCALITY as __builtin_prefetch() has it.
+//
+// While sixteen rows of a tile are computed with, for R rows of queries, SHARE of these are asked for: a byte for every two
+// products, which is about what memory delivers meanwhile. Of floats it is half of the rows, for four rows of queries. Asked for
+// more, a processor holds up the computing.
+//
+// Whatever prefetches is inlined, because a compiler leaves out calls of functions that only prefetch.
 template <typename Stored, int LOCALITY>
-struct Next : Rows<Stored> {
-    // Of sixteen rows so many are asked for, vector by vector, while sixteen are computed with for R rows of queries. Of floats
-    // these are half, for four rows of queries. A processor drops prefetches that come much faster than its memory answers.
+class Next {
+public:
+    Next(const Rows<Stored>& rows, int64_t head_dim) : rows(rows), row_bytes(head_dim * sizeof(Stored)) {}
+
+    // The vectors at d of the share of T rows from t on.
+    template <int64_t R, int64_t T>
+    [[gnu::always_inline]] void prefetch_vectors(int64_t t, int64_t d) const {
+        const int64_t* offsets = rows.offsets + t * SHARE<R> / 16;
+        for (int64_t i = 0; i < T * SHARE<R> / 16; ++i) __builtin_prefetch(rows.base + d + offsets[i], 0, LOCALITY);
+    }
+
+    // Rows from one on, some bytes at a time.
+    class Share {
+    public:
+        Share(const Next& next, int64_t first_row) : next(next), row(first_row) {}
+
+        template <int64_t BYTES>
+        [[gnu::always_inline]] void prefetch() {
+            if (from >= end) [[unlikely]] {
+                if (row == next.rows.count) return;
+                from = next.begin_of(row++);
+                end = from + next.row_bytes;
+            }
+            for (int64_t i = 0; i < BYTES; i += LINE) __builtin_prefetch(from + i, 0, LOCALITY);
+            from += BYTES;
+        }
+
+    private:
+        const Next& next;
+        int64_t row;
+        const char *from = nullptr, *end = nullptr;
+    };
+
+    // The share of what follows the first rows of a tile.
+    template <int64_t R>
+    Share share_behind(int64_t num_rows) const { return Share(*this, num_rows * SHARE<R> / 16); }
+
+    // Four of the rows in nobody's share, at once: memory has work until products are under way, and while there are none.
+    [[gnu::always_inline]] void prefetch_rest(int64_t which) const {
+        const int64_t first = TILE * SHARE<4> / 16 + which * 4;
+        for (int64_t row = first; row < std::min(first + 4, rows.count); ++row) {
+            for (int64_t i = 0; i < row_bytes; i += LINE) __builtin_prefetch(begin_of(row) + i, 0, LOCALITY);
+        }
+    }
+
+private:
     template <int64_t R>
     static constexpr int64_t SHARE = 8 * R / sizeof(Stored);
+    static constexpr int64_t LINE = 64;
 
-    // A compiler leaves out calls of functions that only prefetch.
-    [[gnu::always_inline]] static void prefetch(const Stored* address) { __builtin_prefetch(address, 0, LOCALITY); }
+    [[gnu::always_inline]] const char* begin_of(int64_t row) const {
+        return reinterpret_cast<const char*>(rows.base + rows.offsets[row]);
+    }
+
+    Rows<Stored> rows;
+    int64_t row_bytes;
 };
 
-// scores[r, t] = query[r] . keys[t] for R rows and T tokens. Each is summed in one order, whatever R and T are.
+// In its place where nothing is prefetched.
+template <typename Stored>
+struct Nothing {
+    Nothing(const Rows<Stored>&, int64_t) {}
+    template <int64_t R, int64_t T>
+    void prefetch_vectors(int64_t, int64_t) const {}
+    struct Share {
+        template <int64_t BYTES>
+        void prefetch() {}
+    };
+    template <int64_t R>
+    Share share_behind(int64_t) const { return {}; }
+    void prefetch_rest(int64_t) const {}
+};
+
+// scores[r, t] = query[r] . keys[t] for R rows and T tokens from `at` on. Each is summed in one order, whatever R and T are.
 template <int64_t R, int64_t T, typename Stored, typename Ahead>
 [[gnu::always_inline]] inline void score(
-    float* scores, const float* query, const Stored* keys, const int64_t* offsets, const Ahead& next,
-    const int64_t* next_offsets, int64_t dim
+    float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const Ahead& ahead, int64_t dim
 ) {
     Floats sums[R * T] = {};
     int64_t d = 0;
     do {
         Floats key[T];
-        for (int64_t t = 0; t < T; ++t) key[t] = load(keys + d + offsets[t]);
-        for (int64_t i = 0; i < T * Ahead::template SHARE<R> / 16; ++i) Ahead::prefetch(next.base + d + next_offsets[i]);
+        for (int64_t t = 0; t < T; ++t) key[t] = load(keys.base + d + keys.offsets[at + t]);
+        ahead.template prefetch_vectors<R, T>(at, d);
         for (int64_t r = 0; r < R; ++r) {
             const Floats q = load(query + r * dim + d);
             for (int64_t t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
@@ -112,53 +180,43 @@ template <int64_t R, int64_t T, typename Stored, typename Ahead>
     } while ((d += LANES) < dim);
     float totals[R * T];
     sum_each<R * T>(totals, sums);
-    for (int64_t r = 0; r < R; ++r) std::copy_n(totals + r * T, T, scores + r * TILE);
+    for (int64_t r = 0; r < R; ++r) std::copy_n(totals + r * T, T, scores + r * TILE + at);
 }
 
 template <int64_t R, typename Stored, typename Ahead>
-inline void score_rows(
-    float* scores, const float* query, const Rows<Stored>& keys, const Ahead& next, int64_t dim
-) {
+inline void score_rows(float* scores, const float* query, const Rows<Stored>& keys, const Ahead& ahead, int64_t dim) {
     constexpr int64_t T = 16 / R;
     int64_t t = 0;
-    for (; t + T <= keys.count; t += T) {
-        const int64_t* next_offsets = next.offsets + t * Ahead::template SHARE<R> / 16;
-        score<R, T>(scores + t, query, keys.base, keys.offsets + t, next, next_offsets, dim);
-    }
-    for (; t < keys.count; ++t) {
-        const int64_t* next_offsets = next.offsets + t * Ahead::template SHARE<R> / 16;
-        score<R, 1>(scores + t, query, keys.base, keys.offsets + t, next, next_offsets, dim);
-    }
+    for (; t + T <= keys.count; t += T) score<R, T>(scores, query, keys, t, ahead, dim);
+    for (; t < keys.count; ++t) score<R, 1>(scores, query, keys, t, ahead, dim);
 }
 
 // scores[row, t] for all rows and the tile's tokens; rows of scores are TILE apart.
 template <typename Stored, typename Ahead>
 inline void score_tile(
-    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Ahead& next, int64_t dim
+    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Ahead& ahead, int64_t dim
 ) {
     int64_t r = 0;
-    for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, next, dim);
-    for (; r + 2 <= num_rows; r += 2) score_rows<2>(scores + r * TILE, query + r * dim, keys, next, dim);
-    for (; r < num_rows; ++r) score_rows<1>(scores + r * TILE, query + r * dim, keys, next, dim);
+    for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, ahead, dim);
+    for (; r + 2 <= num_rows; r += 2) score_rows<2>(scores + r * TILE, query + r * dim, keys, ahead, dim);
+    for (; r < num_rows; ++r) score_rows<1>(scores + r * TILE, query + r * dim, keys, ahead, dim);
 }
 
 // sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R rows and V vectors.
 template <int64_t R, int64_t V, typename Stored, typename Ahead>
 inline void add(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& ahead,
     int64_t d, int64_t dim
 ) {
     Floats total[R][V];
     for (int64_t r = 0; r < R; ++r) {
         for (int64_t v = 0; v < V; ++v) total[r][v] = load(sums + r * dim + d + v * LANES) * corrections[r];
     }
+    auto share = ahead.template share_behind<R>(values.count * d / dim);
     for (int64_t t = 0; t < values.count; ++t) {
         Floats value[V];
         for (int64_t v = 0; v < V; ++v) value[v] = load(values.base + d + v * LANES + values.offsets[t]);
-        constexpr int64_t SHARE = V * Ahead::template SHARE<R>;
-        const int64_t n = t * SHARE / 16;
-        const auto* ahead = next.base + d + next.offsets[n / V] + n % V * LANES;
-        for (int64_t i = 0; i < std::max<int64_t>(1, SHARE / 16); ++i) Ahead::prefetch(ahead + i * LANES);
+        share.template prefetch<R * V * LANES / 2>();
         for (int64_t r = 0; r < R; ++r) {
             const Floats weight = splat(weights[r * TILE + t]);
             for (int64_t v = 0; v < V; ++v) total[r][v] += weight * value[v];
@@ -171,23 +229,23 @@ inline void add(
 
 template <int64_t R, typename Stored, typename Ahead>
 inline void add_rows(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& ahead,
     int64_t dim
 ) {
     constexpr int64_t V = LANES == 16 ? 4 : 2;
     int64_t d = 0;
-    for (; d + V * LANES <= dim; d += V * LANES) add<R, V>(sums, corrections, weights, values, next, d, dim);
-    for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, next, d, dim);
+    for (; d + V * LANES <= dim; d += V * LANES) add<R, V>(sums, corrections, weights, values, ahead, d, dim);
+    for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, ahead, d, dim);
 }
 
 // For all rows, which are `dim` apart in sums and TILE apart in weights.
 template <typename Stored, typename Ahead>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,
-    const Ahead& next, int64_t dim
+    const Ahead& ahead, int64_t dim
 ) {
     const auto add_at = [&]<int64_t R>(int64_t r) {
-        add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, next, dim);
+        add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, ahead, dim);
     };
     int64_t r = 0;
     for (; r + 4 <= num_rows; r += 4) add_at.template operator()<4>(r);
