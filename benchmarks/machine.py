@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -24,14 +25,18 @@ class Machine:
             "packed": flops / _median_s(lambda: linear(x, packed), 15),
         }
 
-    def read_bandwidth(self) -> float:
-        """Bytes per second that the cores can read together; best of two kernels, each the median of 7, over 1 GiB."""
-        data = torch.ones(2**28)
+    def read_bandwidth(self, repeats: int = 7) -> float:
+        """Bytes per second that the cores can read together; best of two kernels, each the median of `repeats`, over 1 GiB."""
+        data = self._gibibyte
         ones = torch.ones(2**14)
         matrix = data.view(-1, 2**14)
-        by_sum = _median_s(lambda: data.sum(), 7)
-        by_gemv = _median_s(lambda: torch.mv(matrix, ones), 7)
+        by_sum = _median_s(lambda: data.sum(), repeats)
+        by_gemv = _median_s(lambda: torch.mv(matrix, ones), repeats)
         return data.nbytes / min(by_sum, by_gemv)
+
+    @cached_property
+    def _gibibyte(self) -> torch.Tensor:
+        return torch.ones(2**28)
 
 
 def _median_s(run: Callable[[], object], repeats: int) -> float:

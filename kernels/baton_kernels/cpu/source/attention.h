@@ -1,8 +1,8 @@
 // Paged attention that reads keys and values where they lie.
 //
 // The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
-// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. Part of what comes next
-// is prefetched while a tile is computed with, and a pass of reads alone brings the rest of it.
+// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. Where they are read
+// once, part of what comes next is prefetched while a tile is computed with, and a pass of reads alone brings the rest of it.
 //
 // Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
 // the batch changes a bit of a result.
@@ -45,7 +45,7 @@ struct Problem {
 // Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, and the positions they meet.
 struct Task {
     int64_t seq, kv_head, first_row, num_rows, begin, end;
-    int64_t partial;  // which row of the partial results its first one becomes; -1: the task's result is the whole
+    int64_t partial;  // the row of the partial results that its first row goes to; -1: its result is the whole
 };
 
 // Parts of one result, in the order of their tokens.
@@ -55,6 +55,9 @@ struct Merge {
 };
 
 inline int64_t num_queries(const Problem& p, int64_t seq) { return p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]; }
+
+// All queries of a sequence are in one task of each KV head and part.
+inline bool fits_one_task(const Problem& p, int64_t seq) { return num_queries(p, seq) * p.group_size() <= ROWS; }
 
 inline int64_t position_of(const Problem& p, const Task& task, int64_t row) {
     return p.seq_lens[task.seq] - num_queries(p, task.seq) + (task.first_row + row) / p.group_size();
@@ -92,7 +95,7 @@ inline Work divide(const Problem& p) {
                 const int64_t begin = first_visible(p, position_of(p, task, 0));
                 const int64_t end = position_of(p, task, task.num_rows - 1) + 1;
                 work.elements += (end - begin) * p.head_dim;
-                const int64_t split = rows <= ROWS ? SPLIT : end;
+                const int64_t split = fits_one_task(p, seq) ? SPLIT : end;
                 const int64_t parts = (end - 1) / split - begin / split + 1;
                 if (parts > 1) {
                     task.partial = work.num_partials;
@@ -197,8 +200,8 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
     tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
 }
 
-// `take_next` is called once, before the last tile: it returns the task that this thread goes on with, or null. Of that one's first
-// tile, if it is whole, keys are prefetched. What other tasks read, too, is not: READ_ONCE.
+// `take_next` is called once, before the last tile: it returns the task that this thread goes on with, or null. READ_ONCE: no other
+// task of the sequence reads the same keys. Then what comes next is prefetched, also the first tile of the task that follows.
 template <bool READ_ONCE, typename T, typename TakeNext>
 void attend(
     const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
@@ -226,8 +229,8 @@ void attend(
     // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
-    using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, Nothing<T>>;  // past the second cache
-    using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, Nothing<T>>;   // into it: the first one holds the copy
+    using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, NoNext<T>>;  // past L2
+    using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, NoNext<T>>;   // into L2: L1 holds the copy
     const auto with_rows = [&](const Rows<T>& rows, const Rows<T>& next, const auto& use) {
         if (in_place) {
             touch(rows, dim);
@@ -248,10 +251,10 @@ void attend(
         }
         const int64_t vectors = (tile.count + LANES - 1) / LANES;
         const Rows<T> key_rows = rows_of(keys, tile), value_rows = rows_of(values, tile);
-        with_rows(key_rows, value_rows, [&](const auto& rows, const auto& ahead) {
-            ahead.prefetch_rest(0);
-            score_tile(room.scores, room.query, task.num_rows, rows, ahead, dim);
-            ahead.prefetch_rest(1);
+        with_rows(key_rows, value_rows, [&](const auto& rows, const auto& to_prefetch) {
+            to_prefetch.prefetch_four(0);
+            score_tile(room.scores, room.query, task.num_rows, rows, to_prefetch, dim);
+            to_prefetch.prefetch_four(1);
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
@@ -259,9 +262,10 @@ void attend(
             adjust_scores(p, task, room, tile, vectors * LANES);
         }
         soften(task, room, vectors, corrections);
-        with_rows(value_rows, rows_of(keys, next.count == TILE ? next : tile), [&](const auto& rows, const auto& ahead) {
-            ahead.prefetch_rest(0);
-            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, ahead, dim);
+        const Tile& same_or_whole = next.count == TILE ? next : tile;  // computing with a tile asks for as many rows
+        with_rows(value_rows, rows_of(keys, same_or_whole), [&](const auto& rows, const auto& to_prefetch) {
+            to_prefetch.prefetch_four(0);
+            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, to_prefetch, dim);
         });
     } while (tile.end < task.end);
 
@@ -348,7 +352,7 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
         for (const Task* task = take(); task != nullptr;) {
             const Task* next = nullptr;
             const auto take_next = [&] { return next = take_ahead(); };
-            if (num_queries(p, task->seq) * p.group_size() <= ROWS) {
+            if (fits_one_task(p, task->seq)) {
                 attend<true>(p, *task, room, out, query, keys, values, partials.get(), take_next);
             } else {
                 attend<false>(p, *task, room, out, query, keys, values, partials.get(), take_next);

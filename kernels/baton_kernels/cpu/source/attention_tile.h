@@ -83,32 +83,32 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
 
 // Rows that come next, to be prefetched; LOCALITY as __builtin_prefetch() has it.
 //
-// While sixteen rows of a tile are computed with, for R rows of queries, SHARE of these are asked for: a byte for every two
+// While sixteen rows are computed with, for R rows of queries, SHARE rows of the next ones are asked for: a byte for every two
 // products, which is about what memory delivers meanwhile. Of floats it is half of the rows, for four rows of queries. Asked for
-// more, a processor holds up the computing.
+// more, a processor holds up the computing. (Every four rows of queries ask for the same: the first ones bring it.)
 //
-// Whatever prefetches is inlined, because a compiler leaves out calls of functions that only prefetch.
+// What only prefetches is inlined, because a compiler leaves out calls of such functions.
 template <typename Stored, int LOCALITY>
 class Next {
 public:
     Next(const Rows<Stored>& rows, int64_t head_dim) : rows(rows), row_bytes(head_dim * sizeof(Stored)) {}
 
-    // The vectors at d of the share of T rows from t on.
+    // While rows [t, t + T) are computed with: of the rows that are their share, the vectors at d.
     template <int64_t R, int64_t T>
     [[gnu::always_inline]] void prefetch_vectors(int64_t t, int64_t d) const {
         const int64_t* offsets = rows.offsets + t * SHARE<R> / 16;
         for (int64_t i = 0; i < T * SHARE<R> / 16; ++i) __builtin_prefetch(rows.base + d + offsets[i], 0, LOCALITY);
     }
 
-    // Rows from one on, some bytes at a time.
-    class Share {
+    // Asks for one row after the other, BYTES of it at a time.
+    class Cursor {
     public:
-        Share(const Next& next, int64_t first_row) : next(next), row(first_row) {}
+        Cursor(const Next& next, int64_t first_row) : next(next), row(first_row) {}
 
         template <int64_t BYTES>
         [[gnu::always_inline]] void prefetch() {
             if (from >= end) [[unlikely]] {
-                if (row == next.rows.count) return;
+                if (row >= next.rows.count) return;
                 from = next.begin_of(row++);
                 end = from + next.row_bytes;
             }
@@ -122,12 +122,13 @@ public:
         const char *from = nullptr, *end = nullptr;
     };
 
-    // The share of what follows the first rows of a tile.
+    // At the first row that is not a share of the tile's first num_rows.
     template <int64_t R>
-    Share share_behind(int64_t num_rows) const { return Share(*this, num_rows * SHARE<R> / 16); }
+    Cursor after(int64_t num_rows) const { return Cursor(*this, num_rows * SHARE<R> / 16); }
 
-    // Four of the rows in nobody's share, at once: memory has work until products are under way, and while there are none.
-    [[gnu::always_inline]] void prefetch_rest(int64_t which) const {
+    // The first (0) or second (1) four rows that are in no share of four rows of queries; of two-byte types there are none. They
+    // are asked for at once, so that memory has work between reading and computing.
+    [[gnu::always_inline]] void prefetch_four(int64_t which) const {
         const int64_t first = TILE * SHARE<4> / 16 + which * 4;
         for (int64_t row = first; row < std::min(first + 4, rows.count); ++row) {
             for (int64_t i = 0; i < row_bytes; i += LINE) __builtin_prefetch(begin_of(row) + i, 0, LOCALITY);
@@ -147,32 +148,32 @@ private:
     int64_t row_bytes;
 };
 
-// In its place where nothing is prefetched.
+// In place of Next, where nothing is to be prefetched.
 template <typename Stored>
-struct Nothing {
-    Nothing(const Rows<Stored>&, int64_t) {}
+struct NoNext {
+    NoNext(const Rows<Stored>&, int64_t) {}
     template <int64_t R, int64_t T>
     void prefetch_vectors(int64_t, int64_t) const {}
-    struct Share {
+    struct Cursor {
         template <int64_t BYTES>
         void prefetch() {}
     };
     template <int64_t R>
-    Share share_behind(int64_t) const { return {}; }
-    void prefetch_rest(int64_t) const {}
+    Cursor after(int64_t) const { return {}; }
+    void prefetch_four(int64_t) const {}
 };
 
 // scores[r, t] = query[r] . keys[t] for R rows and T tokens from `at` on. Each is summed in one order, whatever R and T are.
-template <int64_t R, int64_t T, typename Stored, typename Ahead>
+template <int64_t R, int64_t T, typename Stored, typename Next>
 [[gnu::always_inline]] inline void score(
-    float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const Ahead& ahead, int64_t dim
+    float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const Next& next, int64_t dim
 ) {
     Floats sums[R * T] = {};
     int64_t d = 0;
     do {
         Floats key[T];
         for (int64_t t = 0; t < T; ++t) key[t] = load(keys.base + d + keys.offsets[at + t]);
-        ahead.template prefetch_vectors<R, T>(at, d);
+        next.template prefetch_vectors<R, T>(at, d);
         for (int64_t r = 0; r < R; ++r) {
             const Floats q = load(query + r * dim + d);
             for (int64_t t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
@@ -183,40 +184,40 @@ template <int64_t R, int64_t T, typename Stored, typename Ahead>
     for (int64_t r = 0; r < R; ++r) std::copy_n(totals + r * T, T, scores + r * TILE + at);
 }
 
-template <int64_t R, typename Stored, typename Ahead>
-inline void score_rows(float* scores, const float* query, const Rows<Stored>& keys, const Ahead& ahead, int64_t dim) {
+template <int64_t R, typename Stored, typename Next>
+inline void score_rows(float* scores, const float* query, const Rows<Stored>& keys, const Next& next, int64_t dim) {
     constexpr int64_t T = 16 / R;
     int64_t t = 0;
-    for (; t + T <= keys.count; t += T) score<R, T>(scores, query, keys, t, ahead, dim);
-    for (; t < keys.count; ++t) score<R, 1>(scores, query, keys, t, ahead, dim);
+    for (; t + T <= keys.count; t += T) score<R, T>(scores, query, keys, t, next, dim);
+    for (; t < keys.count; ++t) score<R, 1>(scores, query, keys, t, next, dim);
 }
 
 // scores[row, t] for all rows and the tile's tokens; rows of scores are TILE apart.
-template <typename Stored, typename Ahead>
+template <typename Stored, typename Next>
 inline void score_tile(
-    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Ahead& ahead, int64_t dim
+    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Next& next, int64_t dim
 ) {
     int64_t r = 0;
-    for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, ahead, dim);
-    for (; r + 2 <= num_rows; r += 2) score_rows<2>(scores + r * TILE, query + r * dim, keys, ahead, dim);
-    for (; r < num_rows; ++r) score_rows<1>(scores + r * TILE, query + r * dim, keys, ahead, dim);
+    for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, next, dim);
+    for (; r + 2 <= num_rows; r += 2) score_rows<2>(scores + r * TILE, query + r * dim, keys, next, dim);
+    for (; r < num_rows; ++r) score_rows<1>(scores + r * TILE, query + r * dim, keys, next, dim);
 }
 
 // sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R rows and V vectors.
-template <int64_t R, int64_t V, typename Stored, typename Ahead>
+template <int64_t R, int64_t V, typename Stored, typename Next>
 inline void add(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& ahead,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Next& next,
     int64_t d, int64_t dim
 ) {
     Floats total[R][V];
     for (int64_t r = 0; r < R; ++r) {
         for (int64_t v = 0; v < V; ++v) total[r][v] = load(sums + r * dim + d + v * LANES) * corrections[r];
     }
-    auto share = ahead.template share_behind<R>(values.count * d / dim);
+    auto cursor = next.template after<R>(values.count * d / dim);
     for (int64_t t = 0; t < values.count; ++t) {
         Floats value[V];
         for (int64_t v = 0; v < V; ++v) value[v] = load(values.base + d + v * LANES + values.offsets[t]);
-        share.template prefetch<R * V * LANES / 2>();
+        cursor.template prefetch<R * V * LANES / 2>();
         for (int64_t r = 0; r < R; ++r) {
             const Floats weight = splat(weights[r * TILE + t]);
             for (int64_t v = 0; v < V; ++v) total[r][v] += weight * value[v];
@@ -227,25 +228,25 @@ inline void add(
     }
 }
 
-template <int64_t R, typename Stored, typename Ahead>
+template <int64_t R, typename Stored, typename Next>
 inline void add_rows(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Ahead& ahead,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Next& next,
     int64_t dim
 ) {
     constexpr int64_t V = LANES == 16 ? 4 : 2;
     int64_t d = 0;
-    for (; d + V * LANES <= dim; d += V * LANES) add<R, V>(sums, corrections, weights, values, ahead, d, dim);
-    for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, ahead, d, dim);
+    for (; d + V * LANES <= dim; d += V * LANES) add<R, V>(sums, corrections, weights, values, next, d, dim);
+    for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, next, d, dim);
 }
 
 // For all rows, which are `dim` apart in sums and TILE apart in weights.
-template <typename Stored, typename Ahead>
+template <typename Stored, typename Next>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,
-    const Ahead& ahead, int64_t dim
+    const Next& next, int64_t dim
 ) {
     const auto add_at = [&]<int64_t R>(int64_t r) {
-        add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, ahead, dim);
+        add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, next, dim);
     };
     int64_t r = 0;
     for (; r + 4 <= num_rows; r += 4) add_at.template operator()<4>(r);
