@@ -1,0 +1,48 @@
+"""The kernels' benchmark and tuner go through everything they would measure, on Triton's interpreter with tiny sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PARTS = {
+    "attention_decode",
+    "attention_prefill",
+    "moe",
+    "kv_write",
+    "block_copy",
+    "block_checksum",
+    "elementwise",
+    "sampling",
+    "engine_step",
+    "cpu_attention",
+}
+
+
+def output_of(script: str, *arguments: str) -> str:
+    """Of a run that succeeds."""
+    process = subprocess.run(
+        [sys.executable, BENCHMARKS / "kernels" / script, "--quick", *arguments],
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+def test_every_part_of_the_benchmark_runs() -> None:
+    """Each checks its kernels against their references and peers before it measures."""
+    assert set(output_of("bench.py").splitlines()) >= PARTS
+
+
+@pytest.mark.parametrize("operation", ["norm", "kv_write", "sampling"])
+def test_the_tuner_compares_candidates(operation: str) -> None:
+    assert "(2 tried)" in output_of("tune.py", "--only", operation)
