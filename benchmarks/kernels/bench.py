@@ -19,6 +19,7 @@ from parts import Outcome, Parts, run_part
 from remote import Remote
 
 import report
+from baton_kernels import cpu
 from baton_kernels.configurations import device_key
 from report import Goal
 
@@ -112,6 +113,9 @@ def _write(setting: Setting, rows: Rows, goals: list[Goal], remarks: list[str]) 
         os.environ.setdefault("BATON_MACHINE", device_key(setting.device))
     name = torch.cuda.get_device_name() if setting.is_gpu else f"CPU with {torch.get_num_threads()} threads"
     circumstances = {"device": name, "repeats": setting.repeats, "torch": torch.__version__}
+    if not setting.is_gpu:
+        circumstances["CPU kernels"] = cpu.DESCRIPTION
+        remarks.append("Goals of a GPU's kernels are not measured, for this machine has none.")
     report.write("kernels", rows, goals, remarks=" ".join(remarks), **circumstances)
 
 

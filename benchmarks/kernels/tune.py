@@ -24,7 +24,7 @@ import subjects
 from measure import Setting, us
 from selection import Choice, Subject, choose
 
-from baton_kernels.configurations import Configuration, Table, device_key, table_file, write_table
+from baton_kernels.configurations import Configuration, device_key, table_file, write_table
 
 NUM_COMPILING = 8
 """Candidates that are compiled at a time."""
@@ -48,11 +48,11 @@ def main() -> int:
     for number, operation in enumerate(operations):
         # Each operation gets its share of what time is left.
         share = (60 * args.minutes - (time.monotonic() - begin)) / (len(operations) - number)
-        measured: Table = {}
+        measured: dict[str, dict[str, Configuration | None]] = {}
         for choice in _tune(operation, setting, share, failures):
             wrong += len(choice.wrong)
             _tell(choice)
-            if choice.config is not None:
+            if choice.config is not None or choice.num_untried == 0:
                 measured.setdefault(choice.operation, {})[choice.shape_class] = choice.config
         if measured and setting.is_gpu:
             write_table(file, measured)  # after each operation: what was measured is not lost with a later one

@@ -65,11 +65,16 @@ def read_table(file: Path) -> Table:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def write_table(file: Path, measured: Table) -> None:
-    """Puts what was measured in the place of what the file says of the same shape classes, and leaves all else."""
+def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | None]]) -> None:
+    """Puts what was measured in the place of what the file says of the same shape classes, and leaves all else.
+
+    Args:
+        measured: None: the kernel's default is the best. The file says nothing of that shape class then.
+    """
     table = read_table(file)
     for operation, classes in measured.items():
-        table.setdefault(operation, {}).update(classes)
+        merged = {**table.get(operation, {}), **classes}
+        table[operation] = {shape_class: dict(config) for shape_class, config in merged.items() if config is not None}
     file.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
 
 

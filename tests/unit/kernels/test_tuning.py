@@ -147,6 +147,13 @@ def test_writing_merges_with_what_is_there_and_sorts(tmp_path: Path) -> None:
     assert file.read_text() == json.dumps(read_table(file), indent=2, sort_keys=True) + "\n"
 
 
+def test_a_default_that_has_become_the_best_is_no_longer_in_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    write_table(file, {"b": {"y": {"tile": 1}, "x": {"tile": 2}}})
+    write_table(file, {"b": {"x": None}})
+    assert read_table(file) == {"b": {"y": {"tile": 1}}}
+
+
 def test_shipped_tables_hold_integers_by_operation_and_class() -> None:
     for file in table_file("any").parent.glob("*.json"):
         for operation, classes in read_table(file).items():

@@ -164,9 +164,9 @@ struct NoNext {
 };
 
 // scores[r, t] = query[r] . keys[t] for R rows and T tokens from `at` on. Each is summed in one order, whatever R and T are.
-template <int64_t R, int64_t T, typename Stored, typename Next>
+template <int64_t R, int64_t T, typename Stored, typename ToPrefetch>
 [[gnu::always_inline]] inline void score(
-    float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const Next& next, int64_t dim
+    float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const ToPrefetch& next, int64_t dim
 ) {
     Floats sums[R * T] = {};
     int64_t d = 0;
@@ -184,8 +184,8 @@ template <int64_t R, int64_t T, typename Stored, typename Next>
     for (int64_t r = 0; r < R; ++r) std::copy_n(totals + r * T, T, scores + r * TILE + at);
 }
 
-template <int64_t R, typename Stored, typename Next>
-inline void score_rows(float* scores, const float* query, const Rows<Stored>& keys, const Next& next, int64_t dim) {
+template <int64_t R, typename Stored, typename ToPrefetch>
+inline void score_rows(float* scores, const float* query, const Rows<Stored>& keys, const ToPrefetch& next, int64_t dim) {
     constexpr int64_t T = 16 / R;
     int64_t t = 0;
     for (; t + T <= keys.count; t += T) score<R, T>(scores, query, keys, t, next, dim);
@@ -193,9 +193,9 @@ inline void score_rows(float* scores, const float* query, const Rows<Stored>& ke
 }
 
 // scores[row, t] for all rows and the tile's tokens; rows of scores are TILE apart.
-template <typename Stored, typename Next>
+template <typename Stored, typename ToPrefetch>
 inline void score_tile(
-    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const Next& next, int64_t dim
+    float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const ToPrefetch& next, int64_t dim
 ) {
     int64_t r = 0;
     for (; r + 4 <= num_rows; r += 4) score_rows<4>(scores + r * TILE, query + r * dim, keys, next, dim);
@@ -204,9 +204,9 @@ inline void score_tile(
 }
 
 // sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R rows and V vectors.
-template <int64_t R, int64_t V, typename Stored, typename Next>
+template <int64_t R, int64_t V, typename Stored, typename ToPrefetch>
 inline void add(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Next& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const ToPrefetch& next,
     int64_t d, int64_t dim
 ) {
     Floats total[R][V];
@@ -228,9 +228,9 @@ inline void add(
     }
 }
 
-template <int64_t R, typename Stored, typename Next>
+template <int64_t R, typename Stored, typename ToPrefetch>
 inline void add_rows(
-    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const Next& next,
+    float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const ToPrefetch& next,
     int64_t dim
 ) {
     constexpr int64_t V = LANES == 16 ? 4 : 2;
@@ -240,10 +240,10 @@ inline void add_rows(
 }
 
 // For all rows, which are `dim` apart in sums and TILE apart in weights.
-template <typename Stored, typename Next>
+template <typename Stored, typename ToPrefetch>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,
-    const Next& next, int64_t dim
+    const ToPrefetch& next, int64_t dim
 ) {
     const auto add_at = [&]<int64_t R>(int64_t r) {
         add_rows<R>(sums + r * dim, corrections + r, weights + r * TILE, values, next, dim);
