@@ -1,0 +1,354 @@
+"""Requests to a Kubernetes API server by path: JSON objects in and out, with deadlines and one kind of error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+
+# An object of the Kubernetes API as JSON. Any: its shape is the API's schema, which the server checks.
+Object = dict[str, Any]
+
+REQUEST_TIMEOUT_S = 15.0
+CONNECT_TIMEOUT_S = 10.0
+PAGE_SIZE = 500
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+_READ_BUFFER = 2**21  # bytes, as in kubernetes.aio: a watch event is one line and may exceed aiohttp's default
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
+
+Query = Sequence[tuple[str, str]]
+
+
+class KubeError(Exception):
+    """The API server refused a request.
+
+    Attributes:
+        status: the HTTP code, or the code of a watch's ERROR event.
+        reason: Kubernetes' reason, for example `AlreadyExists`; empty if the server sent none.
+        retry_after_s: how long the server asked clients to wait before the next try; None if it did not.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class WritesForbiddenError(OSError):
+    """A write was not sent because `KubeClient.write_timeout_s` returned 0 or less."""
+
+
+class KubeClient:
+    """One pool of connections to one API server.
+
+    Paths are those of the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
+
+    Every method raises KubeError if the server refuses, and OSError or TimeoutError if there is no usable answer.
+    """
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+        self.server: str = api.configuration.host
+        #: Called after each request with its verb (get, list, watch, create, apply, patch, update or delete), its path and
+        #: the HTTP code of the answer. Code 0: there was no answer.
+        self.on_request: Callable[[str, str, int], None] = lambda verb, path, code: None
+        #: Returns the time that a write starting now may take, at most REQUEST_TIMEOUT_S. At 0 or less it is not sent.
+        self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
+
+    async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
+        """Return the object at `path`. With `metadata_only` the server sends a PartialObjectMetadata."""
+        accept = _METADATA_ONLY if metadata_only else "application/json"
+        return await self._request("get", "GET", path, query=query, accept=accept)
+
+    async def list(
+        self, path: str, *, label_selector: str = "", field_selector: str = "", not_older_than: str | None = None
+    ) -> tuple[list[Object], str]:
+        """Return the objects of a collection and the resource version from which to watch it.
+
+        Args:
+            not_older_than: None reads the current state, in pages of PAGE_SIZE. With a resource version ("0": any) the
+                server may answer at once from its watch cache, with a state that is at least that new.
+
+        Raises:
+            KubeError: refused; status 410 if the list's version expired between two pages.
+        """
+        selectors = _selectors(label_selector, field_selector)
+        paged = [("limit", str(PAGE_SIZE))] if not_older_than is None else []
+        query = paged
+        if not_older_than is not None:
+            query = [("resourceVersion", not_older_than), ("resourceVersionMatch", "NotOlderThan")]
+        items: list[Object] = []
+        while True:
+            page = await self._request("list", "GET", path, query=[*selectors, *query])
+            items += page.get("items") or []
+            metadata = page.get("metadata") or {}
+            if not metadata.get("continue"):
+                return items, metadata.get("resourceVersion") or ""
+            query = [*paged, ("continue", metadata["continue"])]  # the token carries the version
+
+    async def watch(
+        self,
+        path: str,
+        version: str,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        timeout_s: float,
+        silence_s: float,
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        """Yield (type, object) for each event after `version`, bookmarks included, until the server ends the watch.
+
+        Args:
+            timeout_s: after which the server is asked to end the watch.
+            silence_s: longest wait for the next event or bookmark.
+
+        Raises:
+            KubeError: refused, or an ERROR event; status 410: `version` is too old, list again.
+            TimeoutError: nothing came for `silence_s`.
+            ConnectionError: the connection broke, or ended within an event.
+        """
+        query = [
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(max(1, round(timeout_s)))),
+            *_selectors(label_selector, field_selector),
+        ]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        code = 0
+        try:
+            response = await self._send("GET", path, query=query, timeout=timeout)
+            try:
+                code = response.status
+                if code != 200:
+                    raise _refusal(code, await response.read(), response.headers)
+                while line := await response.content.readline():
+                    yield _event(path, line)
+            finally:
+                response.close()
+        except aiohttp.SocketTimeoutError as error:
+            raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
+        except (aiohttp.ClientError, config.ConfigException, ValueError) as error:  # ValueError: a line over the buffer
+            raise ConnectionError(f"watch {path}: {error or type(error).__name__}") from error
+        finally:
+            self.on_request("watch", path, code)
+
+    async def create(self, path: str, obj: Object, *, field_manager: str = "") -> Object:
+        """POST `obj` to its collection. Raises: KubeError, with status 409 if the name is taken."""
+        return await self._request("create", "POST", path, body=obj, query=_field_manager(field_manager))
+
+    async def replace(self, path: str, obj: Object) -> Object:
+        """PUT the whole object. Raises: KubeError, with status 409 if its resourceVersion is not the current one."""
+        return await self._request("update", "PUT", path, body=obj)
+
+    async def merge(self, path: str, patch: Object, *, field_manager: str = "") -> Object:
+        """Apply a JSON merge patch (RFC 7386)."""
+        return await self._request(
+            "patch",
+            "PATCH",
+            path,
+            body=patch,
+            query=_field_manager(field_manager),
+            content_type="application/merge-patch+json",
+        )
+
+    async def apply(self, path: str, obj: Object, *, field_manager: str) -> Object:
+        """Apply `obj` on the server. Its fields become `field_manager`'s, conflicts notwithstanding."""
+        return await self._request(
+            "apply",
+            "PATCH",
+            path,
+            body=obj,
+            query=[*_field_manager(field_manager), ("force", "true")],
+            content_type="application/apply-patch+yaml",  # JSON is YAML
+        )
+
+    async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None, propagation: str = "") -> Object:
+        """Delete an object; return its last state, or a Status.
+
+        Args:
+            uid: delete only the object with this uid.
+            grace_s: gracePeriodSeconds; None leaves it to the server.
+            propagation: Background, Foreground or Orphan; empty leaves it to the server.
+
+        Raises:
+            KubeError: refused; status 404 if there is no such object, 409 if it has another uid.
+        """
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if propagation:
+            options["propagationPolicy"] = propagation
+        return await self._request("delete", "DELETE", path, body=options)
+
+    def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
+        """Return a new session with this client's TLS, proxy and credentials, and no limit on connections.
+
+        The innermost middleware sets the Authorization header of each request, so rotated tokens are used.
+        """
+        configuration = self._api.configuration
+
+        async def authorize(
+            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+        ) -> aiohttp.ClientResponse:
+            if token := await configuration.get_api_key_with_prefix("BearerToken"):
+                request.headers["Authorization"] = token
+            if configuration.tls_server_name:
+                request.server_hostname = configuration.tls_server_name
+            return await handler(request)
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._api.rest_client.ssl_context),
+            middlewares=(*middlewares, authorize),
+            proxy=configuration.proxy,
+            read_bufsize=_READ_BUFFER,
+            trust_env=True,
+        )
+
+    async def _request(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        query: Query = (),
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Object:
+        timeout_s = REQUEST_TIMEOUT_S
+        if method != "GET":
+            timeout_s = min(timeout_s, self.write_timeout_s())
+            if timeout_s <= 0:
+                raise WritesForbiddenError(f"{method} {path}: not sent, this process may not write any more")
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        code = 0
+        try:
+            response = await self._send(
+                method, path, body=body, query=query, content_type=content_type, accept=accept, timeout=timeout
+            )
+            async with response:
+                data = await response.read()
+            code = response.status
+        except TimeoutError as error:
+            raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
+        except (aiohttp.ClientError, config.ConfigException) as error:
+            raise ConnectionError(f"{method} {self.server}{path}: {error or type(error).__name__}") from error
+        finally:
+            self.on_request(verb, path, code)
+        if not 200 <= code <= 299:
+            raise _refusal(code, data, response.headers)
+        try:
+            answer = json.loads(data)
+        except ValueError as error:  # for example a proxy's page while the server is away
+            raise ConnectionError(f"{method} {path}: the answer is not JSON: {error}") from error
+        if not isinstance(answer, dict):
+            raise ConnectionError(f"{method} {path}: the answer is not a JSON object")
+        return answer
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        query: Query = (),
+        content_type: str = "application/json",
+        accept: str = "application/json",
+        timeout: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        request = await self._api.param_serialize(
+            method,
+            path,
+            query_params=list(query),
+            header_params={"Accept": accept, "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        answer = await self._api.call_api(*request, _request_timeout=timeout)
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+
+def _field_manager(name: str) -> list[tuple[str, str]]:
+    return [("fieldManager", name)] if name else []
+
+
+def _selectors(label: str, field: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in (("labelSelector", label), ("fieldSelector", field)) if value]
+
+
+def _refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
+    """Read a metav1.Status if the server sent one, else take the text as the message."""
+    text = body.decode(errors="replace")
+    try:
+        status = json.loads(text)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        status = {"message": text}
+    error = _status_error(code, status, text or f"HTTP {code}")
+    with suppress(KeyError, ValueError):  # ValueError: a date, which API servers do not send
+        error.retry_after_s = float(headers["Retry-After"])
+    return error
+
+
+def _status_error(code: int, status: Object, message: str) -> KubeError:
+    details = status.get("details")
+    retry_after_s = details.get("retryAfterSeconds") if isinstance(details, dict) else None
+    return KubeError(code, status.get("reason") or "", status.get("message") or message, retry_after_s)
+
+
+def _event(path: str, line: bytes) -> tuple[str, Object]:
+    """Raises: KubeError for an ERROR event, ConnectionError for a part of a line."""
+    try:
+        event = json.loads(line)
+        kind, obj = event["type"], event["object"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConnectionError(f"watch {path}: the connection ended within an event: {error!r}") from error
+    if kind == "ERROR":
+        raise _status_error(obj.get("code") or 500, obj, "the watch failed")
+    return kind, obj
+
+
+@asynccontextmanager
+async def connect(
+    kubeconfig: Path | str | None = None, *, service_account: Path | None = None
+) -> AsyncIterator[KubeClient]:
+    """Yield a client of the API server that `kubeconfig` names, or else of the pod's own cluster.
+
+    Args:
+        service_account: the folder with the pod's `token` and `ca.crt`; None: SERVICE_ACCOUNT.
+
+    Raises:
+        kubernetes.aio.config.ConfigException: the kubeconfig or the service account is missing or not usable.
+    """
+    configuration = client.Configuration()
+    configuration.connection_pool_maxsize = 0  # no limit: every watch has a connection of its own
+    try:
+        if kubeconfig is not None:
+            if not any(Path(file).expanduser().is_file() for file in str(kubeconfig).split(os.pathsep)):
+                raise config.ConfigException(f"kubeconfig {kubeconfig} does not exist")
+            await config.load_kube_config(str(kubeconfig), client_configuration=configuration, persist_config=False)
+        else:
+            folder = service_account or SERVICE_ACCOUNT
+            InClusterConfigLoader(str(folder / "token"), str(folder / "ca.crt")).load_and_set(configuration)
+        api = client.ApiClient(configuration)
+    except config.ConfigException:
+        raise
+    except Exception as error:  # the library takes the file's structure and its certificates as they come
+        source = f"{kubeconfig} is no kubeconfig" if kubeconfig is not None else "the pod's service account"
+        raise config.ConfigException(f"{source}: {' '.join(str(error).split())}") from error
+    async with api:
+        yield KubeClient(api)
