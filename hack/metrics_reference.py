@@ -39,19 +39,18 @@ LABELS = {
     "door": "the port that was knocked at: `engine` or `http` of an engine, `ranks` or `http` of a coordinator",
     "endpoint": "path of the request; `unknown` if the gateway has none such",
     "finished_reason": _values(FinishReason) + "; with the first request that ended so",
-    "kind": "of operations `form`, `scale`, `recover`, `rebalance`; of pauses `planned`, `broken`; "
-    "of the operator that of Kubernetes objects",
+    "kind": "of operations `form`, `scale`, `recover`, `rebalance`; of pauses `planned`, `broken`",
     "model_name": "`model.servedName`, or the service's name",
     "outcome": "of prefill legs `done`, `refused`, `failed`, `timed_out`; of operations `done`, `failed`, `superseded`",
     "phase": f"of ranks {_values(RankPhase)}; of operations `waiting`, `preparing`, `committing`",
     "reason": f"of transfers {_values(FailureReason)}; of fallbacks `no_ready_engine`, `no_compatible_engine`, `refused`, "
     f"`failed`, `timed_out`; of retries {_values(code.name for code in ErrorCode)}, `engine_lost`",
+    "resource": "`pods` or `llmservices/status`, for example; empty for a request about no resource",
     "result": "`ok` or `error`",
     "role": "`prefill` or `decode`",
     "sleep_state": "`awake`, `paused`, `weights_offloaded`, `discard_all`",
     "status": "HTTP status of the answer",
     "verb": "`get`, `list`, `watch`, `create`, `apply`, `patch`, `update` or `delete`",
-    "why": "`connection`, `silence`, or the HTTP status of the watch",
 }
 """What each label says. One that is missing here is a KeyError: the page is not written without it."""
 UNITS = {"seconds": "s", "bytes": "bytes", "perc": "0 to 1", "tokens": "tokens", "blocks": "blocks"}

@@ -25,17 +25,20 @@ from fake_nodes import FakeNodes
 from operator_metrics import Reading
 
 import report
+from baton_kube.client import connect
 from baton_local.control_plane import ControlPlane
 from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_local.control_plane.real import RealControlPlane, find_assets, free_ports
 from baton_operator import names
 from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import Kube, connect
+from baton_operator.kube import Kube
 
 Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")
 NAMESPACE = "default"
-FLEET_TIMEOUT_S = 900.0
+FLEET_TIMEOUT_S = 1800.0
+CACHED_FLEET_S = 18.2
+"""Median seconds from apply to Ready of 200 services before the operator read live."""
 QUIET_S = 5.0
 
 
@@ -71,9 +74,10 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object],
     plane = _plane(args.control_plane, folder)
     plane.start(timeout_s=120)
     try:
-        async with connect(str(plane.kubeconfig)) as (kube, _):
+        async with connect(plane.kubeconfig) as connection:
+            kube = Kube(connection)
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-            await kube._request("POST", path, body=custom_resource_definition())
+            await kube.client.create(path, custom_resource_definition())
             await _until(kube.discover, "the CRD to be served")
             with _operator(plane.kubeconfig, folder) as (process, port):
                 nodes = asyncio.ensure_future(FakeNodes(kube).run())
@@ -160,15 +164,19 @@ async def _fleet(
             "per service KiB": round((full_rss - empty_rss) / 2**10 / args.services, 1),
         },
     ]
-    # What a reconcile asks for beside them is the service's Secret, by name: the operator has no right to watch Secrets.
     writes = sum(part.requests[verb] for part in (visit, rest) for verb in WRITES)
-    lists = sum(part.requests["list"] for part in (visit, rest))
+    at_rest = sum(count for verb, count in rest.requests.items() if verb != "watch")
+    median_s = statistics.median(seconds)
     goals = [
-        report.Goal("writes at rest and in reconciles at rest", float(writes), 0.0, "requests", at_most=True),
-        report.Goal("lists at rest and in reconciles at rest", float(lists), 0.0, "requests", at_most=True),
-        report.Goal("reconcile at rest, p99", visit.quantile_ms(0.99), 100.0, "ms", at_most=True),
-        report.Goal("memory of the operator", full_rss / 2**20, 256.0, "MiB", at_most=True),
+        report.Goal("writes at rest and in looks at rest", float(writes), 0.0, "requests", at_most=True),
+        report.Goal("requests at rest besides watches", float(at_rest), 0.0, "requests", at_most=True),
+        report.Goal("requests of a look at rest", _per(visit), 6.0, "requests", at_most=True),
+        report.Goal("look at rest, p99", visit.quantile_ms(0.99), 100.0, "ms", at_most=True),
+        report.Goal("memory of the operator", full_rss / 2**20, 160.0, "MiB", at_most=True),
     ]
+    if args.services == 200:
+        # What the operator that watched and cached by itself took on a machine of this kind.
+        goals.append(report.Goal("apply to Ready of 200 services", median_s, 1.2 * CACHED_FLEET_S, "s", at_most=True))
     return rows, goals
 
 
@@ -198,13 +206,14 @@ async def _bring_up(kube: Kube, services: int) -> list[float]:
     """Creates them one after the other; seconds from each one's creation to its Ready."""
     created: dict[str, float] = {}
     ready: dict[str, float] = {}
-    _, version = await kube.list_versioned(names.KIND, NAMESPACE)
+    path = kube.path(names.KIND, NAMESPACE)
+    _, version = await kube.client.list(path)
 
     async def follow() -> None:
-        async for event in kube.watch(names.KIND, NAMESPACE, None, version, timeout_s=3600, silence_s=3600):
-            conditions = (event["object"].get("status") or {}).get("conditions") or []
+        async for _, obj in kube.client.watch(path, version, timeout_s=3600, silence_s=3600):
+            conditions = (obj.get("status") or {}).get("conditions") or []
             if any(c["type"] == "Ready" and c["status"] == "True" for c in conditions):
-                ready.setdefault(event["object"]["metadata"]["name"], time.monotonic())
+                ready.setdefault(obj["metadata"]["name"], time.monotonic())
             if len(ready) == services:
                 return
 

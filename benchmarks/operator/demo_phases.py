@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton_kube.client import KubeError, connect
 from baton_operator import names
-from baton_operator.kube import Kube, KubeError, connect
+from baton_operator.kube import Kube
 from baton_operator.observe import is_ready
 
 Object = dict[str, Any]
@@ -48,7 +49,8 @@ async def _follow(kubeconfig: Path, process: subprocess.Popen[bytes]) -> Object:
     while not kubeconfig.exists():
         _check(process, deadline)
         await asyncio.sleep(0.02)
-    async with connect(str(kubeconfig)) as (kube, _):
+    async with connect(kubeconfig) as connection:
+        kube = Kube(connection)
         row: Object = {"part": "apply to Ready of the demo"}
         began: float | None = None
         left = dict(PHASES)

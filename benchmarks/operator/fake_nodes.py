@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from baton_kube.client import KubeError
 from baton_operator import names
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 
 Object = dict[str, Any]
 
@@ -26,13 +27,14 @@ class FakeNodes:
         await asyncio.gather(self._follow("Pod"), self._follow("Deployment"))
 
     async def _follow(self, kind: str) -> None:
-        _, version = await self._kube.list_versioned(kind, None, OURS)
+        path, ours = self._kube.path(kind, None), names.serialized(OURS)
+        _, version = await self._kube.client.list(path, label_selector=ours)
         while True:
-            events = self._kube.watch(kind, None, OURS, version, timeout_s=3600, silence_s=3600)
-            async for event in events:
-                version = event["object"]["metadata"]["resourceVersion"]
-                if event["type"] == "ADDED":
-                    task = asyncio.ensure_future(self._start(kind, event["object"]))
+            events = self._kube.client.watch(path, version, label_selector=ours, timeout_s=3600, silence_s=3600)
+            async for type_, obj in events:
+                version = obj["metadata"]["resourceVersion"]
+                if type_ == "ADDED":
+                    task = asyncio.ensure_future(self._start(kind, obj))
                     self._work.add(task)
                     task.add_done_callback(self._work.discard)
 

@@ -64,6 +64,10 @@ class KubeClient:
         #: Returns the time that a write starting now may take, at most REQUEST_TIMEOUT_S. At 0 or less it is not sent.
         self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
 
+    def sibling(self) -> KubeClient:
+        """Return a client on the same connections with hooks of its own."""
+        return KubeClient(self._api)
+
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
         """Return the object at `path`. With `metadata_only` the server sends a PartialObjectMetadata."""
         accept = _METADATA_ONLY if metadata_only else "application/json"

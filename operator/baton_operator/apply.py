@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
 from baton_engine.protocol.service_key import ServiceKey
+from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
@@ -13,70 +15,45 @@ from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.events import Events
 from baton_operator.former import Former
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 from baton_operator.observe import Observation, controlled_by
 from baton_operator.plan import GroupPlan
+from baton_operator.problems import GatewayAPIMissing, NameConflict, Problem, ServiceKeyUnusable, problem_of
 from baton_operator.refusals import Refusal, refusal_of
 
-Object = dict[str, Any]
 
-
-class NameConflict(Exception):  # noqa: N818 - the reason of the condition
-    """An object with a name we need belongs to someone else."""
-
-    def __init__(self, kind: str, name: str) -> None:
-        super().__init__(
-            f"{kind} {name} exists and is not controlled by this LLMService; delete it, or rename the service"
-        )
-
-
-class GatewayAPIMissing(Exception):  # noqa: N818 - the reason of the condition
-    """A route was asked for, but the API server has none."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "spec.gateway.httpRoute: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API, or use "
-            "spec.gateway.ingress"
-        )
-
-
-async def apply_objects(
-    kube: Kube, owner: Owner, desired: Desired
-) -> tuple[dict[tuple[str, str], Object], list[NameConflict | GatewayAPIMissing | KubeError]]:
-    """Creates, updates and deletes the objects beside the members.
+async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:
+    """Create, update and delete the objects beside the members, of the kinds that were listed.
 
     Returns:
-        What exists now by (kind, name), and what was refused: one that is does not keep the others from being right.
+        What was refused. One refused object does not keep the others from being right. What was written is in `observed`.
+
+    Raises:
+        StaleReadError: something is to be deleted.
     """
-    existing: dict[tuple[str, str], Object] = {}
-    errors: list[NameConflict | GatewayAPIMissing | KubeError] = []
+    problems: list[Problem] = []
     if owner.spec.gateway.http_route is not None and not kube.http_routes:
-        errors.append(GatewayAPIMissing())
+        problems.append(GatewayAPIMissing())
     for obj in desired.objects:
-        key = (obj["kind"], obj["metadata"]["name"])
+        if obj["kind"] not in observed.kinds:
+            continue
+        key = obj["kind"], obj["metadata"]["name"]
         try:
-            existing[key] = await _apply(kube, owner, obj)
+            observed.objects[key] = await _apply(kube, owner, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
-            errors.append(error)
+            problems.append(problem_of(error))
     for kind, name in desired.absent:
-        try:
-            present = await kube.get(kind, owner.namespace, name)
-            if present and controlled_by(present, owner.uid):
+        if present := observed.owned(kind, name):
+            observed.freshness.require_consistent()
+            try:
                 await kube.delete(kind, owner.namespace, name, present["metadata"]["uid"])
-        except KubeError as error:
-            errors.append(error)
-    return existing, errors
-
-
-class ServiceKeyUnusable(Exception):  # noqa: N818 - the reason of the condition
-    """The Secret with the service's key holds none."""
-
-    def __init__(self, name: str, why: object) -> None:
-        super().__init__(f"Secret {name}: {why}; delete it, and another key is drawn")
+            except KubeError as error:
+                problems.append(problem_of(error))
+    return problems
 
 
 async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -> ServiceKey:
-    """The service's key; draws one if there is no Secret, and never changes one.
+    """Return the service's key. Draw one if there is no Secret, and never change one.
 
     Args:
         present: the Secret as observed.
@@ -86,8 +63,8 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
     """
     name = names.service_key_name(owner.name)
     if present is None:
-        # What the engines shared before this key was for all: here, for it is looked for only once.
-        former = await kube.get("Secret", owner.namespace, names.former_secret_name(owner.name))
+        # The Secret that engines shared before there was a key for all goes now: it is looked for only once.
+        former = await kube.read("Secret", owner.namespace, names.former_secret_name(owner.name))
         if former is not None and controlled_by(former, owner.uid):
             await kube.delete("Secret", owner.namespace, former["metadata"]["name"], former["metadata"]["uid"])
         present = await kube.create(service_key.secret(owner, service_key.draw()))
@@ -99,10 +76,10 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
         raise ServiceKeyUnusable(name, error) from error
 
 
-async def _apply(kube: Kube, owner: Owner, obj: Object) -> Object:
+async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
+    """Return the object as it is then. `present`: as it was listed."""
     name = obj["metadata"]["name"]
-    present = await kube.get(obj["kind"], owner.namespace, name)
-    if present is None:  # a cache has only what is labelled as ours
+    if present is None:  # the list has only what carries the service's label
         present = await kube.read(obj["kind"], owner.namespace, name)
     if present is not None and not controlled_by(present, owner.uid):
         raise NameConflict(obj["kind"], name)
@@ -163,7 +140,7 @@ async def apply_members(
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
         assert former is not None, "the plan knows of it"
-        await _apply(kube, owner, former.config_map)
+        await _apply(kube, owner, former.config_map, None)
         pods += [former.template.pod(ordinal) for ordinal in plan.restore]
     for pod in pods:
         try:
@@ -206,12 +183,17 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
         )
 
 
-async def collect_config_maps(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> None:
-    """Deletes ConfigMaps of earlier revisions that no pod mounts any more. Raises KubeError."""
-    used = {obj["metadata"]["name"] for obj in desired.objects if obj["kind"] == "ConfigMap"}
-    for pod in [*observed.pods, *observed.strays]:
-        used |= {volume["configMap"]["name"] for volume in pod["spec"].get("volumes") or [] if "configMap" in volume}
-    for config_map in observed.config_maps:
-        metadata = config_map["metadata"]
-        if metadata["name"] not in used:
-            await kube.delete("ConfigMap", owner.namespace, metadata["name"], metadata["uid"])
+async def collect_config_maps(kube: Kube, owner: Owner, needed: Collection[str], observed: Observation) -> None:
+    """Delete ConfigMaps of earlier revisions, if they were listed, that no pod mounts any more.
+
+    Args:
+        needed: names of those to keep whoever mounts them.
+
+    Raises:
+        StaleReadError, KubeError
+    """
+    used = {*needed, *observed.mounted_config_maps}
+    for kind, name in list(observed.objects):
+        if kind == "ConfigMap" and name not in used and (config_map := observed.owned(kind, name)):
+            observed.freshness.require_consistent()
+            await kube.delete("ConfigMap", owner.namespace, name, config_map["metadata"]["uid"])

@@ -12,13 +12,14 @@ from kubernetes.aio.config import ConfigException
 
 from baton_engine.protocol import arguments
 from baton_engine.protocol.config import pod_ip
-from baton_operator import logs, names, process
+from baton_operator import logs, names, runner
 from baton_operator.leader import LeaseLostError
+from baton_operator.runner import KopfHangsError
+from baton_operator.runtime import RESYNC_S
 from baton_operator.server import AddressError
 
 log = logging.getLogger("baton_operator")
 
-RESYNC_S = 300.0
 LEASE_S = 15
 HTTP_PORT = 8081
 EXIT_CONFIGURATION = 78
@@ -38,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--leader-elect needs --lease-namespace where $POD_NAMESPACE is not set")
     logs.configure(args.log_format, args.log_level)
     try:
-        asyncio.run(process.run(args))
-    except (LeaseLostError, AddressError) as error:
+        asyncio.run(runner.run(args))
+    except (LeaseLostError, AddressError, KopfHangsError) as error:
         log.error("ends: %s", error)
         sys.exit(1)
     except ConfigException as error:

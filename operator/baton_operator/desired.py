@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator import names
+from baton_operator.api import decode_spec
 from baton_operator.builders import (
     access,
     config,
@@ -17,6 +18,9 @@ from baton_operator.builders import (
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner
+from baton_operator.observe import Observation, gateway_schemes
+from baton_operator.problems import InvalidSpec
+from baton_operator.rules import violations
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,30 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """(kind, name) of what must not exist any more."""
     members: dict[names.MemberRole, MemberTemplate]
     """A role that is missing is not to be touched yet."""
+
+    @property
+    def config_maps(self) -> set[str]:
+        """Names of the ConfigMaps."""
+        return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
+
+
+def owner_of(observed: Observation) -> Owner:
+    """Return the service with its spec decoded. Raises InvalidSpec naming the field."""
+    metadata = observed.service["metadata"]
+    try:
+        spec = decode_spec(observed.service["spec"])
+    except ValueError as error:  # msgspec.ValidationError is one
+        raise InvalidSpec(error) from error
+    if broken := violations(spec):
+        raise InvalidSpec("; ".join(broken))
+    return Owner(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        spec=spec,
+        coordinator=observed.coordinator if spec.decode.parallelism.expert else None,
+        gateway_schemes=gateway_schemes(observed.role_pods("gateway")),
+    )
 
 
 def desired(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import Any
 
+from baton_kube.client import KubeError, Object
 from baton_operator import names
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE = 1024
@@ -19,13 +19,14 @@ class Events:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    async def normal(self, service: dict[str, Any], reason: str, message: str) -> None:
-        await self._emit(service, "Normal", reason, message)
+    async def normal(self, service: Object, reason: str, message: str) -> None:
+        await self.emit(service, reason, message, warning=False)
 
-    async def warning(self, service: dict[str, Any], reason: str, message: str) -> None:
-        await self._emit(service, "Warning", reason, message)
+    async def warning(self, service: Object, reason: str, message: str) -> None:
+        await self.emit(service, reason, message, warning=True)
 
-    async def _emit(self, service: dict[str, Any], type_: str, reason: str, message: str) -> None:
+    async def emit(self, service: Object, reason: str, message: str, *, warning: bool) -> None:
+        type_ = "Warning" if warning else "Normal"
         metadata = service["metadata"]
         message = message[:MAX_MESSAGE]
         name = f"{metadata['name']}.{names.content_hash([metadata['uid'], type_, reason, message])}"
@@ -51,7 +52,7 @@ class Events:
         }
         log.log(logging.INFO if type_ == "Normal" else logging.WARNING, "%s %s: %s", metadata["name"], reason, message)
         try:
-            present = await self._kube.get("Event", metadata["namespace"], name)
+            present = await self._kube.read("Event", metadata["namespace"], name)
             if present is None:
                 await self._kube.create(event)
             else:

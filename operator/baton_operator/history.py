@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
+from baton_kube.client import KubeError
 from baton_operator import names
 from baton_operator.api import decode_spec
 from baton_operator.builders.owner import Owner, controlled_by
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 
 Object = dict[str, Any]
 

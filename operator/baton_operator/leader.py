@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from baton_operator.kube import Kube, KubeError, Object
+from baton_kube.client import KubeError, Object
+from baton_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
 
-from baton_operator.workqueue import Key, Work
+from baton_operator.names import Key
 
 LogFormat = Literal["json", "text"]
 
@@ -20,31 +18,14 @@ operation: ContextVar[str] = ContextVar("operation", default="")
 """Id of the change of topology that is under way in it."""
 
 
-def about_its_service(work: Work) -> Work:
-    """`work`, whose log lines name its key."""
-
-    async def named(key: Key) -> float | None:
-        with _set(key):
-            return await work(key)
-
-    return named
-
-
-@contextmanager
-def _set(key: Key) -> Iterator[None]:
-    service_token, operation_token = service.set(key), operation.set("")
-    try:
-        yield
-    finally:
-        service.reset(service_token)
-        operation.reset(operation_token)
-
-
 def configure(log_format: LogFormat, level: str) -> None:
     """Of the whole process, to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
+        logging.getLogger("kopf._core.reactor").setLevel(logging.ERROR)  # threads and APIs that are absent by design
 
 
 class JsonFormatter(logging.Formatter):

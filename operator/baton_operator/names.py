@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 GROUP = "serving.baton.dev"
 VERSION = "v1alpha1"
@@ -31,6 +31,17 @@ ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
 """On pods: names the service's key that they were made with."""
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 """Hash of what was last applied: tells a field we stopped setting from one that someone else added."""
+
+
+class Key(NamedTuple):
+    """Names one service."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
 
 Role = Literal["prefill", "decode", "gateway", "coordinator"]
 ConfiguredRole = Literal["prefill", "decode", "gateway"]

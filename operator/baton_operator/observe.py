@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -14,18 +14,21 @@ from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import Health
 from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import TopologyStatus
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import service_key
+from baton_operator.builders.access import PORTS
 from baton_operator.builders.member import CONTAINER
+from baton_operator.builders.owner import Scheme
 from baton_operator.builders.owner import controlled_by as controlled_by
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
+from baton_operator.freshness import Freshness
 from baton_operator.history import held_back, kept_spec
 from baton_operator.kube import Kube
+from baton_operator.names import Key
 from baton_operator.plan import Member
 from baton_operator.references import Reference
-
-Object = dict[str, Any]
 
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
 """What the scheduler says of nodes on which others have what the pod needs; a selector that no node matches is another matter."""
@@ -34,31 +37,36 @@ _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max vo
 class Observation(msgspec.Struct, kw_only=True):
     """One service and what belongs to it at one moment."""
 
+    key: Key
+    freshness: Freshness
     service: Object
+    #: Pods with the service's label that the service, or a Deployment for it, controls.
     pods: list[Object]
-    """All pods with the service's label that this service, or a Deployment for it, controls."""
+    #: Pods that the service controls and the operator did not make, such as copies of members. They are left alone.
     strays: list[Object]
-    """Pods that the service controls and did not make: copies of members under names of their own, say. Nobody touches them."""
-    config_maps: list[Object]
+    #: The other objects with the service's label by (kind, name), of the kinds in `kinds`.
+    objects: dict[tuple[str, str], Object]
+    #: Kinds that were listed.
+    kinds: set[str]
+    #: Whatever has the name of the Secret with the service's key.
     key_secret: Object | None
-    """Whatever has the name of the Secret with the service's key."""
-    key: ServiceKey | None
-    """None: there is none yet, or none that is the service's own."""
+    #: The service's key. None: there is none yet, or none that is the service's own.
+    service_key: ServiceKey | None
     members: dict[names.MemberRole, list[Member]]
+    #: Address of the coordinator's Service. None: it has none yet, or there are no ranks and shall be none.
     coordinator: str | None = None
-    """Address of the coordinator's Service. None: there is none, it has no address yet, or it was not looked for."""
+    #: As the coordinator answered. None: it did not, or was not asked.
     topology: TopologyStatus | None = None
-    """As the coordinator says. None: it did not answer, or was not asked."""
+    #: Answers of members that fetch or load the model, by pod name.
     loading: dict[str, Health] = {}
-    """What members say that fetch or load the model, by pod name."""
+    #: With whom engines can exchange KV blocks, by pod name, as they answered.
     kv: Mapping[str, KVCompatibility] = {}
-    """With whom engines can exchange KV blocks, by pod name, as they say."""
+    #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    """Secrets and ConfigMaps that pods wait for and that do not exist."""
+    #: The service is paused, and nothing was rolled out before. Otherwise `service` of a paused one has the spec of before.
     nothing_to_keep: bool = False
-    """It is paused, and nothing is known to have been rolled out before. (Else a paused service has the spec of before.)"""
+    #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
-    """Fields whose edits wait for the end of the pause."""
 
     @property
     def uid(self) -> str:
@@ -69,28 +77,56 @@ class Observation(msgspec.Struct, kw_only=True):
         """Whether pods exist that report to a coordinator."""
         return any(member.expert_group for member in self.members["decode"])
 
+    @property
+    def mounted_config_maps(self) -> set[str]:
+        """Names of the ConfigMaps that pods of the service mount."""
+        volumes = [volume for pod in [*self.pods, *self.strays] for volume in pod["spec"].get("volumes") or []]
+        return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
+
     def role_pods(self, role: names.Role) -> list[Object]:
         return [pod for pod in self.pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
 
+    def owned(self, kind: str, name: str) -> Object | None:
+        """Return an object that the service controls, if its kind was listed and it is there."""
+        found = self.objects.get((kind, name))
+        return found if found is not None and controlled_by(found, self.uid) else None
+
+    async def read_objects(self, kube: Kube, kinds: Collection[str]) -> None:
+        """List the service's objects of those `kinds` that were not listed yet: one request per kind."""
+        kinds = [kind for kind in kinds if kind not in self.kinds]
+        for listed in await asyncio.gather(*(list_own(kube, kind, self.key, self.freshness) for kind in kinds)):
+            self.objects |= {(obj["kind"], obj["metadata"]["name"]): obj for obj in listed}
+        self.kinds.update(kinds)
+
+
+async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> list[Object]:
+    """Return the objects of `kind` with the service's label, whoever controls them."""
+    selector = {names.LABEL_SERVICE: key.name}
+    with freshness.covers_lag():
+        items, version = await kube.list_versioned(kind, key.namespace, selector, freshness.of(kind))
+    freshness.record(kind, version)
+    return items
+
 
 async def observe(
-    kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, namespace: str, name: str
+    kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, key: Key, freshness: Freshness
 ) -> Observation | None:
-    """None if the service is gone or going: the API server's garbage collection removes what it owned."""
-    service = await kube.get("LLMService", namespace, name)
+    """Return None if the service is gone or going: the API server's garbage collection removes what it owned."""
+    with freshness.covers_lag():
+        service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
     kept = await kept_spec(kube, service) if _is_paused(service) else service["spec"]
     waiting = held_back(kept, service["spec"]) if _is_paused(service) and kept is not None else ()
     service = {**service, "spec": kept or service["spec"]}
-    mine = {names.LABEL_SERVICE: name}
-    found, config_maps, key_secret = await asyncio.gather(
-        kube.list_all("Pod", namespace, mine),
-        kube.list_all("ConfigMap", namespace, mine),
-        kube.get("Secret", namespace, names.service_key_name(name)),
+    found, deployments, services, key_secret = await asyncio.gather(
+        list_own(kube, "Pod", key, freshness),
+        list_own(kube, "Deployment", key, freshness),
+        list_own(kube, "Service", key, freshness),
+        kube.read("Secret", key.namespace, names.service_key_name(key.name)),
     )
     uid = service["metadata"]["uid"]
-    key = _key(key_secret, uid)
+    service_key = _service_key(key_secret, uid)
     pods: list[Object] = []
     strays: list[Object] = []
     for pod in found:
@@ -98,32 +134,39 @@ async def observe(
         if role in ("gateway", "coordinator"):
             pods.append(pod)
         elif controlled_by(pod, uid):
-            is_ours = names.is_member_name(pod["metadata"]["name"], name, role)
+            is_ours = names.is_member_name(pod["metadata"]["name"], key.name, role)
             (pods if is_ours else strays).append(pod)
-    # Topology first: what stands by according to it was no member when it is asked how much is unfinished.
-    coordinator = await _coordinator(kube, service) if _is_expert_parallel(service) else None
-    topology = await coordinators.topology(coordinator, key) if coordinator else None
-    return Observation(
+    observed = Observation(
+        key=key,
+        freshness=freshness,
         service=service,
         pods=pods,
         strays=strays,
-        config_maps=[item for item in config_maps if controlled_by(item, uid)],
+        objects={(obj["kind"], obj["metadata"]["name"]): obj for obj in [*deployments, *services]},
+        kinds={"Pod", "Deployment", "Service"},
         key_secret=key_secret,
-        key=key,
-        members={role: await _members(pods, role, drainer, key) for role in names.MEMBER_ROLES},
-        coordinator=coordinator,
-        topology=topology,
+        service_key=service_key,
+        members={},
         nothing_to_keep=kept is None,
         held_back=waiting,
     )
+    # Topology first: a member that stands by according to it was no member when it is asked how much is unfinished.
+    if _is_expert_parallel(service) or any(map(_is_rank, pods)):
+        coordinator = observed.owned("Service", names.coordinator_name(key.name))
+        observed.coordinator = (coordinator["spec"].get("clusterIP") or None) if coordinator else None
+    if observed.coordinator is not None:
+        observed.topology = await coordinators.topology(observed.coordinator, service_key)
+    for role in names.MEMBER_ROLES:
+        observed.members[role] = await _members(pods, role, drainer, service_key)
+    return observed
 
 
-def _key(secret: Object | None, uid: str) -> ServiceKey | None:
+def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
     if secret is None or not controlled_by(secret, uid):
         return None
     try:
         return service_key.read(secret)
-    except ValueError:  # `apply.ensure_service_key` says so
+    except ValueError:  # `apply.ensure_service_key` reports it
         return None
 
 
@@ -141,13 +184,8 @@ def _is_expert_parallel(service: Object) -> bool:
     return node is True
 
 
-async def _coordinator(kube: Kube, service: Object) -> str | None:
-    """Where ranks find their coordinator: the address that its Service was given. Raises KubeError."""
-    metadata = service["metadata"]
-    found = await kube.get("Service", metadata["namespace"], names.coordinator_name(metadata["name"]))
-    if found is None or not controlled_by(found, metadata["uid"]):
-        return None
-    return found["spec"].get("clusterIP") or None
+def _is_rank(pod: Object) -> bool:
+    return names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {})
 
 
 async def _members(
@@ -217,6 +255,15 @@ def is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
     return ready and not pod["metadata"].get("deletionTimestamp")
+
+
+def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
+    """Return the schemes that ready gateways serve, by the names of their ports."""
+    spoken: set[Scheme] = set()
+    for pod in filter(is_ready, gateways):
+        ports = {port.get("name") for each in pod["spec"]["containers"] for port in each.get("ports") or []}
+        spoken |= ports & PORTS.keys()
+    return tuple(sorted(spoken))
 
 
 def parse_time(text: str | None) -> datetime | None:

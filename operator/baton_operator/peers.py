@@ -12,8 +12,8 @@ from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.loading import get_health
+from baton_operator.names import Key
 from baton_operator.observe import is_ready
-from baton_operator.workqueue import Key
 
 Object = dict[str, Any]
 

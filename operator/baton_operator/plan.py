@@ -86,6 +86,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     revisit_s: float | None = None
     """Look again after this long: something is under way that raises no event."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether the plan changes any member."""
+        return bool(self.create or self.restore or self.drain or self.delete)
+
 
 def plan_group(
     members: list[Member],

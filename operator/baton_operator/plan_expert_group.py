@@ -9,7 +9,8 @@ a pod that no node has room for takes the place of an outdated one after a while
 
 No topology is without members. So the last rank of a group that is scaled to zero drains as a rank, when the others have gone.
 Pods of another expert group (another model, say) can be in no topology with the new ones: when a new pod has started, the others
-are scaled to zero, then the new group is formed. Decode pods that were engines of their own drain like any engine.
+are scaled to zero, then the new group is formed. Decode pods that were engines of their own drain like any engine. When decode pods
+are to be engines of their own, ranks leave as these become ready.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     service_uid: str
     name: str
-    """Of pods that can be in one topology."""
+    """Of pods that can be in one topology. Empty: members are to be engines of their own, and ranks leave."""
     desired: int
     revision: str
     topology: TopologyStatus | None
@@ -62,6 +63,10 @@ class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
 
     request: TopologyRequest | None = None
     """For the coordinator."""
+
+    @property
+    def acts(self) -> bool:
+        return super().acts or self.request is not None
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
@@ -82,6 +87,8 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     if room_in_s:
         waits.append(room_in_s)
     if view is None:
+        if not group.name:
+            delete += [Delete(m.name, "it had not started") for m in leaving if m.expert_group and not m.serving]
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
     wanted = _wanted(alive, staying, leaving, group.name, view, now)
     request = _request(wanted, group, view)
@@ -140,8 +147,13 @@ def _divide(
     current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
     # Another group goes when a pod of this one has started, so that a revision that cannot start takes nobody's place.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
-    kept_others = [] if any(m.serving for m in current) else others[: max(0, group.desired - may_lack)]
     outdated = [m for m in usable if m not in newest and m not in others]
+    if group.name:
+        num_others = 0 if any(m.serving for m in current) else group.desired - may_lack
+    else:  # engines of their own serve at once, so that ranks leave as they become ready
+        num_others = group.desired - may_lack - sum(m.ready for m in current)
+        others = [m for m in others if m.serving]
+    kept_others = others[: max(0, num_others)]
     serving = sum(view.serves(m.name) for m in current) if view else 0
     ranked = sorted(outdated, key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal), reverse=True)
     kept = ranked[: max(0, group.desired - may_lack - serving - len(kept_others))]
@@ -173,7 +185,7 @@ def _wanted(
     if any(_is_of_another(m, group) for m in alive):  # it goes on until a pod of this one has started, and goes first
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
-        candidates = [m for m in staying if m.expert_group == group]
+        candidates = [m for m in staying if group and m.expert_group == group]
     joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
     started = {m.name for m in candidates if m.serving and m.name not in joined}
     late = [m for m in candidates if not m.serving and m.name not in joined]

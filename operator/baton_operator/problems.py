@@ -1,72 +1,102 @@
-"""What keeps a reconcile from its work, by the words of the condition `Ready`."""
+"""What keeps a reconcile from its work, in the words of the condition `Ready`."""
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any
-
-from baton_operator.api import Status
-from baton_operator.apply import GatewayAPIMissing, NameConflict, ServiceKeyUnusable
-from baton_operator.kube import KubeError
-from baton_operator.report import Problem, condition_of, previous_conditions
-
-INTERNAL_ERROR = "InternalError"
-_NO_EVENT = ("Paused", "ReconcileError")
-"""What was asked for, and what mostly is over before anybody looks."""
-CONFLICTS = (NameConflict, GatewayAPIMissing, ServiceKeyUnusable)
-"""Of the cluster with the spec: over when somebody else does something, which raises no event of ours."""
+from baton_kube.client import KubeError
 
 
-class InvalidSpec(Exception):  # noqa: N818 - the reason of the condition
-    """The spec passed the schema of the CRD that is installed, but this operator cannot use it."""
+class Problem(Exception):  # noqa: N818 - the reason of the condition
+    """Its class name is the condition's reason, its text the message."""
+
+    #: Whether the step is tried again soon. If not, it takes an edit, or a change of another object.
+    is_retried = False
+    #: Whether the spec is the cause, so that the one rolled out before can still be kept up.
+    is_of_spec = False
+    #: Whether it ends when somebody changes the cluster, of which no watch tells.
+    is_conflict = False
+
+    @property
+    def reason(self) -> str:
+        return type(self).__name__
 
 
-class Paused(Exception):  # noqa: N818 - the reason of the condition
+class InvalidSpec(Problem):
+    """The spec passed the installed CRD's schema, but this operator cannot use it."""
+
+    is_of_spec = True
+
+    def __init__(self, why: object) -> None:
+        super().__init__(f"spec: {why}")
+
+
+class Paused(Problem):
     """Nothing is to be done."""
 
 
+class NameConflict(Problem):
+    """An object with a name that the service needs belongs to somebody else."""
+
+    is_conflict = True
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(
+            f"{kind} {name} exists and is not controlled by this LLMService; delete it, or rename the service"
+        )
+
+
+class GatewayAPIMissing(Problem):
+    """The spec asks for a route, and the API server has no routes."""
+
+    is_conflict = True
+
+    def __init__(self) -> None:
+        super().__init__(
+            "spec.gateway.httpRoute: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API, or use "
+            "spec.gateway.ingress"
+        )
+
+
+class ServiceKeyUnusable(Problem):
+    """The Secret with the service's key holds none."""
+
+    is_conflict = True
+
+    def __init__(self, name: str, why: object) -> None:
+        super().__init__(f"Secret {name}: {why}; delete it, and another key is drawn")
+
+
+class ReconcileError(Problem):
+    """The API server refused or did not answer. Mostly over before anybody looks."""
+
+    is_retried = True
+
+
+class InternalError(Problem):
+    """A defect of the operator. The spec may be the cause, for all that is known."""
+
+    is_retried = True
+    is_of_spec = True
+
+
 def problem_of(error: Exception) -> Problem:
-    """What to say of `error`, whatever it is."""
+    """Return `error` as a problem, with the error as its cause."""
+    if isinstance(error, Problem):
+        return error
+    problem: Problem
     match error:
-        case InvalidSpec():
-            return Problem("InvalidSpec", f"spec: {error}")
-        case Paused() | NameConflict() | GatewayAPIMissing() | ServiceKeyUnusable():
-            return Problem(type(error).__name__, str(error))
         case KubeError():
-            return Problem("ReconcileError", str(error))
+            problem = ReconcileError(str(error))
         case OSError():
-            return Problem("ReconcileError", f"the API server did not answer: {error or type(error).__name__}")
-    return Problem(
-        INTERNAL_ERROR,
-        f"a defect of the operator, please report it with the traceback in its log; {type(error).__name__}: {error}",
-    )
+            problem = ReconcileError(f"the API server did not answer: {error or type(error).__name__}")
+        case _:
+            problem = InternalError(
+                "a defect of the operator, please report it with the traceback in its log; "
+                f"{type(error).__name__}: {error}"
+            )
+    problem.__cause__ = error
+    return problem
 
 
-def status_of_defect(service: dict[str, Any], error: Exception, now: datetime) -> Status:
-    """What can be said where not even a status could be made of what was observed."""
-    problem = problem_of(error)
-    verdicts = {
-        condition["type"]: ("Unknown", problem.reason, "the operator could not look at it")
-        for condition in previous_conditions(service)
-    }
-    verdicts["Ready"] = ("False", problem.reason, problem.message)
-    return Status(
-        observed_generation=service["metadata"]["generation"],
-        conditions=[condition_of(service, type_, verdict, now) for type_, verdict in verdicts.items()],
-    )
-
-
-def is_of_the_spec(error: Exception) -> bool:
-    """Whether it came of the spec and not of what is around it; so does what nobody expected, for all that is known."""
-    return not isinstance(error, (Paused, *CONFLICTS, KubeError, OSError))
-
-
-def is_news(service: dict[str, Any], problem: Problem) -> bool:
-    """Whether it is worth an Event: its reason is not that of `Ready` yet."""
-    before = {condition["type"]: condition["reason"] for condition in previous_conditions(service)}
-    return problem.reason not in (*_NO_EVENT, before.get("Ready"))
-
-
-def is_failure(error: Exception) -> bool:
-    """Whether the same step is to be tried again soon; else an edit is needed, or another object."""
-    return not isinstance(error, (InvalidSpec, Paused, *CONFLICTS))
+def is_news(reason_before: str | None, problem: Problem) -> bool:
+    """Whether the problem is worth an Event. `reason_before`: of the condition Ready as it was written last."""
+    return not isinstance(problem, (Paused, ReconcileError)) and problem.reason != reason_before

@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from baton_operator.kube import Kube, KubeError
+from baton_kube.client import KubeError
+from baton_operator.kube import Kube
 
 Object = dict[str, Any]
 

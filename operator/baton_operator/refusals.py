@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from baton_kube.client import KubeError
 from baton_operator import names
-from baton_operator.kube import KubeError
+from baton_operator.names import Key
 from baton_operator.plan import GroupPlan
-from baton_operator.workqueue import Key
 
 QUOTA_EXCEEDED = "QuotaExceeded"
 FIRST_PAUSE_S = 1.0

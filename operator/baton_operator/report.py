@@ -16,6 +16,7 @@ from baton_operator.builders import access
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving
 from baton_operator.observe import is_ready
+from baton_operator.problems import Problem
 from baton_operator.references import Reference
 from baton_operator.refusals import Refusal
 from baton_operator.report_model import (
@@ -38,13 +39,6 @@ MAX_MESSAGE = 32768
 ON_TARGET = "OnTarget"
 BLIND_REASONS = ("MetricsMissing", "MetricsStale")
 """Of the autoscaler, when it cannot judge."""
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """What kept this reconcile from doing its work."""
-
-    reason: str
-    message: str
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,12 +201,13 @@ def report(
     model = None
     before = service.get("status") or {}
     if owner is not None:
-        refusal = next((group.refusal for group in groups.values() if group.refusal), None) or problem
+        refused = next((group.refusal.message for group in groups.values() if group.refusal), None)
+        refusal_text = refused or (str(problem) if problem else None)
         conditions[MODEL_AVAILABLE] = model_verdict(
             owner.spec.model,
             newest,
             loading,
-            refusal.message if refusal else None,
+            refusal_text,
             had_before=had_model(owner.spec.model, before),
             replaces=any(group.num_updated < len(group.current) for group in members),
         )
@@ -267,7 +262,7 @@ def _updating(
 def _summary(verdicts: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
     """Ready: the problem, else the first failure, else the first station, else all is well."""
     if problem:
-        return "False", problem.reason, problem.message
+        return "False", problem.reason, str(problem)
     bad = [verdict for verdict in verdicts.values() if verdict[0] != "True"]
     if not bad:
         return "True", "AllGroupsReady", "; ".join(message for _, _, message in verdicts.values())
@@ -293,6 +288,24 @@ def condition_of(service: Object, type_: str, verdict: Verdict, now: datetime) -
         else before["lastTransitionTime"],
         observed_generation=service["metadata"]["generation"],
     )
+
+
+def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
+    """The status of a service that could not be judged."""
+    verdicts: dict[str, Verdict] = {
+        condition["type"]: ("Unknown", problem.reason, "the operator could not look at it")
+        for condition in previous_conditions(service)
+    }
+    verdicts["Ready"] = "False", problem.reason, str(problem)
+    return Status(
+        observed_generation=service["metadata"]["generation"],
+        conditions=[condition_of(service, type_, verdict, now) for type_, verdict in verdicts.items()],
+    )
+
+
+def previous_reason(service: Object, type_: str) -> str | None:
+    """Reason of a condition as it was written last."""
+    return next((c["reason"] for c in previous_conditions(service) if c["type"] == type_), None)
 
 
 def previous_conditions(service: Object) -> list[Object]:

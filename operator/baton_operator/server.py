@@ -10,7 +10,10 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from baton_operator.workqueue import Key, Work
+from baton_operator.controller import Outcome, Reconcile
+from baton_operator.freshness import Freshness
+from baton_operator.kube import resource_of
+from baton_operator.names import Key
 
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -32,19 +35,7 @@ class Metrics:
         self._requests = Counter(
             "baton_operator_api_requests",
             "Requests to the API server; code 0: no answer",
-            ["verb", "kind", "code"],
-            registry=self.registry,
-        )
-        self._restarts = Counter(
-            "baton_operator_watch_restarts",
-            "Watches that ended before their time: a status, connection or silence",
-            ["kind", "why"],
-            registry=self.registry,
-        )
-        self._silence = Gauge(
-            "baton_operator_watch_silent_seconds",
-            "Since the API server last said something about this kind",
-            ["kind"],
+            ["verb", "resource", "code"],
             registry=self.registry,
         )
         self.retries = Counter(
@@ -57,30 +48,23 @@ class Metrics:
         )
         self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=self.registry)
 
-    def requested(self, verb: str, kind: str, code: int) -> None:
-        self._requests.labels(verb, kind, code).inc()
+    def requested(self, verb: str, path: str, code: int) -> None:
+        """Count a request. Code 0: there was no answer."""
+        self._requests.labels(verb, resource_of(path), code).inc()
 
-    def watch_restarted(self, kind: str, why: str) -> None:
-        self._restarts.labels(kind, why).inc()
+    def measured(self, reconcile: Reconcile) -> Reconcile:
+        """Return `reconcile`, counted and timed."""
 
-    def watch_silence(self, kind: str, seconds: Callable[[], float]) -> None:
-        """`seconds` is asked at every scrape."""
-        self._silence.labels(kind).set_function(seconds)
-
-    def measured(self, work: Work) -> Work:
-        """`work`, counted and timed."""
-
-        async def timed(key: Key) -> float | None:
+        async def timed(key: Key, freshness: Freshness) -> Outcome:
             start = time.monotonic()
+            result = "error"
             try:
-                delay_s = await work(key)
-            except Exception:
-                self._reconciles.labels("error").inc()
-                raise
+                outcome = await reconcile(key, freshness)
+                result = "ok"
+                return outcome
             finally:
                 self._seconds.observe(time.monotonic() - start)
-            self._reconciles.labels("ok").inc()
-            return delay_s
+                self._reconciles.labels(result).inc()
 
         return timed
 

@@ -25,7 +25,7 @@ from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.owner import Owner
-from baton_operator.workqueue import Key
+from baton_operator.names import Key
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5

@@ -12,9 +12,10 @@ import pytest
 from api_server import api_server
 from operator_process import RESYNC_S, Operator, install
 
+from baton_kube.client import connect
 from baton_local.control_plane.real import find_assets
 from baton_local.ports import free_ports
-from baton_operator.kube import Kube, connect
+from baton_operator.kube import Kube
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 async def kube(kubeconfigs: dict[str, Path], operator: Operator) -> AsyncIterator[Kube]:
-    async with connect(str(kubeconfigs["admin"])) as (client, _):
+    async with connect(kubeconfigs["admin"]) as connection:
+        client = Kube(connection)
         await client.discover()
         yield client

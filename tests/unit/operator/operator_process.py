@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import connect
 from baton_local.control_plane.real import find_assets
-from baton_operator.kube import Kube, connect
+from baton_operator.kube import Kube
 from baton_operator.manifests import files
 from baton_operator.names import GROUP
 
@@ -35,11 +36,12 @@ async def install(kubeconfig: Path) -> None:
         "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
     }
-    async with connect(str(kubeconfig)) as (kube, _):
+    async with connect(kubeconfig) as connection:
+        kube = Kube(connection)
         for objects in files().values():
             for obj in objects:
                 if path := paths.get(obj["kind"]):
-                    await kube._request("POST", path, body=obj)
+                    await kube.client.create(path, obj)
         await eventually(kube.discover, "the CRD to be served")
 
 
@@ -135,7 +137,7 @@ class Cluster:
         """The Deployment controller's and the kubelet's part for the gateway."""
 
         async def deployed() -> Any:
-            return await self.kube.get("Deployment", NAMESPACE, f"{self.name}-gateway")
+            return await self.kube.read("Deployment", NAMESPACE, f"{self.name}-gateway")
 
         deployment = await eventually(deployed, "the gateway Deployment")
         template = deployment["spec"]["template"]
@@ -150,7 +152,7 @@ class Cluster:
         await self.kube.merge("Deployment", NAMESPACE, f"{self.name}-gateway", {"status": counts}, "status")
 
     async def service(self) -> Object:
-        found = await self.kube.get("LLMService", NAMESPACE, self.name)
+        found = await self.kube.read("LLMService", NAMESPACE, self.name)
         assert found
         return found
 

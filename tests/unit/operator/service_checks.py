@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from simulated_api_server import ApiServer, SimulatedKube
+from simulated_api_server import ApiServer, SimulatedClient
 from simulated_nodes import MEMBER_NAME
 
 from baton_operator import names
@@ -35,26 +35,26 @@ class StepChecks:
         self._spec_seen: tuple[str, int] | None = None
         """(uid, generation)"""
 
-    def after(self, kube: SimulatedKube, before: Pods, after: Pods, ranks: list[str], went_well: bool) -> None:
+    def after(self, client: SimulatedClient, before: Pods, after: Pods, ranks: list[str], went_well: bool) -> None:
         """After a step.
 
         Args:
             before, after: the service's members, as they are.
             ranks: members that serve in an expert-parallel group, before.
         """
-        service = kube.seen_service
-        self._nothing_is_done_twice(kube, {**before, **after})
+        service = client.seen_service
+        self._nothing_is_done_twice(client, {**before, **after})
         if service is None or service["metadata"].get("deletionTimestamp"):
-            assert not kube.writes, "a service that is gone"
+            assert not client.writes, "a service that is gone"
             return
         uid, generation = service["metadata"]["uid"], service["metadata"]["generation"]
-        named = {pod["metadata"]["name"]: pod for pod in kube.seen_pods if controlled_by(pod, uid)}
+        named = {pod["metadata"]["name"]: pod for pod in client.seen_pods if controlled_by(pod, uid)}
         seen = {name: pod for name, pod in named.items() if MEMBER_NAME.search(name)}
         if self._spec_seen != (uid, generation):
             self._spec_seen = (uid, generation)
             self._at_first, self._departed, self._newest = seen, list[Object](), dict[str, str]()
-        touched = {path.split("/")[-1] for method, path in kube.writes if "/pods/" in path and method != "POST"}
-        deleted = {path.split("/")[-1] for method, path in kube.writes if "/pods/" in path and method == "DELETE"}
+        touched = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method != "POST"}
+        deleted = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method == "DELETE"}
         self._no_rank_is_deleted(deleted, seen, before, ranks)
         spec = decode_spec(service["spec"])
         for role in names.MEMBER_ROLES:
@@ -63,10 +63,10 @@ class StepChecks:
         if went_well:
             self._nobody_left_without_need()
 
-    def _nothing_is_done_twice(self, kube: SimulatedKube, pods: Pods) -> None:
+    def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
         """What the operator did and was told so, it knows, however late the watches are."""
         uids = set(map(_uid, pods.values()))
-        for what, uid in kube.told:
+        for what, uid in client.told:
             if what == "exists":
                 assert uid not in uids or ("made", uid) not in self._told, "a pod was to be made a second time"
                 continue

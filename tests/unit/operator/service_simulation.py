@@ -1,28 +1,35 @@
-"""A service on a simulated cluster: API server, nodes, engines and coordinator; and the real Reconciler on it, which reads through
-the real cache that the real watches fill."""
+"""A service on a simulated cluster: API server, nodes, engines and coordinator; and the real operator on it: kopf, its handlers,
+controller and Reconciler."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import kopf
 from service_checks import StepChecks, is_rank
-from simulated_api_server import NAMESPACE, ApiServer, Crash, Fault, SimulatedKube, service_path
+from simulated_api_server import NAMESPACE, ApiServer, Crash, Fault, SimulatedClient, service_path
 from simulated_coordinator import Coordinator
 from simulated_loop import SimulatedLoop
 from simulated_nodes import MEMBER_NAME, Nodes
 from simulated_watches import Wire
 
+from baton_kube.client import KubeError
+from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
 from baton_operator.api import decode_spec
 from baton_operator.builders.owner import controlled_by
-from baton_operator.kube import KubeError
+from baton_operator.controller import Outcome
+from baton_operator.freshness import Freshness
+from baton_operator.kube import Kube
+from baton_operator.names import Key
 from baton_operator.observe import member
 from baton_operator.reconcile import Reconciler
-from baton_operator.watch import FILL_TIMEOUT_S, Watches
-from baton_operator.workqueue import Key
+from baton_operator.runtime import Runtime
+from baton_operator.server import Metrics
 
 Object = dict[str, Any]
 NAME = "demo"
@@ -87,25 +94,35 @@ class Service:
 
     def _operator_starts(self) -> None:
         """A process that knows nothing."""
+        self.client, self._loop = SimulatedClient(self.server), SimulatedLoop(self.server.seconds)
+        self._revisit_at = float("inf")
+        self._resync_at = self.server.seconds() + RESYNC_S
+        self._error: Exception | None = None
+        self._loop.run(self._start())
+        self.events_come()
+
+    async def _start(self) -> None:
         drainer: Any = self
         coordinator: Any = self.coordinator
-        self.kube, self._loop = SimulatedKube(self.server), SimulatedLoop(self.server.seconds)
-        self._due, self._revisit_at = True, float("inf")
-        self._resync_at = self.server.seconds() + RESYNC_S
-        self._loop.run(self.kube.discover())
-        self.kube.open_stores(lambda key: setattr(self, "_due", True))
-        watches = Watches(self.kube, [], RESYNC_S)
-        self._watching = self._loop.create_task(watches.run())
-        filled = self._loop.create_task(watches.filled())
-        self._loop.run_until_idle()
-        if not filled.done():
-            self.passes(FILL_TIMEOUT_S)
-            self._loop.run_until_idle()
-        filled.result()
-        self._reconciler = Reconciler(self.kube, drainer, coordinator, clock=lambda: self.server.now)
+        kube = Kube(self.client)
+        await kube.discover()
+        self._reconciler = Reconciler(kube, drainer, coordinator, clock=lambda: self.server.now)
+        self.runtime = Runtime(kube, self._reconcile, Metrics(), _autoscale_nothing)
+        self._stop = asyncio.Event()  # without it kopf kills this process when it does not stop
+        memo = kopf.Memo(runtime=self.runtime)
+        self._kopf = asyncio.ensure_future(kopf.operator(memo=memo, clusterwide=True, stop_flag=self._stop))
+
+    async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+        """What the controller calls: it takes errors for itself."""
+        try:
+            return await self._reconciler.reconcile(key, freshness)
+        except Exception as error:
+            self._error = error
+            raise
 
     def _operator_ends(self) -> None:
-        self.kube.lives = False
+        self.client.lives = False
+        self._stop.set()
         self._loop.end()
 
     def operator_restarts(self) -> None:
@@ -118,25 +135,17 @@ class Service:
 
     def wire(self, kind: str) -> Wire:
         """What carries the events of `kind`."""
-        return self.server.wire(self.kube.resource(kind))
+        return self.server.wire(self.runtime.kube.resource(kind))
 
     def events_come(self) -> None:
         """Those that are on their way."""
         self._loop.run_until_idle()
-        assert not self._watching.done(), "the watches ended"
+        assert not self._kopf.done(), f"kopf ended: {self._kopf}"
 
     @property
     def is_current(self) -> bool:
-        """The cache shows what is."""
-        matches = {names.LABEL_MANAGED_BY: names.MANAGER}.items()
-        for kind, store in self.kube.stores.items():
-            shown = {obj["metadata"]["name"]: obj["metadata"]["resourceVersion"] for obj in store.all(NAMESPACE)}
-            items = self.server.request("GET", self.kube.path(kind, NAMESPACE), None, {}, "")["items"]
-            if kind != names.KIND:
-                items = [obj for obj in items if matches <= (obj["metadata"].get("labels") or {}).items()]
-            if shown != {obj["metadata"]["name"]: obj["metadata"]["resourceVersion"] for obj in items}:
-                return False
-        return True
+        """The API server's watch caches show what is stored."""
+        return not any(wire.is_behind for wire in self.server.wires)
 
     def reconcile(
         self,
@@ -150,35 +159,36 @@ class Service:
         """One step of the operator. False: it failed or crashed, and a new one has begun.
 
         Args:
-            faults, hit_writes: see SimulatedKube.
-            meanwhile, delays: see SimulatedKube.begin.
+            faults, hit_writes: see SimulatedClient.
+            meanwhile, delays: see SimulatedClient.begin.
             told: the events on their way come before.
         """
         if told:
             self.events_come()
         before = self._by_name()
         ranks = list(self.coordinator.ranks)
-        self.kube.begin(faults or {}, meanwhile or {}, hit_writes=hit_writes, delays=delays or [0])
+        self.client.begin(faults or {}, meanwhile or {}, hit_writes=hit_writes, delays=delays or [0])
         undisturbed = not faults and not meanwhile and self.is_current
-        kube, self._due, self._revisit_at = self.kube, False, float("inf")
+        client, self._error = self.client, None
         try:
-            revisit_s = self._loop.run(self._reconciler.reconcile(KEY))
-            self._revisit_at = self.server.seconds() + revisit_s if revisit_s is not None else float("inf")
-            went_well = undisturbed
+            revisit_s = self._loop.run(self.runtime.controller.reconcile(KEY))
         except Crash:
             self.operator_restarts()
             went_well = False
-        except (KubeError, OSError):
-            assert not undisturbed, "nothing was wrong with the API server"
-            self._due, went_well = True, False
-        self._check(kube, before, ranks, went_well)
+        else:
+            self._revisit_at = self.server.seconds() + revisit_s if revisit_s is not None else float("inf")
+            if self._error is not None and not isinstance(self._error, (KubeError, OSError)):
+                raise self._error
+            assert self._error is None or not undisturbed, "nothing was wrong with the API server"
+            went_well = undisturbed and self._error is None
+        self._check(client, before, ranks, went_well)
         return went_well
 
-    def _check(self, kube: SimulatedKube, before: dict[str, Object], ranks: list[str], went_well: bool) -> None:
+    def _check(self, client: SimulatedClient, before: dict[str, Object], ranks: list[str], went_well: bool) -> None:
         name = self._foreign["metadata"]["name"]
         assert self.server.get("pods", name) == self._foreign, "somebody else's pod was touched"
         self.server.cluster.collector.drain()
-        self._checks.after(kube, before, self._by_name(), ranks, went_well)
+        self._checks.after(client, before, self._by_name(), ranks, went_well)
 
     def _by_name(self) -> dict[str, Object]:
         return {pod["metadata"]["name"]: pod for pod in self.pods()}
@@ -217,8 +227,8 @@ class Service:
         self.nodes.unfinished.clear()
         self.coordinator.returns()
         self.coordinator.refuses = self.coordinator.loses = 0
-        for kind in self.kube.stores:
-            self.wire(kind).mended()
+        for wire in self.server.wires:
+            wire.mended()
         for _ in range(ROUNDS):
             self.events_come()
             version = self.server.cluster.store.version
@@ -230,25 +240,25 @@ class Service:
         else:
             raise AssertionError(f"not settled within {ROUNDS} rounds: {self.describe()}")
         self._check_end()
-        self.lost_events = False
         for _ in range(2):
             self.reconcile()
-            assert not self.kube.writes, f"at rest, {self.kube.writes} were written"
+            assert not self.client.writes, f"at rest, {self.client.writes} were written"
             self.operator_restarts()
             self.events_come()
 
     def _is_due(self) -> bool:
         now = self.server.seconds()
         if self.lost_events and now >= self._resync_at:
-            self._resync_at, self._due = now + RESYNC_S, True
-        return self._due or now >= self._revisit_at
+            self._resync_at, self.lost_events = now + RESYNC_S, False
+            self._loop.run(self.runtime.resync())
+        return self.runtime.controller.is_due(KEY) or now >= self._revisit_at
 
     def _is_settled(self) -> bool:
         conditions = (self.object().get("status") or {}).get("conditions") or []
         reasons = {each["type"]: each["reason"] for each in conditions}
         right = reasons.get("Ready") in ("AllGroupsReady", "ScaledToZero") and reasons["Updating"] == "UpToDate"
         told = all(each["observedGeneration"] == self.object()["metadata"]["generation"] for each in conditions)
-        return right and told and self.is_current
+        return right and told and self.is_current and not self.lost_events
 
     def _check_end(self) -> None:
         service = self.object()
@@ -296,3 +306,7 @@ def settled(spec: Object) -> Iterator[Service]:
         service.create(spec)
         service.settle()
         yield service
+
+
+async def _autoscale_nothing(add: Callable[[Key], None]) -> None:
+    await asyncio.Event().wait()

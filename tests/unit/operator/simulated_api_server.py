@@ -7,16 +7,17 @@ import asyncio
 import copy
 import enum
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 from services import NOW
+from simulated_session import SimulatedSession
 from simulated_watches import Wire
 
+from baton_kube.client import REQUEST_TIMEOUT_S, KubeClient, KubeError, Query
 from baton_local.control_plane.embedded import discovery
 from baton_local.control_plane.embedded.cluster import Cluster
 from baton_local.control_plane.embedded.deletion import DeleteOptions
@@ -26,9 +27,7 @@ from baton_local.control_plane.embedded.routing import parse_path
 from baton_local.control_plane.embedded.selectors import label_selector
 from baton_local.control_plane.embedded.store import Event
 from baton_operator import names
-from baton_operator.cached_kube import CachedKube
 from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import KubeError
 
 Object = dict[str, Any]
 NAMESPACE = "default"
@@ -70,7 +69,14 @@ class ApiServer:
         """What carries the events of a kind, by (apiVersion, plural)."""
         api_version, plural = resource
         group = api_version.rpartition("/")[0]
-        return self._wires.setdefault(f"{plural}.{group}".rstrip("."), Wire(version=self.cluster.store.version))
+        return self.wire_of(f"{plural}.{group}".rstrip("."))
+
+    def wire_of(self, storage: str) -> Wire:
+        return self._wires.setdefault(storage, Wire(version=self.cluster.store.version))
+
+    @property
+    def wires(self) -> list[Wire]:
+        return list(self._wires.values())
 
     def _tell(self, storage: str, event: Event) -> None:
         for wire in self._wires.values():
@@ -92,6 +98,12 @@ class ApiServer:
     def _answer(self, method: str, path: str, body: Any, query: dict[str, str], content_type: str) -> Any:
         cluster = self.cluster
         match [part for part in path.split("/") if part]:
+            case ["api"]:
+                return discovery.core_versions("simulated")
+            case ["api", "v1"]:
+                return discovery.resource_list(cluster.catalog, "", "v1")
+            case ["apis"]:
+                return discovery.group_list(cluster.catalog)
             case ["apis", group, version]:
                 if version not in cluster.catalog.versions(group):
                     raise ApiError(404, "NotFound", path)
@@ -102,6 +114,8 @@ class ApiServer:
         target = (call.resource, call.namespace)
         options = WriteOptions(query.get("fieldManager", "test"), force=query.get("force") == "true")
         sub = call.subresource.name if call.subresource else ""
+        if method == "GET" and "resourceVersion" in query:
+            return self._cached(call, query)
         if method == "GET" and call.name:
             return cluster.registry.get(*target, call.name)
         if method == "GET":
@@ -122,6 +136,20 @@ class ApiServer:
             last = self._edit_metadata(call.resource, last, deletionTimestamp=_timestamp(self.now + grace))
         self.cluster.collector.drain()
         return last
+
+    def _cached(self, call: Any, query: dict[str, str]) -> Any:
+        """A read from the watch cache, which may lag behind."""
+        items, version = self.wire_of(call.resource.storage_key).cached(label_selector(query.get("labelSelector", "")))
+        if version < int(query["resourceVersion"]):
+            raise ApiError(
+                504, "Timeout", f"Too large resource version: {query['resourceVersion']}, current: {version}"
+            )
+        if not call.name:
+            return {"metadata": {"resourceVersion": str(version)}, "items": items}
+        found = [obj for obj in items if obj["metadata"]["name"] == call.name]
+        if not found:
+            raise ApiError(404, "NotFound", call.name)
+        return found[0]
 
     def _made(self, resource: Any, obj: Object) -> Object:
         return self._edit_metadata(resource, obj, creationTimestamp=_timestamp(self.now))
@@ -155,13 +183,14 @@ class ApiServer:
         self.cluster.collector.drain()
 
 
-class SimulatedKube(CachedKube):
-    """A connection of one operator process. Faults happen to the requests they are planned for."""
+class SimulatedClient(KubeClient):
+    """The connection of one operator process. Faults happen to the requests they are planned for."""
 
     def __init__(self, server: ApiServer) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
         self._server = server
-        self.clock = server.seconds
+        self.server = "http://simulated"
+        self.on_request = lambda verb, path, code: None
+        self.write_timeout_s = lambda: REQUEST_TIMEOUT_S
         self.lives = True
         """False: the process has ended."""
         self.requests = 0
@@ -192,59 +221,27 @@ class SimulatedKube(CachedKube):
         self._ways = itertools.cycle(delays)
         self.seen_service, self.seen_pods = None, []
 
-    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        found = await super().get(kind, namespace, name)
-        if kind == names.KIND:
-            self.seen_service = found
-        return found
-
-    async def list_all(self, kind: str, namespace: str | None, selector: dict[str, str] | None = None) -> list[Object]:
-        found = await super().list_all(kind, namespace, selector)
-        if kind == "Pod":
-            self.seen_pods = found
-        return found
-
-    async def list_versioned(
-        self, kind: str, namespace: str | None, selector: dict[str, str] | None = None
-    ) -> tuple[list[Object], str]:
-        if self._server.wire(self.resource(kind)).lists_fail:
-            raise KubeError(500, "InternalError", "etcdserver: request timed out")
-        return await super().list_versioned(kind, namespace, selector)
-
-    async def watch(
-        self,
-        kind: str,
-        namespace: str | None,
-        selector: dict[str, str] | None,
-        version: str,
-        *,
-        timeout_s: float,
-        silence_s: float,
-    ) -> AsyncGenerator[Object, None]:
-        matches = label_selector(names.serialized(selector or {}))
-        wire = self._server.wire(self.resource(kind))
-        async with aclosing(wire.watch(matches, int(version), timeout_s=timeout_s, silence_s=silence_s)) as events:
-            async for event in events:
-                yield _copy(event)
+    def http_session(self, *middlewares: Any) -> Any:
+        return SimulatedSession(self._server, middlewares)
 
     async def _request(
         self,
+        verb: str,
         method: str,
         path: str,
         *,
         body: Object | None = None,
-        query: list[tuple[str, str]] | None = None,
+        query: Query = (),
         content_type: str = "application/json",
         accept: str = "application/json",
-        kind: str = "",
-        verb: str = "",
     ) -> Any:
         is_write = method != "GET"
         fault = self.faults.get(self.requests) if is_write or not self.faults_hit_writes else None
         if is_write or not self.faults_hit_writes:
             self.requests += 1
+        number = self.requests - 1
         await self._way()
-        self._meanwhile.pop(self.requests - 1, lambda: None)()
+        self._meanwhile.pop(number, lambda: None)()
         match fault:
             case Fault.CONFLICT:
                 raise KubeError(409, "Conflict", "somebody else was faster")
@@ -254,10 +251,11 @@ class SimulatedKube(CachedKube):
                 raise TimeoutError(f"{method} {path}")
             case Fault.CRASH_BEFORE:
                 self._crash()
+        is_pod = "/pods" in path
         try:
-            answer = self._server.request(method, path, body, dict(query or []), content_type)
+            answer = self._server.request(method, path, body, dict(query), content_type)
         except KubeError as error:
-            if kind == "Pod" and error.reason == "AlreadyExists":
+            if is_pod and error.reason == "AlreadyExists":
                 self._tell("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
             raise
         if is_write:
@@ -267,13 +265,21 @@ class SimulatedKube(CachedKube):
         await self._way()
         if fault is Fault.LOST_ANSWER:
             raise ConnectionError(f"{method} {path}: connection reset")
-        if kind == "Pod" and method == "POST":
-            self._tell("made", answer)
-        elif kind == "Pod" and method == "DELETE":
-            self.told.append(("deleted", (body or {})["preconditions"]["uid"]))
-        elif kind == "Pod" and names.ANNOTATION_DRAINING in (body or {}).get("metadata", {}).get("annotations", {}):
-            self._tell("drained", answer)
+        self._note(method, path, body or {}, answer)
         return answer
+
+    def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
+        """What the operator knows from now on."""
+        if method == "GET" and path.startswith(service_path()) and path != service_path():
+            self.seen_service = answer
+        elif method == "GET" and path.endswith("/pods"):
+            self.seen_pods = answer["items"]
+        elif method == "POST" and path.endswith("/pods"):
+            self._tell("made", answer)
+        elif method == "DELETE" and "/pods/" in path:
+            self.told.append(("deleted", body["preconditions"]["uid"]))
+        elif "/pods/" in path and names.ANNOTATION_DRAINING in body.get("metadata", {}).get("annotations", {}):
+            self._tell("drained", answer)
 
     def _tell(self, what: str, pod: Object | None) -> None:
         if pod is not None:

@@ -26,12 +26,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._simulated_clock = clock
+        self._ended_s = 0.0
         selector = _Selector()
         selector.idle = self.stop
         super().__init__(selector)
 
     def time(self) -> float:
-        return self._simulated_clock()
+        return self._simulated_clock() + self._ended_s
 
     def run_until_idle(self) -> None:
         """Whatever goes on by itself at this moment."""
@@ -42,8 +43,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.run_until_complete(work)
 
     def end(self) -> None:
-        """Whatever is under way is cancelled."""
-        for task in asyncio.all_tasks(self):
-            task.cancel()
-        self.run_until_idle()
+        """What ends by itself ends, as if it waited as long as it likes; the rest is cancelled."""
+        for turn in range(20):
+            self.run_until_idle()
+            self._ended_s += 10.0
+            if turn >= 10:
+                for task in asyncio.all_tasks(self):
+                    task.cancel()
+        assert not asyncio.all_tasks(self), asyncio.all_tasks(self)
         self.close()

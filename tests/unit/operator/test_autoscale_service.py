@@ -19,10 +19,9 @@ from baton_operator.autoscale.scrape import Scraper
 from baton_operator.autoscale.settings import SCRAPE_S, WAKEFUL_SCRAPE_S, scrape_period_s, settings_of
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
-from baton_operator.names import ANNOTATION_DRAINING
+from baton_operator.names import ANNOTATION_DRAINING, Key
 from baton_operator.report import Group, autoscaling_verdict, group_verdict
 from baton_operator.report_topology import GroupTopology
-from baton_operator.workqueue import Key
 
 KEY = Key("default", "demo")
 WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kubernetes.aio.config import ConfigException
 
-from baton_operator.kube import connect
+from baton_kube.client import connect
 
 
 def kubeconfig(cluster: object) -> str:

@@ -1,4 +1,4 @@
-"""The real Reconciler, on the real cache, under everything that can happen at once: edits, deaths, slow and full nodes, engines
+"""The real operator, kopf included, under everything that can happen at once: edits, deaths, slow and full nodes, engines
 and a coordinator that do not answer, an API server that fails, watches that break, lag and lose events, and its own death at any
 request. It gets to what was asked for, leaves nothing behind, and restarts nobody without need."""
 
@@ -11,12 +11,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from service_simulation import WATCHED, Service, settled
+from service_simulation import KEY, RESYNC_S, WATCHED, Service, settled
 from simulated_api_server import Fault
 from simulated_nodes import BROKEN
+from simulated_watches import Lists
 
+from baton_operator.handlers import INACTIVITY_S
 from baton_operator.observe import member
-from baton_operator.watch import LAST_BACKOFF_S
 
 SIZES = st.integers(0, 3)
 BOUNDS = st.sampled_from([(0, 1), (1, 0), (2, 0), (1, 1), ("50%", "25%"), (0, "100%")])
@@ -133,12 +134,13 @@ class Machine(RuleBasedStateMachine):
     def the_operator_restarts(self) -> None:
         self.service.operator_restarts()
 
-    @rule(kind=KINDS)
-    def the_operator_restarts_and_cannot_list(self, kind: str) -> None:
-        """Until the watch tries again, it reads this kind object by object."""
-        self.service.wire(kind).lists_fail = True
+    @rule(kind=KINDS, lists=st.sampled_from(["500", "429", "break"]), patience=st.sampled_from([0.0, 1.0, 40.0]))
+    def the_operator_restarts_and_cannot_list(self, kind: str, lists: Lists, patience: float) -> None:
+        self.service.wire(kind).lists = lists
         self.service.operator_restarts()
-        self.service.wire(kind).lists_fail = False
+        self.service.passes(patience)
+        self.service.events_come()
+        self.service.wire(kind).lists = "work"
         self.service.reconcile()
 
     # The watches
@@ -146,6 +148,10 @@ class Machine(RuleBasedStateMachine):
     @rule(kind=KINDS, forgets=st.booleans())
     def a_watch_breaks(self, kind: str, forgets: bool) -> None:
         self.service.wire(kind).breaks(forgets=forgets)
+
+    @rule(kind=KINDS, silent=st.booleans())
+    def a_watch_falls_silent(self, kind: str, silent: bool) -> None:
+        self.service.wire(kind).is_silent = silent
 
     @rule(kind=KINDS, events=st.integers(0, 3))
     def events_are_late(self, kind: str, events: int) -> None:
@@ -264,8 +270,10 @@ def test_members_of_all_states_are_seen() -> None:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """Three decode pods that serve."""
+    """Three decode pods that serve, and an operator that has looked at them."""
     with settled({"model": {"uri": "file:///m"}, "decode": {"replicas": 3}}) as made:
+        made.reconcile()
+        assert not made.runtime.controller.is_due(KEY)
         yield made
 
 
@@ -277,7 +285,7 @@ def test_what_was_just_written_is_known_before_the_watch_shows_it(service: Servi
     made = [pod for pod in service.pods() if pod not in before]
     assert len(made) == 2
     service.reconcile()
-    assert not service.kube.told, "pods are made that exist"
+    assert not service.client.told, "pods are made that exist"
     service.settle()
     assert len(service.pods()) == 5
 
@@ -290,24 +298,58 @@ def test_an_event_from_before_a_write_does_not_undo_it(service: Service) -> None
         service.server.edit("pods", pod["metadata"]["name"], lambda obj: obj["status"].update(reason="seen"))
     service.patch({"decode": {"replicas": 2}})
     service.reconcile()
-    assert [what for what, _ in service.kube.told] == ["drained"]
+    assert [what for what, _ in service.client.told] == ["drained"]
     service.wire("Pod").lets_through(3)
     service.reconcile()
-    assert not service.kube.told
+    assert not service.client.told
     service.settle()
 
 
-def test_a_watch_that_cannot_go_on_where_it_was_begins_with_a_list(service: Service) -> None:
+def becomes_due(service: Service, within_s: float) -> bool:
+    """Whether the watches make the service due in time."""
+    assert within_s < RESYNC_S, "that would be the resync"
+    began = service.server.seconds()
+    while service.server.seconds() < began + within_s and not service.runtime.controller.is_due(KEY):
+        service.passes(0.5)
+        service.events_come()
+    return service.runtime.controller.is_due(KEY)
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["cut", "cut and 410"])
+def test_a_pod_deleted_while_the_watch_was_cut_is_replaced_without_waiting_for_the_resync(
+    service: Service, forgets: bool
+) -> None:
     service.wire("Pod").lets_through(0)
     service.nodes.pod_vanishes(service.pods()[0]["metadata"]["name"])
     service.events_come()
-    assert not service.is_current
+    assert not service.runtime.controller.is_due(KEY)
+    service.wire("Pod").breaks(forgets=forgets)
+    service.wire("Pod").lets_through(0 if forgets else None)
+    assert becomes_due(service, within_s=5.0)
+    service.wire("Pod").lets_through(None)
+    service.reconcile()
+    assert len(service.pods()) == 3
+
+
+def test_an_empty_list_makes_services_due_too(service: Service) -> None:
+    """Nothing in it names the service."""
+    service.wire("Pod").lets_through(0)
+    for pod in service.server.list("pods"):
+        service.server.remove("pods", pod["metadata"]["name"])
     service.wire("Pod").breaks(forgets=True)
+    assert becomes_due(service, within_s=5.0)
+
+
+def test_a_pod_deleted_while_the_watch_was_silent_is_replaced_without_waiting_for_the_resync(service: Service) -> None:
+    service.wire("Pod").is_silent = True
+    service.nodes.pod_vanishes(service.pods()[0]["metadata"]["name"])
     service.events_come()
-    service.passes(LAST_BACKOFF_S)
+    assert not service.runtime.controller.is_due(KEY)
+    service.passes(INACTIVITY_S / 2)
     service.events_come()
-    assert service.is_current
-    service.settle()
+    service.wire("Pod").is_silent = False
+    assert becomes_due(service, within_s=INACTIVITY_S)
+    service.reconcile()
     assert len(service.pods()) == 3
 
 
@@ -315,8 +357,24 @@ def test_an_event_that_is_lost_without_a_word_is_made_good_by_the_resync(service
     service.wire("Pod").to_lose = 1
     gone = service.pods()[0]["metadata"]["name"]
     service.nodes.pod_vanishes(gone)
-    service.reconcile()
-    assert len(service.pods()) == 2, "nobody can know it yet"
+    assert not becomes_due(service, within_s=RESYNC_S - 1.0), "nothing can show it"
     service.lost_events = True
     service.settle()
     assert len(service.pods()) == 3
+
+
+def test_a_look_at_a_service_at_rest_takes_five_reads(service: Service) -> None:
+    service.server.edit("pods", service.pods()[0]["metadata"]["name"], lambda obj: obj["status"].update(reason="seen"))
+    service.reconcile()
+    assert service.client.requests == 5, "the service, its pods, Deployments, Services and key"
+    assert not service.client.writes
+
+
+@pytest.mark.parametrize(
+    "storage", ["roles.rbac.authorization.k8s.io", "configmaps", "networkpolicies.networking.k8s.io"]
+)
+def test_what_somebody_deletes_beside_the_members_is_made_again(service: Service, storage: str) -> None:
+    (name, *_) = [obj["metadata"]["name"] for obj in service.server.list(storage)]
+    service.server.remove(storage, name)
+    service.reconcile()
+    assert service.server.get(storage, name) is not None

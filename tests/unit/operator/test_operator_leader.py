@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kubernetes.aio import client
 
-from baton_operator.kube import Kube, KubeError, NotLeaderError
+from baton_kube.client import KubeClient, KubeError, WritesForbiddenError
+from baton_operator.kube import Kube
 from baton_operator.leader import Election, Elector, LeaseLostError, Record
 
 LEASE_S = 15.0
@@ -242,9 +243,9 @@ async def test_a_holder_that_slept_finds_another_and_ends() -> None:
 async def test_whoever_does_not_hold_it_writes_nothing() -> None:
     asked: list[str] = []
     async with client.ApiClient() as api:
-        kube = Kube(api)
-        kube.counted = lambda verb, kind, code: asked.append(verb)
-        kube.may_write_s = lambda: 0.0
+        kube = Kube(KubeClient(api))
+        kube.client.on_request = lambda verb, path, code: asked.append(verb)
+        kube.client.write_timeout_s = lambda: 0.0
         pod = {"kind": "Pod", "metadata": {"namespace": "ns", "name": "x"}}
         for write in (
             lambda: kube.create(pod),
@@ -252,7 +253,7 @@ async def test_whoever_does_not_hold_it_writes_nothing() -> None:
             lambda: kube.merge("Pod", "ns", "x", {}),
             lambda: kube.delete("Pod", "ns", "x", "uid"),
         ):
-            with pytest.raises(NotLeaderError):
+            with pytest.raises(WritesForbiddenError):
                 await write()
     assert asked == []
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 
-from baton_operator.logs import JsonFormatter, TextFormatter, about_its_service, operation
-from baton_operator.workqueue import Key
+from baton_operator.logs import JsonFormatter, TextFormatter, operation, service
+from baton_operator.names import Key
 
 A, B = Key("ns", "a"), Key("ns", "b")
 log = logging.getLogger("test_operator_logs")
@@ -25,14 +25,14 @@ class Lines(logging.Handler):
 
 async def _say_in_turns(handler: Lines) -> None:
     async def work(key: Key) -> None:
+        service.set(key)
         operation.set(f"op-{key.name}")
         await asyncio.sleep(0.01)
         log.warning("about %s", key.name)
 
-    named = about_its_service(work)
     log.addHandler(handler)
     try:
-        await asyncio.gather(named(A), named(B))
+        await asyncio.gather(work(A), work(B))
         log.warning("about nobody")
         try:
             raise OSError("no route")

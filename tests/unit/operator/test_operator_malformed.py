@@ -323,13 +323,13 @@ def test_a_spec_that_runs_into_a_defect_is_told_and_the_members_of_before_are_ke
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
-    right = reconcile.desired_of
+    right = reconcile.desired
 
-    def defect(wanted: Any, *args: Any) -> Any:
-        return fails() if wanted.spec.engine.max_num_seqs == 4 else right(wanted, *args)
+    def defect(wanted: Any, *args: Any, **options: Any) -> Any:
+        return fails() if wanted.spec.engine.max_num_seqs == 4 else right(wanted, *args, **options)
 
     with monkeypatch.context() as broken:
-        broken.setattr(reconcile, "desired_of", defect)
+        broken.setattr(reconcile, "desired", defect)
         simulated.patch({"engine": {"maxNumSeqs": 4}})
         simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
         for _ in range(6):
@@ -368,7 +368,7 @@ def test_a_defect_of_the_last_resort_is_logged_and_the_first_one_is_raised(
     simulated.create(SPEC)
     simulated.settle()
     monkeypatch.setattr(reconcile, "observe", fails)
-    monkeypatch.setattr(reconcile, "status_of_defect", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(reconcile, "report_defect", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.ERROR):
         step_fails(simulated)
     (record,) = [record for record in caplog.records if record.name == reconcile.__name__]

@@ -19,7 +19,8 @@ from baton_operator.api_model import MODEL_URI
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.loading import LoadingPods, will_tell
-from baton_operator.report import Group, Problem, new_failures, report
+from baton_operator.problems import Problem, ReconcileError
+from baton_operator.report import Group, new_failures, report
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
@@ -328,9 +329,7 @@ def test_a_configuration_that_is_wrong_for_other_reasons_says_nothing_about_the_
 
 
 def test_a_cluster_without_image_volumes_is_told_apart() -> None:
-    refused = Problem(
-        "ReconcileError", 'Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type'
-    )
+    refused = ReconcileError('Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type')
     assert verdict([], problem=refused, uri="image://reg/a:b")[:2] == ("False", "ImageVolumeUnsupported")
     assert verdict([], problem=refused, **HUB)[:2] == ("Unknown", "NotObserved")
 

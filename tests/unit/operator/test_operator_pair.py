@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import KubeError, connect
 from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_local.ports import free_ports
 from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import KubeError, connect
+from baton_operator.kube import Kube
 from support.api_proxy import ApiProxy, api_proxy
 from support.waiting import eventually
 
@@ -44,9 +45,10 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
 
 
 async def _install(kubeconfig: Path) -> None:
-    async with connect(str(kubeconfig)) as (kube, _):
+    async with connect(kubeconfig) as connection:
+        kube = Kube(connection)
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await kube._request("POST", path, body=custom_resource_definition())
+        await kube.client.create(path, custom_resource_definition())
 
 
 @dataclass
@@ -104,14 +106,16 @@ class Pair:
         body = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": spec}
 
         async def post() -> None:
-            async with connect(str(self.plane.kubeconfig)) as (kube, _):
+            async with connect(self.plane.kubeconfig) as connection:
+                kube = Kube(connection)
                 await kube.create(body)
 
         asyncio.run(post())
 
     def pods(self, service: str) -> list[str]:
         async def read() -> list[str]:
-            async with connect(str(self.plane.kubeconfig)) as (kube, _):
+            async with connect(self.plane.kubeconfig) as connection:
+                kube = Kube(connection)
                 with contextlib.suppress(KubeError):
                     found = await kube.list_all("Pod", NAMESPACE, {"serving.baton.dev/service": service})
                     return [pod["metadata"]["name"] for pod in found]
@@ -161,7 +165,7 @@ def test_a_holder_that_is_told_to_end_hands_over_at_once(pair: Pair) -> None:
     eventually(pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over", every_s=0.05)
     first = next(at for at, _, path in pair.standby.proxy.writes if "/leases" in path)
     assert first - ended < LEASE_S / 2, "it waited, although the Lease was released"
-    assert "Traceback" not in pair.leader.log.read_text()
+    assert "Traceback" not in pair.leader.log.read_text(), pair.leader.log.read_text()[-3000:]
 
 
 def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) -> None:

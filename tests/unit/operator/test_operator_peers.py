@@ -13,9 +13,9 @@ from services import NOW, Object, owner, pod, service
 
 from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
 from baton_engine.protocol.progress import Health
+from baton_operator.names import Key
 from baton_operator.peers import KVPeers
 from baton_operator.report import Group, new_failures, report
-from baton_operator.workqueue import Key
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(

@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import aiohttp
 import pytest
-from aiohttp import web
-from kubernetes.aio import client
 
-from baton_operator import workqueue
-from baton_operator.kube import Kube, KubeError
+from baton_kube.client import KubeError
+from baton_operator import controller
+from baton_operator.controller import Controller, Outcome
+from baton_operator.freshness import Freshness
+from baton_operator.names import Key
 from baton_operator.server import Metrics, serve
-from baton_operator.workqueue import Key, WorkQueue
 
 SERVICES = [Key("ns", f"service-{number}") for number in range(200)]
-WORKERS = 4
+WORKERS = controller.CONCURRENCY
 RETRY_AFTER_S = 1.0
 
 
@@ -30,7 +30,7 @@ class Refusing:
         self.began: list[tuple[float, Key]] = []
         self.done: set[Key] = set()
 
-    async def __call__(self, key: Key) -> None:
+    async def __call__(self, key: Key, freshness: Freshness) -> Outcome:
         self.began.append((time.monotonic(), key))
         self.now += 1
         self.most = max(self.most, self.now)
@@ -39,11 +39,12 @@ class Refusing:
             if self.error:
                 raise self.error
             self.done.add(key)
+            return Outcome()
         finally:
             self.now -= 1
 
 
-async def _healed(work: Refusing, queue: WorkQueue, refusing_s: float) -> None:
+async def _healed(work: Refusing, queue: Controller, refusing_s: float) -> None:
     task = asyncio.create_task(queue.run())
     try:
         for key in SERVICES:
@@ -61,10 +62,10 @@ async def _healed(work: Refusing, queue: WorkQueue, refusing_s: float) -> None:
 async def test_a_server_that_fails_is_asked_by_few_at_a_time_and_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workqueue, "FIRST_BACKOFF_S", 0.2)
+    monkeypatch.setattr(controller, "FIRST_BACKOFF_S", 0.2)
     work = Refusing(KubeError(500, "InternalError", "etcd"))
     retries: list[None] = []
-    await _healed(work, WorkQueue(work, WORKERS, retried=lambda: retries.append(None)), refusing_s=3.0)
+    await _healed(work, Controller(work, retried=lambda: retries.append(None)), refusing_s=3.0)
     assert work.most == WORKERS
     attempts = len(work.began) - len(SERVICES)
     assert attempts == len(retries)
@@ -75,59 +76,12 @@ async def test_a_server_that_fails_is_asked_by_few_at_a_time_and_ever_more_rarel
 async def test_a_server_that_asks_to_be_left_alone_is_left_alone_by_all() -> None:
     work = Refusing(KubeError(429, "TooManyRequests", "later", retry_after_s=RETRY_AFTER_S))
     began = time.monotonic()
-    await _healed(work, WorkQueue(work, WORKERS), refusing_s=2.5)
+    await _healed(work, Controller(work), refusing_s=2.5)
     refused = [at - began for at, _ in work.began if at - began < 2.5]
     # One round of the workers per pause; each pause begins when the round before was refused.
     assert len(refused) <= WORKERS * 3
     rounds = sorted(refused)
     assert all(later - earlier < 0.5 or later - earlier >= RETRY_AFTER_S * 0.9 for earlier, later in pairwise(rounds))
-
-
-async def test_work_that_hangs_is_given_up_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workqueue, "WORK_TIMEOUT_S", 0.2)
-    visits: list[Key] = []
-
-    async def work(key: Key) -> None:
-        visits.append(key)
-        if visits.count(key) == 1:
-            await asyncio.Event().wait()
-
-    queue = WorkQueue(work, workers=1)
-    task = asyncio.create_task(queue.run())
-    try:
-        queue.add(SERVICES[0])
-        queue.add(SERVICES[1])
-        async with asyncio.timeout(30):
-            while len(visits) < 4:
-                assert queue.longest_s < 20
-                await asyncio.sleep(0.01)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_retry_after_is_read_from_the_answer() -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.json_response({"kind": "Status", "message": "later"}, status=429, headers={"Retry-After": "7"})
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    counted: list[tuple[str, str, int]] = []
-    try:
-        async with client.ApiClient(configuration) as api:
-            kube = Kube(api)
-            kube.counted = lambda verb, kind, code: counted.append((verb, kind, code))
-            with pytest.raises(KubeError, match="later") as refused:
-                await kube.list_all("Pod", "ns")
-    finally:
-        await runner.cleanup()
-    assert refused.value.retry_after_s == 7.0
-    assert counted == [("list", "Pod", 429)]
 
 
 async def test_health_is_about_being_stuck_and_nothing_else() -> None:

@@ -15,8 +15,9 @@ from operator_process import NAMESPACE, Cluster, Object, Operator, eventually, n
 from played_members import DrainingEngine, PlayedCoordinator, serve_drain
 
 from baton_engine.protocol.config import EngineConfig
+from baton_kube.client import KubeError
 from baton_operator.builders import service_key
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe import is_ready
 
@@ -27,17 +28,17 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
     experts = Cluster(kube, "experts")
     await experts.create(decode={"replicas": 2, "parallelism": {"expert": True}})
     await experts.names("decode-0", "decode-1")
-    service = await kube.get("Service", NAMESPACE, "experts-coordinator")
+    service = await kube.read("Service", NAMESPACE, "experts-coordinator")
     assert service
     address = service["spec"]["clusterIP"]
     pods = await experts.pods()
     volumes = pods["experts-decode-0"]["spec"]["volumes"]
     (name,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
-    config_map = await kube.get("ConfigMap", NAMESPACE, name)
+    config_map = await kube.read("ConfigMap", NAMESPACE, name)
     assert config_map
     parallel = msgspec.json.decode(config_map["data"]["decode.json"], type=EngineConfig).parallel
     assert (parallel.enable_expert_parallel, parallel.coordinator) == (True, f"{address}:5560")
-    deployment = await kube.get("Deployment", NAMESPACE, "experts-coordinator")
+    deployment = await kube.read("Deployment", NAMESPACE, "experts-coordinator")
     assert deployment
     assert deployment["spec"]["template"]["spec"]["containers"][0]["command"][0] == "baton-coordinator"
     await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
@@ -114,7 +115,7 @@ async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
         )
 
     async def gone() -> bool:
-        found = [await kube.get(kind, NAMESPACE, "plain-coordinator") for kind in ("Deployment", "Service")]
+        found = [await kube.read(kind, NAMESPACE, "plain-coordinator") for kind in ("Deployment", "Service")]
         return not any(found)
 
     await eventually(replaced, "the rank to be replaced by an engine of its own")
@@ -136,7 +137,7 @@ async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     ready = await demo.condition("Ready", "True", "AllGroupsReady")
     assert ready["lastTransitionTime"] >= starting["lastTransitionTime"]
     status = (await demo.service())["status"]
-    gateway = await kube.get("Service", NAMESPACE, "demo-gateway")
+    gateway = await kube.read("Service", NAMESPACE, "demo-gateway")
     assert gateway
     assert status["endpoint"] == f"http://{gateway['spec']['clusterIP']}"
     assert status["ingressEndpoint"] == "http://demo.localhost"
@@ -173,7 +174,7 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
     shrink = Cluster(kube, "shrink")
     await shrink.create(decode={"replicas": 2})
     await shrink.names("decode-0", "decode-1")
-    secret = await kube.get("Secret", NAMESPACE, "shrink-key")
+    secret = await kube.read("Secret", NAMESPACE, "shrink-key")
     assert secret
     engine = DrainingEngine(unfinished=2, key=service_key.read(secret))
     runner = await serve_drain("127.201.0.2", engine)
@@ -245,12 +246,12 @@ async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change
     service = Cluster(kube, "secretive")
     await service.create(decode={"replicas": 1})
     await service.names("decode-0")
-    drawn = await kube.get("Secret", NAMESPACE, "secretive-key")
+    drawn = await kube.read("Secret", NAMESPACE, "secretive-key")
     assert drawn is not None
     assert len(bytes.fromhex(base64.b64decode(drawn["data"]["key"]).decode())) == 32
     await service.patch({"decode": {"replicas": 2}})
     await service.names("decode-0", "decode-1")
-    assert await kube.get("Secret", NAMESPACE, "secretive-key") == drawn
+    assert await kube.read("Secret", NAMESPACE, "secretive-key") == drawn
     with pytest.raises(KubeError, match="immutable"):
         await kube.merge("Secret", NAMESPACE, "secretive-key", {"data": {"key": "eA=="}})
 
@@ -262,12 +263,12 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(k
     for pod in ("prefill-0", "decode-0", "decode-1"):
         await service.run(pod)
     await service.condition("DecodeReady", "True")
-    drawn = await kube.get("Secret", NAMESPACE, "rotated-key")
+    drawn = await kube.read("Secret", NAMESPACE, "rotated-key")
     assert drawn is not None
     await kube.delete("Secret", NAMESPACE, "rotated-key", drawn["metadata"]["uid"])
 
     async def drawn_anew() -> Any:
-        found = await kube.get("Secret", NAMESPACE, "rotated-key")
+        found = await kube.read("Secret", NAMESPACE, "rotated-key")
         return found and found["data"] != drawn["data"]
 
     await eventually(drawn_anew, "another key")
@@ -291,7 +292,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(k
         return len(pods) == 2 and all(key_of(pod) != old_key for pod in pods)
 
     await eventually(done, "all decode pods to be replaced")
-    gateway = await kube.get("Deployment", NAMESPACE, "rotated-gateway")
+    gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
     assert gateway
     assert key_of(gateway["spec"]["template"]) != old_key
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from operator_process import NAMESPACE, Cluster, Object, eventually, needs_api_server
 
+from baton_kube.client import KubeError
 from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import Kube, KubeError
+from baton_operator.kube import Kube
 from support.http_routes import ROUTES
 
 pytestmark = needs_api_server
@@ -41,7 +42,7 @@ async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
     await taken.create()
     condition = await taken.condition("Ready", "False", "NameConflict")
     assert "Service taken-gateway" in condition["message"]
-    foreign = await kube.get("Service", NAMESPACE, "taken-gateway")
+    foreign = await kube.read("Service", NAMESPACE, "taken-gateway")
     assert foreign
     assert foreign["spec"]["ports"][0]["port"] == 1234
     await kube.delete("Service", NAMESPACE, "taken-gateway", foreign["metadata"]["uid"])
@@ -64,22 +65,22 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     path = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
     hard = {f"requests.{gpu}": "1"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}, "spec": {"hard": hard}}
-    await kube._request("POST", path, body=quota)
+    await kube.client.create(path, quota)
 
     async def allow(number: int, used: int) -> None:
         """The quota controller's part."""
         hard[f"requests.{gpu}"] = str(number)
         body = {"spec": {"hard": hard}, "status": {"hard": hard, "used": {f"requests.{gpu}": str(used)}}}
         for subresource in ("", "/status"):
-            await kube._request(
-                "PATCH", f"{path}/gpus{subresource}", body=body, content_type="application/merge-patch+json"
-            )
+            await kube.client.merge(f"{path}/gpus{subresource}", body)
 
     async def refuses(number: int) -> bool:
         container = {"name": "c", "image": "i", "resources": {"limits": {gpu: str(number)}}}
         pod = {"metadata": {"name": "probe", "namespace": NAMESPACE}, "spec": {"containers": [container]}}
         try:
-            await kube._request("POST", kube.path("Pod", NAMESPACE), body=pod, query=[("dryRun", "All")])
+            await kube.client._request(
+                "create", "POST", kube.path("Pod", NAMESPACE), body=pod, query=[("dryRun", "All")]
+            )
         except KubeError as error:
             return "exceeded quota" in str(error)
         return False
@@ -101,7 +102,7 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     await allow(2, used=1)
     await narrow.names("decode-0", "decode-1", "prefill-0")
     await narrow.condition("DecodeReady", "False", "Progressing")
-    await kube._request("DELETE", f"{path}/gpus")
+    await kube.client.delete(f"{path}/gpus")
 
 
 async def test_a_secret_that_a_pod_waits_for_is_named_until_it_exists(kube: Kube) -> None:
@@ -111,7 +112,7 @@ async def test_a_secret_that_a_pod_waits_for_is_named_until_it_exists(kube: Kube
     await lacking.names("decode-0")
     metadata = {"name": "lacking-decode-0", "namespace": NAMESPACE}
     bound = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": {"kind": "Node", "name": "node"}}
-    await kube._request("POST", kube.path("Pod", NAMESPACE, "lacking-decode-0", "binding"), body=bound)
+    await kube.client.create(kube.path("Pod", NAMESPACE, "lacking-decode-0", "binding"), bound)
     condition = await lacking.condition("DecodeReady", "False", "SecretNotFound")
     assert "Secret absent does not exist" in condition["message"]
     assert "volume certificates" in condition["message"]
@@ -133,7 +134,7 @@ async def test_somebody_elses_secret_is_neither_used_nor_changed(kube: Kube) -> 
     condition = await service.condition("Ready", "False", "NameConflict")
     assert "Secret lent-key" in condition["message"]
     assert await service.pods() == {}
-    found = await kube.get("Secret", NAMESPACE, "lent-key")
+    found = await kube.read("Secret", NAMESPACE, "lent-key")
     assert found is not None
     assert found["data"] == foreign["data"]
 
@@ -142,12 +143,12 @@ async def test_a_secret_of_ours_without_a_key_is_told(kube: Kube) -> None:
     service = Cluster(kube, "keyless")
     await service.create()
     await service.names("decode-0")
-    drawn = await kube.get("Secret", NAMESPACE, "keyless-key")
+    drawn = await kube.read("Secret", NAMESPACE, "keyless-key")
     assert drawn is not None
     emptied = {"metadata": {key: drawn["metadata"][key] for key in ("name", "namespace", "ownerReferences")}}
 
     async def replaced() -> bool:
-        if found := await kube.get("Secret", NAMESPACE, "keyless-key"):
+        if found := await kube.read("Secret", NAMESPACE, "keyless-key"):
             await kube.delete("Secret", NAMESPACE, "keyless-key", found["metadata"]["uid"])
         try:
             await kube.create({"apiVersion": "v1", "kind": "Secret", **emptied})
@@ -186,12 +187,12 @@ async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube)
             raise
         return True
 
-    await kube._request("PUT", definition, body=await with_rules(kube, definition, False))
+    await kube.client.replace(definition, await with_rules(kube, definition, False))
     try:
         await eventually(let_pass, "the schema without rules to be in force")
         condition = await bad.condition("Ready", "False", "InvalidSpec")
     finally:
-        await kube._request("PUT", definition, body=await with_rules(kube, definition, True))
+        await kube.client.replace(definition, await with_rules(kube, definition, True))
     assert "gateway: limits.maxConcurrentPerKey needs apiKeys" in condition["message"]
     assert "brokenrule-decode-0" in await bad.pods(), "what runs is left as it is"
 
@@ -202,10 +203,10 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
     condition = await routed.condition("Ready", "False", "GatewayAPIMissing")
     assert "spec.gateway.httpRoute" in condition["message"]
     await routed.names("decode-0")
-    await kube._request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", body=ROUTES)
+    await kube.client.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", ROUTES)
 
     async def route() -> Object | None:
-        return await kube.get("HTTPRoute", NAMESPACE, "routed-gateway")
+        return await kube.read("HTTPRoute", NAMESPACE, "routed-gateway")
 
     async def written() -> Any:
         return await route()
@@ -233,7 +234,7 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
 
 async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
     """The stored definition, its schema with or without rules."""
-    stored: Object = await kube._request("GET", path)
+    stored: Object = await kube.client.get(path)
     stored["spec"]["versions"] = custom_resource_definition(rules=rules)["spec"]["versions"]
     return stored
 

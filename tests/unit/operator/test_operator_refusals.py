@@ -11,11 +11,11 @@ from service_simulation import Service
 from services import NOW, Object, owner, pod, service
 from simulated_api_server import NAMESPACE
 
-from baton_operator.kube import KubeError
+from baton_kube.client import KubeError
+from baton_operator.names import Key
 from baton_operator.plan import GroupPlan
 from baton_operator.refusals import LAST_PAUSE_S, Refusal, Refusals, refusal_of, refusal_of_deployment
 from baton_operator.report import Group, new_failures, report
-from baton_operator.workqueue import Key
 
 QUOTA = (
     'pods "demo-decode-2" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '

@@ -9,7 +9,8 @@ import pytest
 from services import NOW, Object, owner, pod, service
 
 from baton_operator.api import Condition
-from baton_operator.report import Group, Problem, group_verdict, new_failures, report
+from baton_operator.problems import InvalidSpec, Problem
+from baton_operator.report import Group, group_verdict, new_failures, report
 
 FATAL = {"exitCode": 78, "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist"}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
@@ -125,7 +126,7 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
 
 
 def test_all_conditions_exist_on_the_first_visit() -> None:
-    told = conditions(service(), {}, Problem("InvalidSpec", "spec: no such field"))
+    told = conditions(service(), {}, InvalidSpec("no such field"))
     assert set(told) == {"Ready", "ModelAvailable", "PrefillReady", "DecodeReady", "GatewayReady", "Updating"}
     assert told["DecodeReady"].status == "Unknown"
     assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from services import NOW, Object, owner, pod, service
 
-from baton_operator.kube import Kube, KubeError
+from baton_kube.client import KubeError
+from baton_operator.kube import Kube
 from baton_operator.references import Reference, find_missing, may_lack_objects, references
 from baton_operator.report import Group, new_failures, report
 
@@ -28,12 +29,13 @@ class Objects(Kube):
     """An API server's answers by path; everything else does not exist."""
 
     def __init__(self, *names: str, error: Exception | None = None) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
+        client: Any = self
+        super().__init__(client)
         self.names, self.error = names, error
-        self.asked: list[tuple[str, str, str]] = []
+        self.asked: list[tuple[str, bool]] = []
 
-    async def _request(self, method: str, path: str, **options: Any) -> Any:
-        self.asked.append((method, path, options["accept"]))
+    async def get(self, path: str, *, metadata_only: bool = False) -> Any:
+        self.asked.append((path, metadata_only))
         if self.error:
             raise self.error
         if path.rpartition("/")[2] not in self.names:
@@ -107,11 +109,11 @@ async def test_objects_are_asked_for_by_name_and_only_whether_they_exist() -> No
         waiting("d", state={"running": {}}, volumes=[{"name": "v", "secret": {"secretName": "unasked"}}]),
     ]
     assert await find_missing(kube, "team", pods, {Reference("ConfigMap", "ours")}) == {KEYS}
-    assert sorted(path for _, path, _ in kube.asked) == [
+    assert sorted(path for path, _ in kube.asked) == [
         "/api/v1/namespaces/team/secrets/keys",
         "/api/v1/namespaces/team/secrets/there",
     ]
-    assert all(method == "GET" and "as=PartialObjectMetadata" in accept for method, _, accept in kube.asked)
+    assert all(metadata_only for _, metadata_only in kube.asked)
 
 
 @pytest.mark.parametrize("error", [KubeError(403, "Forbidden", "no"), KubeError(500, "", "no"), ConnectionError("no")])

@@ -55,9 +55,8 @@ def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and WORD.fullmatch(node.value):
             yield node.value, node.lineno
-        elif isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Exception"]:
-            if not node.name.endswith("Error"):  # its name is the reason
-                yield node.name, node.lineno
+        elif isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Problem"]:
+            yield node.name, node.lineno  # its name is the reason
         elif isinstance(node, ast.JoinedStr) and ast.unparse(node).endswith("kind}NotFound'"):
             yield from (("SecretNotFound", node.lineno), ("ConfigMapNotFound", node.lineno))
 

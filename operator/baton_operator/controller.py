@@ -1,0 +1,177 @@
+"""Runs `reconcile` for every service that is due: one at a time per service, a few at a time in all, again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from baton_kube.client import KubeError
+from baton_operator import logs
+from baton_operator.freshness import MOVING_KINDS, Freshness
+from baton_operator.names import Key
+
+log = logging.getLogger(__name__)
+
+CONCURRENCY = 4
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+TIMEOUT_S = 300.0
+"""A reconcile that takes longer is cancelled and counts as failed."""
+MAX_PAUSE_S = 60.0
+"""Longest pause that an API server can ask for with Retry-After."""
+
+
+class Outcome(NamedTuple):
+    """Of a reconcile that did not fail."""
+
+    #: Look again after this many seconds even without an event. None: an event or the resync is enough.
+    revisit_s: float | None = None
+    #: The service does not exist any more.
+    is_gone: bool = False
+
+
+Reconcile = Callable[[Key, Freshness], Awaitable[Outcome]]
+"""Brings one service a step closer to its desired state. Raises to be repeated."""
+
+
+@dataclass(eq=False)
+class _Service:
+    """One service that exists, as far as is known."""
+
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Of the next reconcile.
+    freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))
+    failures: int = 0
+    #: When the reconcile under way began, by the monotonic clock.
+    began: float | None = None
+
+
+class Controller:
+    """The services that exist, each with a task that reconciles it when it is due.
+
+    When the API server asks for a pause (Retry-After), all services pause: it means every client, not one object.
+
+    Args:
+        retried: called after each failure.
+    """
+
+    def __init__(self, reconcile: Reconcile, retried: Callable[[], None] = lambda: None) -> None:
+        self._reconcile = reconcile
+        self._retried = retried
+        self._services: dict[Key, _Service] = {}
+        self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._paused_until = 0.0
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def __len__(self) -> int:
+        return len(self._services)
+
+    @property
+    def queue_depth(self) -> int:
+        """Services that are due and wait."""
+        return sum(service.due.is_set() and service.began is None for service in self._services.values())
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that the oldest reconcile under way has taken so far."""
+        began = [service.began for service in self._services.values() if service.began is not None]
+        return time.monotonic() - min(began) if began else 0.0
+
+    async def run(self) -> None:
+        """Reconcile until cancelled. Reconciles under way are cancelled with it."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for key, service in self._services.items():
+                    self._start(key, service)
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    def is_due(self, key: Key) -> bool:
+        return key in self._services and self._services[key].due.is_set()
+
+    def add(self, key: Key) -> None:
+        """Make the service due. If a reconcile of it is under way, another one follows."""
+        self._get(key).due.set()
+
+    def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:
+        """Make the service due, because an event showed `version` of an object of `kind`."""
+        service = self._get(key)
+        service.freshness.record(kind, version)
+        if kind not in MOVING_KINDS and not is_own_write:
+            service.freshness = msgspec.structs.replace(service.freshness, objects_changed=True)
+        service.due.set()
+
+    def add_all(self, keys: Iterable[Key] = ()) -> None:
+        """Make `keys` and all known services due with consistent reads, because events may be missing."""
+        for key in {*keys, *self._services}:
+            service = self._get(key)
+            service.freshness = Freshness(versions=service.freshness.versions)
+            service.due.set()
+
+    def _get(self, key: Key) -> _Service:
+        service = self._services.get(key)
+        if service is None:
+            service = self._services[key] = _Service()
+            self._start(key, service)
+        return service
+
+    def _start(self, key: Key, service: _Service) -> None:
+        if self._tasks is not None:
+            self._tasks.create_task(self._keep(key, service), name=f"reconcile {key}")
+
+    async def _keep(self, key: Key, service: _Service) -> None:
+        """Reconcile one service whenever it is due, until it is gone."""
+        logs.service.set(key)
+        revisit_s: float | None = None
+        while self._services.get(key) is service:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(revisit_s):
+                    await service.due.wait()
+            service.due.set()  # also when it is due by time: it may have to wait for a slot
+            async with self._slots:
+                while (pause_s := self._paused_until - time.monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                revisit_s = await self.reconcile(key)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Reconcile one service now. Return seconds until it is due again, None: not by time alone."""
+        service = self._get(key)
+        freshness, versions = service.freshness, service.freshness.versions
+        service.freshness = Freshness(is_consistent=False, objects_changed=False, versions=versions)
+        service.due.clear()
+        service.began = time.monotonic()
+        logs.operation.set("")
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                outcome = await self._reconcile(key, freshness)
+        except Exception as error:  # whatever went wrong with one service, the others go on
+            service.freshness = Freshness(versions=versions)
+            return self._back_off(key, service, error)
+        finally:
+            service.began = None
+        service.failures = 0
+        if outcome.is_gone and not service.due.is_set():
+            del self._services[key]
+        return outcome.revisit_s
+
+    def _back_off(self, key: Key, service: _Service, error: Exception) -> float:
+        """Return seconds until the next try. They double with every failure in a row."""
+        service.failures += 1
+        self._retried()
+        delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(service.failures - 1, 16))
+        delay_s *= random.uniform(0.8, 1.2)  # services that failed together do not return together
+        if isinstance(error, KubeError) and error.retry_after_s is not None:
+            pause_s = min(error.retry_after_s, MAX_PAUSE_S)
+            self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
+            delay_s = max(delay_s, pause_s)
+        is_told_by_itself = isinstance(error, (KubeError, OSError))
+        log.warning("reconcile of %s failed, again in %.1f s: %s", key, delay_s, error, exc_info=not is_told_by_itself)
+        return delay_s

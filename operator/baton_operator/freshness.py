@@ -1,0 +1,80 @@
+"""How fresh the reads of a reconcile must be, which follows from what the watches have shown of the service.
+
+Most reconciles only find that nothing is to be done. For these the API server's watch cache is enough, if it is not older than the
+newest event of each kind. Kinds that change only when somebody writes them are not read at all while no event shows such a write.
+Whatever acts on members or deletes something reads consistently first. So does the first reconcile of a service, and one after a
+list of a watch, a failure or the resync interval, because then events may be missing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from baton_kube.client import KubeError, Object
+
+OLDEST = "0"
+"""Resource version that every cache is at least as new as."""
+GATEWAY_TIMEOUT = 504
+"""HTTP code of an API server whose cache did not catch up within a few seconds."""
+MAX_WRITTEN = 4096
+MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRoute"})
+"""Kinds whose status the operator reads. Objects of other kinds change only when somebody writes them."""
+
+
+class StaleReadError(Exception):
+    """The reconcile would act on reads from a cache. Repeat it with consistent reads."""
+
+
+class Freshness(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the reads of one reconcile."""
+
+    is_consistent: bool = True
+    #: Whether objects of kinds that do not move by themselves may have been written since the last reconcile.
+    objects_changed: bool = True
+    #: Newest resource version that an event or a read showed, by kind. Shared by the reconciles of one service.
+    versions: dict[str, str] = {}
+
+    def of(self, kind: str) -> str | None:
+        """Return the version that reads of `kind` must not be older than. None: read consistently."""
+        return None if self.is_consistent else self.versions.get(kind, OLDEST)
+
+    def record(self, kind: str, version: str) -> None:
+        """Record that an event or a read showed `version` of `kind`."""
+        if not version.isdigit() or int(version) > int(self.versions.get(kind, OLDEST)):
+            self.versions[kind] = version
+
+    @contextmanager
+    def covers_lag(self) -> Iterator[None]:
+        """Raises StaleReadError if the API server's cache does not catch up with the version that a read inside asks for."""
+        try:
+            yield
+        except KubeError as error:
+            if self.is_consistent or error.status != GATEWAY_TIMEOUT:
+                raise
+            raise StaleReadError from error
+
+    def require_consistent(self) -> None:
+        """Raises StaleReadError if reads may come from a cache."""
+        if not self.is_consistent:
+            raise StaleReadError
+
+
+class Written:
+    """Resource versions that the operator's own writes returned. An event that shows one of them is no news."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, obj: Object) -> None:
+        """Record the answer to a write."""
+        if version := (obj.get("metadata") or {}).get("resourceVersion"):
+            self._versions[version] = None
+            if len(self._versions) > MAX_WRITTEN:
+                self._versions.popitem(last=False)
+
+    def __contains__(self, version: str) -> bool:
+        return version in self._versions

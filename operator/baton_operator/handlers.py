@@ -1,0 +1,127 @@
+"""The operator as kopf runs it. Handlers only make services due; `reconcile.py` does the work.
+
+`baton-operator` runs these handlers behind a Lease. So does, without one, `kopf run -m baton_operator.handlers -n NAMESPACE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import kopf
+
+from baton_operator import names
+from baton_operator.names import Key
+from baton_operator.runtime import open_runtime
+
+REQUEST_TIMEOUT_S = 30.0
+WATCH_S = 240
+"""After which the API server is asked to end a watch, which goes on where it was: every watch shows that it lives."""
+INACTIVITY_S = 70.0
+"""API servers send a bookmark every minute."""
+LOGIN_INTERVAL_S = 2.0
+STOP_S = 30.0
+LAST_BACKOFF_S = 30.0
+OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
+
+
+@kopf.on.startup()
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    configure(settings)
+    if "runtime" not in memo:  # under `kopf run`
+        memo.stack = AsyncExitStack()
+        in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+        kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
+        memo.runtime = await memo.stack.enter_async_context(open_runtime(kubeconfig))
+        await memo.runtime.wait_for_crd()
+        memo.running = asyncio.create_task(memo.runtime.run())
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    if "running" in memo:
+        memo.running.cancel()
+        await asyncio.gather(memo.running, return_exceptions=True)
+        await memo.stack.aclose()
+
+
+@kopf.on.login()
+async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
+    """kopf asks again when the API server refuses a token: not as fast as it can."""
+    now = time.monotonic()
+    await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))
+    memo.next_login = time.monotonic() + LOGIN_INTERVAL_S
+    return kopf.AiohttpSession(server=memo.runtime.kube.client.server, aiohttp_session=memo.runtime.watch_session())
+
+
+@kopf.on.event(names.API_VERSION, names.PLURAL)
+@kopf.on.event("v1", "pods")
+@kopf.on.event("v1", "services")
+@kopf.on.event("v1", "configmaps")
+@kopf.on.event("v1", "serviceaccounts")
+@kopf.on.event("apps/v1", "deployments")
+@kopf.on.event("networking.k8s.io/v1", "ingresses")
+@kopf.on.event("networking.k8s.io/v1", "networkpolicies")
+@kopf.on.event("rbac.authorization.k8s.io/v1", "roles")
+@kopf.on.event("rbac.authorization.k8s.io/v1", "rolebindings")
+@kopf.on.event("policy", "poddisruptionbudgets")
+@kopf.on.event("gateway.networking.k8s.io/v1", "httproutes")
+async def changed(resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_: Any) -> None:
+    kind = resource.kind or ""
+    for key in keys_of(kind, meta):
+        memo.runtime.changed(key, kind, meta["resourceVersion"])
+
+
+def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
+    """The service, or the services that an object belongs to: by its label, and by its owner if somebody changed the label."""
+    namespace = meta["namespace"]
+    if kind == names.KIND:
+        yield Key(namespace, meta["name"])
+        return
+    owners = {each["name"] for each in meta.get("ownerReferences") or () if each["kind"] == names.KIND}
+    yield from (Key(namespace, name) for name in owners | {meta.labels.get(names.LABEL_SERVICE, "")} if name)
+
+
+class NoDiffBase(kopf.DiffBaseStorage):
+    """kopf keeps no state in objects. To compute what it would keep costs a copy of every object."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        raise AssertionError("event handlers store nothing")
+
+
+class Backoffs:
+    """Seconds between retries of kopf's requests, without end: a request that fails for good would end kopf."""
+
+    def __iter__(self) -> Iterator[float]:
+        backoff_s = 0.5
+        while True:
+            yield backoff_s
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """kopf watches and does nothing else: no peering, no Events, no finalizers, no annotations."""
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    settings.scanning.disabled = True  # the right to watch CRDs and namespaces is not needed
+    settings.persistence.finalizer = f"{names.GROUP}/never-set"
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.process.ultimate_exiting_timeout = STOP_S
+    settings.networking.request_timeout = REQUEST_TIMEOUT_S
+    settings.networking.error_backoffs = Backoffs()
+    settings.queueing.idle_timeout = 0.1  # a worker per object lives this long
+    settings.watching.chunk_size = 500
+    settings.watching.connect_timeout = REQUEST_TIMEOUT_S
+    settings.watching.inactivity_timeout = INACTIVITY_S
+    settings.watching.server_timeout = WATCH_S
+    settings.watching.label_selectors[lambda resource: resource.kind != names.KIND] = OURS

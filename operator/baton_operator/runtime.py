@@ -1,0 +1,174 @@
+"""What the operator consists of beside its watches: client, reconciler, controller, autoscaler, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_kube.client import KubeError, connect
+from baton_operator import names
+from baton_operator.autoscale.autoscaler import Autoscaler
+from baton_operator.autoscale.scrape import Scraper
+from baton_operator.controller import TIMEOUT_S, Controller, Reconcile
+from baton_operator.coordinator import CoordinatorClient
+from baton_operator.drain import Drainer
+from baton_operator.freshness import Written
+from baton_operator.kube import PLURALS, Kube
+from baton_operator.loading import LoadingPods
+from baton_operator.names import Key
+from baton_operator.peers import KVPeers
+from baton_operator.reconcile import Reconciler
+from baton_operator.server import Metrics
+
+log = logging.getLogger(__name__)
+
+RESYNC_S = 300.0
+CRD_POLL_S = 1.0
+STUCK_S = TIMEOUT_S + 60.0
+"""A reconcile this old was not even ended by its timeout."""
+
+
+class Runtime:
+    """The operator without its watches. Belongs to the event loop that it is made on.
+
+    Args:
+        reconcile: one step of one service, on `kube`.
+        autoscale: sizes groups until cancelled; it makes a service due through its argument.
+        resync_s: seconds between two reconciles of every service, whatever the watches show.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        reconcile: Reconcile,
+        metrics: Metrics,
+        autoscale: Callable[[Callable[[Key], None]], Coroutine[Any, Any, None]],
+        resync_s: float = RESYNC_S,
+    ) -> None:
+        self.kube = kube
+        self.metrics = metrics
+        self.controller = Controller(metrics.measured(reconcile), retried=metrics.retries.inc)
+        #: When the API server last answered a request of the watches, by the monotonic clock.
+        self.answered_at = time.monotonic()
+        self._autoscale = autoscale
+        self._resync_s = resync_s
+        self._written = Written()
+        #: Paths of the collections of LLMServices that are watched.
+        self._service_paths: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+        kube.wrote = self._written.add
+        kube.client.on_request = metrics.requested
+        metrics.queue.set_function(lambda: self.controller.queue_depth)
+        metrics.services.set_function(lambda: len(self.controller))
+
+    async def run(self) -> None:
+        """Reconcile until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.controller.run())
+            tasks.create_task(self._autoscale(self.controller.add))
+            while True:
+                await asyncio.sleep(self._resync_s * random.uniform(0.9, 1.1))
+                await self.resync()
+
+    async def wait_for_crd(self) -> None:
+        """Return when the API server answers and serves LLMServices."""
+        logged = ""
+        while True:
+            try:
+                if await self.kube.discover():
+                    return
+                state = "the CRD of LLMService is not installed; apply manifests/crd/llmservices.yaml"
+            except (KubeError, OSError) as error:
+                state = f"the API server does not answer: {error}"
+            if state != logged:
+                log.warning("waiting: %s", state)
+                logged = state
+            await asyncio.sleep(CRD_POLL_S)
+
+    def changed(self, key: Key, kind: str, version: str) -> None:
+        """A watch showed `version` of an object of `kind` that belongs to the service. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._changed, key, kind, version)
+
+    def _changed(self, key: Key, kind: str, version: str) -> None:
+        self.controller.observe(key, kind, version, is_own_write=version in self._written)
+
+    def watch_session(self) -> aiohttp.ClientSession:
+        """Return a session for the requests of the watches. Their lists make every service due: events may be missing."""
+
+        async def record(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+            path = request.url.path
+            is_list = path.rpartition("/")[2] in PLURALS
+            verb = "watch" if request.url.query.get("watch") == "true" else "list" if is_list else "get"
+            code = 0
+            try:
+                response = await handler(request)
+                code = response.status
+            finally:
+                self.metrics.requested(verb, path, code)
+            if code == 200:
+                self.answered_at = time.monotonic()
+                if verb == "list":
+                    self._loop.call_soon_threadsafe(self._relisted, path)
+            return response
+
+        return self.kube.client.http_session(record)
+
+    def _relisted(self, path: str) -> None:
+        if path.endswith(f"/{names.PLURAL}"):
+            self._service_paths.add(path)
+        self.controller.add_all()
+
+    async def resync(self) -> None:
+        """Make every service due: what the watches lost without a word heals here."""
+        found: set[Key] = set()
+        for path in self._service_paths:
+            try:
+                services, _ = await self.kube.client.list(path)
+            except (KubeError, OSError) as error:
+                log.warning("LLMServices could not be listed for the resync: %s", error)
+                continue
+            found |= {Key(each["metadata"]["namespace"], each["metadata"]["name"]) for each in services}
+        self.controller.add_all(found)
+
+    def stuck(self) -> str:
+        """Why restarting the process would help; empty if it would not."""
+        longest_s = self.controller.longest_s
+        return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
+
+
+@asynccontextmanager
+async def open_runtime(
+    kubeconfig: Path | str | None, resync_s: float = RESYNC_S, operator_namespace: str | None = None
+) -> AsyncIterator[Runtime]:
+    """Yield a runtime with connections of its own.
+
+    Args:
+        operator_namespace: of this process's pod; None if it is no pod of the cluster.
+
+    Raises:
+        ConfigException: there is no way to a cluster.
+    """
+    async with connect(kubeconfig) as client, aiohttp.ClientSession() as session:
+        kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
+        reconciler = Reconciler(
+            kube,
+            Drainer(session, ENGINE_HTTP_PORT),
+            CoordinatorClient(session),
+            operator_namespace,
+            autoscaler,
+            loading=LoadingPods(session),
+            peers=KVPeers(session),
+        )
+        yield Runtime(
+            kube, reconciler.reconcile, metrics, partial(autoscaler.run, Scraper(session, metrics.scrapes)), resync_s
+        )
