@@ -31,3 +31,16 @@ def write_kubeconfig(path: Path, server: str, authority: Path, token: str, user:
     }
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
     return path
+
+
+def certificate_authority(kubeconfig: Path) -> bytes:
+    """The PEM of the current context's cluster; empty if the server is plain HTTP or not verified."""
+    content = yaml.safe_load(kubeconfig.read_text())
+    contexts = {entry["name"]: entry["context"] for entry in content.get("contexts") or []}
+    clusters = {entry["name"]: entry["cluster"] for entry in content.get("clusters") or []}
+    cluster = clusters[contexts[content["current-context"]]["cluster"]]
+    if data := cluster.get("certificate-authority-data"):
+        return base64.b64decode(data)
+    if file := cluster.get("certificate-authority"):
+        return (kubeconfig.parent / file).read_bytes()
+    return b""

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from baton_local.client import Api
+from baton_kube.client import connect
 from baton_local.controllers.loop import Controllers
 from baton_local.lifeline import die_with_parent, run_until_terminated
 
@@ -22,11 +22,8 @@ def main() -> None:
     die_with_parent(args.parent_pid)
 
     async def run(stop: asyncio.Event) -> None:
-        api = await Api.from_kubeconfig(args.kubeconfig)
-        try:
+        async with connect(args.kubeconfig) as api:
             await Controllers(api, args.node_name).run(stop)
-        finally:
-            await api.close()
 
     run_until_terminated(run, name="controllers", stop_timeout_s=10.0)
 

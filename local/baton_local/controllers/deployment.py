@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from baton_local.client import Json, timestamp
+from baton_kube.client import Object
 from baton_local.controllers.replicaset import desired_replicas, owner_reference
+from baton_local.events import timestamp
 
 HASH_LABEL = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"
@@ -18,13 +19,13 @@ REVISION = "deployment.kubernetes.io/revision"
 class DeploymentPlan:
     """The next step for one Deployment."""
 
-    create: Json | None = None  # the ReplicaSet of the current template, if missing
+    create: Object | None = None  # the ReplicaSet of the current template, if missing
     scale: dict[str, int] = field(default_factory=dict)  # ReplicaSet name -> replicas
     delete: list[str] = field(default_factory=list)  # old ReplicaSets beyond the history limit
-    status: Json = field(default_factory=dict)
+    status: Object = field(default_factory=dict)
 
 
-def template_hash(template: Json, collisions: int = 0) -> str:
+def template_hash(template: Object, collisions: int = 0) -> str:
     """Ten characters that name a pod template's content."""
     content = copy.deepcopy(template)
     (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
@@ -32,7 +33,7 @@ def template_hash(template: Json, collisions: int = 0) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def plan_deployment(deployment: Json, replica_sets: list[Json], now: datetime) -> DeploymentPlan:
+def plan_deployment(deployment: Object, replica_sets: list[Object], now: datetime) -> DeploymentPlan:
     """One step of the rollout; call again whenever a ReplicaSet has changed.
 
     Args:
@@ -69,7 +70,7 @@ def plan_deployment(deployment: Json, replica_sets: list[Json], now: datetime) -
     return plan
 
 
-def replica_set_of(deployment: Json, template_name: str, replicas: int, revision: int) -> Json:
+def replica_set_of(deployment: Object, template_name: str, replicas: int, revision: int) -> Object:
     """The ReplicaSet for the current template."""
     template = copy.deepcopy(deployment["spec"]["template"])
     template.setdefault("metadata", {}).setdefault("labels", {})[HASH_LABEL] = template_name
@@ -89,7 +90,7 @@ def replica_set_of(deployment: Json, template_name: str, replicas: int, revision
     }
 
 
-def rolling_limits(deployment: Json) -> tuple[int, int]:
+def rolling_limits(deployment: Object) -> tuple[int, int]:
     """(maxSurge, maxUnavailable) as numbers of pods; percentages round up and down, and both are never zero."""
     rolling = (deployment["spec"].get("strategy") or {}).get("rollingUpdate") or {}
     desired = desired_replicas(deployment)
@@ -98,14 +99,14 @@ def rolling_limits(deployment: Json) -> tuple[int, int]:
     return surge, unavailable if surge or unavailable else 1
 
 
-def deployment_status(deployment: Json, new: Json | None, live: list[Json], now: datetime) -> Json:
+def deployment_status(deployment: Object, new: Object | None, live: list[Object], now: datetime) -> Object:
     """Counts and the conditions Available and Progressing."""
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
     total = sum(_current(rs) for rs in live)
     available = sum(_available(rs) for rs in live)
     updated = _current(new) if new else 0
-    status: Json = {
+    status: Object = {
         "observedGeneration": deployment["metadata"].get("generation", 1),
         "replicas": total,
         "updatedReplicas": updated,
@@ -146,7 +147,7 @@ def deployment_status(deployment: Json, new: Json | None, live: list[Json], now:
 
 
 def _progress(
-    deployment: Json, status: Json, complete: bool, before: Json | None, now: datetime
+    deployment: Object, status: Object, complete: bool, before: Object | None, now: datetime
 ) -> tuple[bool, str, str]:
     name = deployment["metadata"]["name"]
     if complete:
@@ -161,11 +162,11 @@ def _progress(
     return True, "ReplicaSetUpdated", f"Deployment {name!r} is progressing."
 
 
-def _counts(status: Json) -> tuple[int, ...]:
+def _counts(status: Object) -> tuple[int, ...]:
     return tuple(status.get(key, 0) for key in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"))
 
 
-def _new_size(deployment: Json, new: Json | None, old: list[Json]) -> int:
+def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
     """As large as maxSurge allows beside the old ones."""
     desired = desired_replicas(deployment)
     surge, _ = rolling_limits(deployment)
@@ -176,7 +177,7 @@ def _new_size(deployment: Json, new: Json | None, old: list[Json]) -> int:
     return min(desired, current + max(room, 0))
 
 
-def _scale_down_old(deployment: Json, new: Json, old: list[Json]) -> dict[str, int]:
+def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[str, int]:
     """Old pods that may go: unavailable ones always, available ones while enough others are available."""
     sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
     _, max_unavailable = rolling_limits(deployment)
@@ -207,21 +208,21 @@ def _resolve(value: int | str, total: int, *, up: bool) -> int:
     return math.ceil(share) if up else math.floor(share)
 
 
-def _next_revision(old: list[Json]) -> int:
+def _next_revision(old: list[Object]) -> int:
     return max((_revision(rs) for rs in old), default=0) + 1
 
 
-def _revision(replica_set: Json) -> int:
+def _revision(replica_set: Object) -> int:
     return int((replica_set["metadata"].get("annotations") or {}).get(REVISION, 0))
 
 
-def _name(obj: Json) -> str:
+def _name(obj: Object) -> str:
     return str(obj["metadata"]["name"])
 
 
-def _current(replica_set: Json) -> int:
+def _current(replica_set: Object) -> int:
     return int((replica_set.get("status") or {}).get("replicas", 0))
 
 
-def _available(replica_set: Json) -> int:
+def _available(replica_set: Object) -> int:
     return int((replica_set.get("status") or {}).get("availableReplicas", 0))

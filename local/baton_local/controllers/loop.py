@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
-from baton_local.client import Api, ApiError, EventRecorder, Json, Reflector, key_of
+from baton_kube.client import KubeClient, KubeError, Object
+from baton_kube.reflector import Reflector, key_of
 from baton_local.controllers.deployment import plan_deployment
 from baton_local.controllers.replicaset import owned_by, plan_replica_set, pod_of
+from baton_local.events import EventRecorder
 from baton_local.lifeline import until_stopped
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,10 @@ class Queue:
             try:
                 await self._reconcile(key)
                 self._failures.pop(key, None)
-            except ApiError as error:
-                self._again(key, f"{error}", expected=error.status in (0, 404, 409))
+            except KubeError as error:
+                self._again(key, str(error), expected=error.status in (404, 409))
+            except OSError as error:  # no answer
+                self._again(key, str(error), expected=True)
             except Exception as error:
                 log.exception("%s %s", self._name, key)
                 self._again(key, repr(error), expected=True)
@@ -65,7 +69,7 @@ class Queue:
 class Controllers:
     """Deployment controller, ReplicaSet controller and scheduler over shared caches."""
 
-    def __init__(self, api: Api, node_name: str | None):
+    def __init__(self, api: KubeClient, node_name: str | None):
         """
         Args:
             node_name: where pods go; None for the first node that is ready.
@@ -107,23 +111,23 @@ class Controllers:
             self._schedule_pending()
             await asyncio.sleep(RESYNC_S)
 
-    def _replica_set_changed(self, old: Json | None, new: Json | None) -> None:
+    def _replica_set_changed(self, old: Object | None, new: Object | None) -> None:
         replica_set = _one(old, new)
         self._replica_set_queue.add(key_of(replica_set))
         self._add_owner(replica_set, "Deployment", self._deployment_queue)
 
-    def _pod_changed(self, old: Json | None, new: Json | None) -> None:
+    def _pod_changed(self, old: Object | None, new: Object | None) -> None:
         pod = _one(old, new)
         self._add_owner(pod, "ReplicaSet", self._replica_set_queue)
         if new is not None and not new["spec"].get("nodeName"):
             self._schedule_queue.add(key_of(new))
 
-    def _add_owner(self, obj: Json, kind: str, queue: Queue) -> None:
+    def _add_owner(self, obj: Object, kind: str, queue: Queue) -> None:
         for reference in obj["metadata"].get("ownerReferences") or []:
             if reference.get("controller") and reference["kind"] == kind:
                 queue.add(f"{obj['metadata']['namespace']}/{reference['name']}")
 
-    def _owned(self, cache: Reflector, owner: Json) -> list[Json]:
+    def _owned(self, cache: Reflector, owner: Object) -> list[Object]:
         namespace = owner["metadata"]["namespace"]
         return [
             obj for obj in cache.objects.values() if obj["metadata"]["namespace"] == namespace and owned_by(obj, owner)
@@ -138,16 +142,16 @@ class Controllers:
         if plan.create is not None:
             try:
                 await self._api.create(f"{base}/replicasets", plan.create)
-            except ApiError as error:
+            except KubeError as error:
                 if error.status != 409:  # 409: made already, the cache lags
                     self._events.record(deployment, "Deployment", "FailedCreate", str(error), api_version="apps/v1")
                     raise
         for name, replicas in plan.scale.items():
-            await self._api.patch(f"{base}/replicasets/{name}", {"spec": {"replicas": replicas}})
+            await self._api.merge(f"{base}/replicasets/{name}", {"spec": {"replicas": replicas}})
             message = f"Scaled replica set {name} to {replicas}"
             self._events.record(deployment, "Deployment", "ScalingReplicaSet", message, api_version="apps/v1")
         for name in plan.delete:
-            await self._api.delete(f"{base}/replicasets/{name}")
+            await self._delete(f"{base}/replicasets/{name}")
         await self._write_status(f"{base}/deployments/{deployment['metadata']['name']}", deployment, plan.status)
 
     async def _reconcile_replica_set(self, key: str) -> None:
@@ -168,16 +172,16 @@ class Controllers:
             for _ in range(plan.create):
                 pod = await self._api.create(collection, pod_of(replica_set))
                 made.add(pod["metadata"]["name"])
-        except ApiError as error:
+        except KubeError as error:
             self._events.record(replica_set, "ReplicaSet", "FailedCreate", str(error), api_version="apps/v1")
             raise
         for name in plan.delete:
-            await self._api.delete(f"{collection}/{name}")
+            await self._delete(f"{collection}/{name}")
             removed.add(name)
         path = f"/apis/apps/v1/namespaces/{namespace}/replicasets/{replica_set['metadata']['name']}"
         await self._write_status(path, replica_set, plan.status)
 
-    def _caught_up(self, replica_set: Json, pods: list[Json]) -> bool:
+    def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
         """Whether the cache shows what we did last; without this a lagging cache would make pods twice."""
         made, removed, when = self._expected.get(replica_set["metadata"]["uid"], (set(), set(), 0.0))
         if time.monotonic() - when > EXPECTATION_S:
@@ -187,10 +191,17 @@ class Controllers:
         living = {name for name in removed if name in names and not names[name]["metadata"].get("deletionTimestamp")}
         return not made and not living
 
-    async def _write_status(self, path: str, obj: Json, status: Json) -> None:
+    async def _delete(self, path: str) -> None:
+        try:
+            await self._api.delete(path)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+
+    async def _write_status(self, path: str, obj: Object, status: Object) -> None:
         current = obj.get("status") or {}
         if any(current.get(key, 0) != value for key, value in status.items()):
-            await self._api.patch(f"{path}/status", {"status": status})
+            await self._api.merge(f"{path}/status", {"status": status})
 
     def _schedule_pending(self) -> None:
         for key, pod in self._pods.objects.items():
@@ -207,7 +218,7 @@ class Controllers:
             return
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
-        binding: Json = {
+        binding: Object = {
             "kind": "Binding",
             "apiVersion": "v1",
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
@@ -215,11 +226,11 @@ class Controllers:
         }
         try:
             await self._api.create(f"{path}/binding", binding)
-        except ApiError as error:
+        except KubeError as error:
             if error.status not in (404, 405, 501):
                 raise
             # An API server without the subresource; a pod that is gone answers 404 here, too.
-            await self._api.patch(path, {"spec": {"nodeName": node}})
+            await self._api.merge(path, {"spec": {"nodeName": node}})
         self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
 
     def _choose_node(self) -> str | None:
@@ -229,13 +240,13 @@ class Controllers:
         return ready[0] if ready else None
 
 
-def _one(old: Json | None, new: Json | None) -> Json:
+def _one(old: Object | None, new: Object | None) -> Object:
     obj = new if new is not None else old
     assert obj is not None
     return obj
 
 
-def _node_ready(node: Json) -> bool:
+def _node_ready(node: Object) -> bool:
     if (node.get("spec") or {}).get("unschedulable"):
         return False
     conditions = (node.get("status") or {}).get("conditions") or []

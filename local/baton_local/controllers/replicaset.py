@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from baton_local.client import Json
+from baton_kube.client import Object
 
 TERMINAL = ("Succeeded", "Failed")
 
@@ -13,16 +13,16 @@ class ReplicaSetPlan:
 
     create: int = 0  # pods to make
     delete: list[str] = field(default_factory=list)  # names of pods to remove
-    status: Json = field(default_factory=dict)
+    status: Object = field(default_factory=dict)
 
 
-def owned_by(obj: Json, owner: Json) -> bool:
+def owned_by(obj: Object, owner: Object) -> bool:
     """Whether `owner` is the controller of `obj`, by uid."""
     references = obj["metadata"].get("ownerReferences") or []
     return any(ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references)
 
 
-def owner_reference(owner: Json, kind: str) -> Json:
+def owner_reference(owner: Object, kind: str) -> Object:
     """A controller reference to an apps/v1 object."""
     return {
         "apiVersion": "apps/v1",
@@ -34,19 +34,19 @@ def owner_reference(owner: Json, kind: str) -> Json:
     }
 
 
-def is_ready(pod: Json) -> bool:
+def is_ready(pod: Object) -> bool:
     """Whether the pod's condition Ready is True."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
-def is_active(pod: Json) -> bool:
+def is_active(pod: Object) -> bool:
     """Neither finished nor about to be deleted."""
     phase = (pod.get("status") or {}).get("phase")
     return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
 
 
-def plan_replica_set(replica_set: Json, pods: list[Json]) -> ReplicaSetPlan:
+def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     """One step towards `spec.replicas`.
 
     Args:
@@ -75,13 +75,13 @@ def plan_replica_set(replica_set: Json, pods: list[Json]) -> ReplicaSetPlan:
     )
 
 
-def desired_replicas(obj: Json) -> int:
+def desired_replicas(obj: Object) -> int:
     """`spec.replicas`, 1 if unset."""
     replicas = obj["spec"].get("replicas")
     return 1 if replicas is None else int(replicas)
 
 
-def pod_of(replica_set: Json) -> Json:
+def pod_of(replica_set: Object) -> Object:
     """The pod to create, named by the API server."""
     template = replica_set["spec"]["template"]
     metadata = template.get("metadata") or {}

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from baton_local.client import Api, ApiError, EventRecorder, Json
+from baton_kube.client import KubeClient, Object
+from baton_local.events import EventRecorder
 from baton_local.kubelet.backoff import BackoffPolicy
 from baton_local.kubelet.env import ConfigError, Lookup, base_environment, command_line, container_environment
 from baton_local.kubelet.logs import ContainerLog, rotated
@@ -30,7 +32,8 @@ _HOOK_TIMEOUT_S = 30.0
 class Services:
     """What every pod of the kubelet shares."""
 
-    api: Api
+    api: KubeClient
+    ca_pem: bytes  # of the API server; empty if it is plain HTTP or not verified
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession
@@ -40,13 +43,19 @@ class Services:
     host_ip: str
     allocatable: dict[str, str]
 
+    @property
+    def api_host_port(self) -> tuple[str, int]:
+        """Where the API server listens: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
+        url = urlsplit(self.api.server)
+        return url.hostname or "127.0.0.1", url.port or (443 if url.scheme == "https" else 80)
+
 
 @dataclass
 class PodContext:
     """What the containers of one pod share. `pod` is replaced whenever the API has a newer one."""
 
     services: Services
-    pod: Json
+    pod: Object
     pod_ip: str
     volumes: PodVolumes
     log_folder: Path
@@ -57,7 +66,7 @@ class PodContext:
 class ContainerRunner:
     """Runs one container until it is finished for good under the restart policy, or stopped."""
 
-    def __init__(self, context: PodContext, container: Json, state: ContainerState, *, init: bool = False):
+    def __init__(self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False):
         self.container = container
         self.state = state
         self.log: ContainerLog | None = None  # of the instance that runs now
@@ -121,8 +130,8 @@ class ContainerRunner:
             if self._stopping.is_set():
                 return 0.0
             process, instance = self._start(environment, argv, root)
-        except (ApiError, ConfigError, MountError, StartError, OSError, ValueError) as error:
-            configuration = isinstance(error, (ApiError, ConfigError, ValueError))
+        except (ConfigError, MountError, StartError, OSError, ValueError) as error:
+            configuration = isinstance(error, (ConfigError, ValueError))
             reason = "CreateContainerConfigError" if configuration else "CreateContainerError"
             self.state.state = Waiting(reason, str(error))
             self._context.changed()
@@ -162,7 +171,7 @@ class ContainerRunner:
     async def _prepare(self) -> tuple[dict[str, str], list[str], Path]:
         context, services = self._context, self._context.services
         root = context.volumes.mount(self.container)
-        host, port = services.api.host_port
+        host, port = services.api_host_port
         base = base_environment(context.pod, pod_ip=context.pod_ip, api_host=host, api_port=port)
         base["BATON_POD_ROOT"] = str(root)
         addresses = {"status.podIP": context.pod_ip, "status.hostIP": services.host_ip}
@@ -281,7 +290,7 @@ class ContainerRunner:
         if hook := (self.container.get("lifecycle") or {}).get("preStop"):
             root = self._context.volumes.root(self.container["name"])
             services = self._context.services
-            host, port = services.api.host_port
+            host, port = services.api_host_port
             environment = base_environment(self._context.pod, pod_ip=self._context.pod_ip, api_host=host, api_port=port)
             environment |= {"BATON_POD_ROOT": str(root)}
             handler = HandlerContext(

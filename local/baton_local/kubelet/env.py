@@ -10,11 +10,11 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from baton_local.client import Json
+from baton_kube.client import Object
 from baton_local.kubelet.quantity import in_units_of
 
-# (kind, namespace, name) -> the object, or None if there is none.
-Lookup = Callable[[str, str, str], Awaitable[Json | None]]
+# (kind, namespace, name) -> the object, or None if there is none. Raises: ConfigError if it cannot be read.
+Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
 # What of the kubelet's own environment a container sees: where this machine keeps its libraries and caches, nothing else.
 INHERITED = (
@@ -52,7 +52,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(replace, text)
 
 
-def command_line(container: Json, variables: Mapping[str, str]) -> list[str]:
+def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
     """Raises: ConfigError if the container has no command: there is no image to bring one."""
     if not container.get("command"):
         raise ConfigError(
@@ -61,7 +61,7 @@ def command_line(container: Json, variables: Mapping[str, str]) -> list[str]:
     return [expand(word, variables) for word in [*container["command"], *(container.get("args") or [])]]
 
 
-def base_environment(pod: Json, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
+def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
     """What every container gets before its own variables."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {
@@ -75,8 +75,8 @@ def base_environment(pod: Json, *, pod_ip: str, api_host: str, api_port: int) ->
 
 
 async def container_environment(
-    pod: Json,
-    container: Json,
+    pod: Object,
+    container: Object,
     base: Mapping[str, str],
     addresses: Mapping[str, str],
     capacity: Mapping[str, str],
@@ -110,7 +110,7 @@ async def container_environment(
     return result
 
 
-def field_value(path: str, pod: Json, addresses: Mapping[str, str]) -> str:
+def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
     """A downward API field; labels and annotations as a whole are `key="value"` lines. Raises: ConfigError."""
     metadata, spec = pod["metadata"], pod["spec"]
     if match := _SUBSCRIPT.match(path):
@@ -132,7 +132,7 @@ def field_value(path: str, pod: Json, addresses: Mapping[str, str]) -> str:
     raise ConfigError(f"unsupported fieldPath {path!r}")
 
 
-def resource_value(reference: Json, container: Json, capacity: Mapping[str, str]) -> str:
+def resource_value(reference: Object, container: Object, capacity: Mapping[str, str]) -> str:
     """`limits.cpu`, `requests.memory`, ... divided by the divisor and rounded up. Raises: ConfigError."""
     group, _, name = reference["resource"].partition(".")
     if group not in ("limits", "requests") or not name:
@@ -144,7 +144,7 @@ def resource_value(reference: Json, container: Json, capacity: Mapping[str, str]
     return in_units_of(str(quantity), str(reference.get("divisor") or "1"))
 
 
-def decode_data(kind: str, obj: Json) -> dict[str, bytes]:
+def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
     """A ConfigMap's or Secret's keys as bytes."""
     if kind == "Secret":
         return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
@@ -152,7 +152,7 @@ def decode_data(kind: str, obj: Json) -> dict[str, bytes]:
     return plain | {key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()}
 
 
-async def _data(kind: str, namespace: str, reference: Json, lookup: Lookup) -> dict[str, str] | None:
+async def _data(kind: str, namespace: str, reference: Object, lookup: Lookup) -> dict[str, str] | None:
     obj = await lookup(kind, namespace, reference["name"])
     if obj is None:
         if reference.get("optional"):
@@ -162,7 +162,12 @@ async def _data(kind: str, namespace: str, reference: Json, lookup: Lookup) -> d
 
 
 async def _value_from(
-    source: Json, pod: Json, container: Json, addresses: Mapping[str, str], capacity: Mapping[str, str], lookup: Lookup
+    source: Object,
+    pod: Object,
+    container: Object,
+    addresses: Mapping[str, str],
+    capacity: Mapping[str, str],
+    lookup: Lookup,
 ) -> str | None:
     if reference := source.get("fieldRef"):
         return field_value(reference["fieldPath"], pod, addresses)

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import aiohttp
 
-from baton_local.client import Api, ApiError, EventRecorder, Json, Reflector
+from baton_kube.client import KubeClient, KubeError, Object, connect
+from baton_kube.reflector import Reflector
+from baton_local.control_plane.kubeconfig import certificate_authority
+from baton_local.events import EventRecorder
 from baton_local.kubelet import node as node_object
 from baton_local.kubelet.addresses import AddressPool
 from baton_local.kubelet.backoff import BackoffPolicy
 from baton_local.kubelet.container import Services
-from baton_local.kubelet.env import Lookup
+from baton_local.kubelet.env import ConfigError, Lookup
 from baton_local.kubelet.node import Node
 from baton_local.kubelet.pod_worker import PodWorker
 from baton_local.kubelet.runtime import Guard
@@ -57,31 +60,31 @@ class Kubelet:
         Raises:
             TimeoutError: another kubelet holds the state folder.
             OSError: an address cannot be had.
-            ApiError: the API server refuses to register the node.
+            KubeError: the API server refuses to register the node.
         """
         config = self._config
         guard = Guard(config.state_dir)
         await guard.start()
         loopback = LoopbackAddresses(config.state_dir / "addresses.json")
         loopback.remove_stale()
-        api = await Api.from_kubeconfig(config.kubeconfig)
         try:
             pool = AddressPool(config.address_pool, loopback)
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+            async with connect(config.kubeconfig) as api, aiohttp.ClientSession(connector=connector) as http:
                 await self._serve(stop, api, guard, pool, http)
         finally:
             await guard.stop()
             loopback.remove_all()
-            await api.close()
 
     async def _serve(
-        self, stop: asyncio.Event, api: Api, guard: Guard, pool: AddressPool, http: aiohttp.ClientSession
+        self, stop: asyncio.Event, api: KubeClient, guard: Guard, pool: AddressPool, http: aiohttp.ClientSession
     ) -> None:
         config = self._config
         capacity = node_object.allocatable(config.max_pods)
         events = EventRecorder(api, "kubelet", config.node_name)
         services = Services(
             api,
+            certificate_authority(config.kubeconfig),
             events,
             guard,
             http,
@@ -107,10 +110,10 @@ class Kubelet:
                 worker.shut_down(config.shutdown_grace_s)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await server.stop()
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(KubeError, OSError):
                 await node.write_status(ready=False)
 
-    def _pod_changed(self, services: Services, pool: AddressPool, old: Json | None, new: Json | None) -> None:
+    def _pod_changed(self, services: Services, pool: AddressPool, old: Object | None, new: Object | None) -> None:
         replaced = old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"])
         if old is not None and replaced and (gone := self._workers.get(old["metadata"]["uid"])):
             gone.forget()
@@ -147,14 +150,14 @@ class Kubelet:
         await asyncio.Event().wait()  # the other loops go on; this one has nothing more to do
 
 
-def _lookup(api: Api) -> Lookup:
-    async def lookup(kind: str, namespace: str, name: str) -> Json | None:
+def _lookup(api: KubeClient) -> Lookup:
+    async def lookup(kind: str, namespace: str, name: str) -> Object | None:
         try:
             return await api.get(f"/api/v1/namespaces/{namespace}/{_COLLECTIONS[kind]}/{name}")
-        except ApiError as error:
-            if error.status == 404:
+        except (KubeError, OSError) as error:
+            if isinstance(error, KubeError) and error.status == 404:
                 return None
-            raise
+            raise ConfigError(f"cannot read {_COLLECTIONS[kind]} {namespace}/{name}: {error}") from error
 
     return lookup
 
@@ -165,8 +168,8 @@ async def _register(node: Node, stop: asyncio.Event) -> None:
         try:
             await node.register()
             return
-        except ApiError as error:
-            if error.status not in (0, 429, 500, 503, 504):
+        except (KubeError, OSError) as error:
+            if isinstance(error, KubeError) and error.status not in (429, 500, 503, 504):
                 raise
             log.warning("waiting for the API server: %s", error)
         with contextlib.suppress(TimeoutError):

@@ -6,7 +6,8 @@ import os
 import platform
 from datetime import UTC, datetime
 
-from baton_local.client import Api, ApiError, Json, timestamp
+from baton_kube.client import KubeClient, KubeError, Object
+from baton_local.events import timestamp
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ def allocatable(max_pods: int) -> dict[str, str]:
 class Node:
     """Registers the node and keeps it ready."""
 
-    def __init__(self, api: Api, name: str, address: str, port: int, capacity: dict[str, str], extra: dict[str, str]):
+    def __init__(
+        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str], extra: dict[str, str]
+    ):
         """
         Args:
             extra: extended resources such as {"nvidia.com/gpu": "1"}, added to the capacity.
@@ -45,9 +48,9 @@ class Node:
         self._capacity = {**capacity, **extra}
         self._ready_since = timestamp()
 
-    async def register(self) -> Json:
-        """Create or take over the Node object, ready; returns it. Raises: ApiError."""
-        metadata: Json = {
+    async def register(self) -> Object:
+        """Create or take over the Node object, ready; returns it. Raises: KubeError, OSError."""
+        metadata: Object = {
             "name": self._name,
             "labels": {
                 "kubernetes.io/hostname": self._name,
@@ -63,10 +66,10 @@ class Node:
             await self._api.create(
                 "/api/v1/nodes", {"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}}
             )
-        except ApiError as error:
+        except KubeError as error:
             if error.status != 409:
                 raise
-            await self._api.patch(self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}})
+            await self._api.merge(self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}})
         await self.write_status(ready=True)
         return await self._api.get(self._path)
 
@@ -79,15 +82,16 @@ class Node:
                 if beat % STATUS_EVERY == 0:
                     await self.write_status(ready=True)
                 beat += 1
-            except ApiError as error:
+            except (KubeError, OSError) as error:
                 log.warning("node %s: %s", self._name, error)
-                if error.status == 404 and beat > 0:  # someone deleted the node; it is back as long as we run
+                is_gone = isinstance(error, KubeError) and error.status == 404
+                if is_gone and beat > 0:  # someone deleted the node; it is back as long as we run
                     beat = 0
                     await self._register_again()
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
-        """Raises: ApiError."""
+        """Raises: KubeError, OSError."""
         now = timestamp()
         calm = {
             "MemoryPressure": "KubeletHasSufficientMemory",
@@ -114,7 +118,7 @@ class Node:
                 "lastTransitionTime": self._ready_since if ready else now,
             }
         )
-        status: Json = {
+        status: Object = {
             "capacity": self._capacity,
             "allocatable": self._capacity,
             "addresses": [{"type": "InternalIP", "address": self._address}],
@@ -133,7 +137,7 @@ class Node:
                 "systemUUID": "",
             },
         }
-        await self._api.patch(f"{self._path}/status", {"status": status})
+        await self._api.merge(f"{self._path}/status", {"status": status})
 
     @property
     def _path(self) -> str:
@@ -142,7 +146,7 @@ class Node:
     async def _register_again(self) -> None:
         try:
             await self.register()
-        except ApiError as error:
+        except (KubeError, OSError) as error:
             log.warning("registering node %s again: %s", self._name, error)
 
     async def _renew_lease(self) -> None:
@@ -153,12 +157,12 @@ class Node:
         }
         collection = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
         try:
-            await self._api.patch(f"{collection}/{self._name}", {"spec": spec})
+            await self._api.merge(f"{collection}/{self._name}", {"spec": spec})
             return
-        except ApiError as error:
+        except KubeError as error:
             if error.status != 404:
                 raise
-        lease: Json = {
+        lease: Object = {
             "kind": "Lease",
             "apiVersion": "coordination.k8s.io/v1",
             "metadata": {"name": self._name, "namespace": LEASE_NAMESPACE},
@@ -166,7 +170,7 @@ class Node:
         }
         try:
             await self._api.create(collection, lease)
-        except ApiError as error:
+        except KubeError as error:
             if error.status != 404:
                 raise
             # A fresh API server makes this namespace in its own time; a small one never does.

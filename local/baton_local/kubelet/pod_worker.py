@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from baton_local.client import ApiError, Json
+from baton_kube.client import KubeError, Object
 from baton_local.kubelet.addresses import AddressPool
 from baton_local.kubelet.container import ContainerRunner, PodContext, Services, log_file
+from baton_local.kubelet.env import ConfigError
 from baton_local.kubelet.logs import ContainerLog
 from baton_local.kubelet.status import PodRuntime, Waiting, inherited_state, parse_time, pod_status
 from baton_local.kubelet.volumes import MountError, PodVolumes, with_service_account_token
@@ -29,7 +30,7 @@ T = TypeVar("T")
 class PodWorker:
     """Owns one pod (one uid). `update` and `forget` tell it what the API server knows; `run` does the work."""
 
-    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Json):
+    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object):
         self.pod = pod
         self.runners: dict[str, ContainerRunner] = {}  # init and main containers, by name
         self._services = services
@@ -40,9 +41,9 @@ class PodWorker:
         self._gone = False  # deleted from the API server already, or not ours to delete
         self._keep_folder = False
         self._deadline = float("inf")
-        self._written: Json | None = None  # the status as last written by us
+        self._written: Object | None = None  # the status as last written by us
         self._context: PodContext | None = None  # set once address and service account are known
-        self._account: Json | None = None
+        self._account: Object | None = None
         self._address = ""
         status = pod.get("status") or {}
         policy = pod["spec"].get("restartPolicy") or "Always"
@@ -65,7 +66,7 @@ class PodWorker:
         """The pod's uid."""
         return str(self.pod["metadata"]["uid"])
 
-    def update(self, pod: Json) -> None:
+    def update(self, pod: Object) -> None:
         """The API server has a newer version of the pod."""
         self.pod = pod
         if self._context is not None:
@@ -119,7 +120,7 @@ class PodWorker:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
-    def _init_specs(self) -> list[Json]:
+    def _init_specs(self) -> list[Object]:
         return self.pod["spec"].get("initContainers") or []
 
     async def _lifecycle(self) -> None:
@@ -131,7 +132,13 @@ class PodWorker:
         pod = with_service_account_token(self.pod, self._account)
         addresses = {"status.podIP": self._address, "status.hostIP": self.runtime.host_ip}
         volumes = PodVolumes(
-            pod, self._folder, self._services.api, self._services.lookup, addresses, self._services.allocatable
+            pod,
+            self._folder,
+            self._services.api,
+            self._services.ca_pem,
+            self._services.lookup,
+            addresses,
+            self._services.allocatable,
         )
         context = PodContext(
             self._services,
@@ -169,7 +176,7 @@ class PodWorker:
     async def _allocate(self) -> str:
         return self._pool.allocate()
 
-    async def _service_account(self) -> Json | None:
+    async def _service_account(self) -> Object | None:
         """The pod's service account; None if the API server knows no default one (then it issues no tokens either)."""
         named = self.pod["spec"].get("serviceAccountName")
         namespace = self.pod["metadata"]["namespace"]
@@ -183,7 +190,7 @@ class PodWorker:
         while True:
             try:
                 return await attempt()
-            except (MountError, ApiError, OSError) as error:
+            except (MountError, ConfigError, OSError) as error:
                 self._services.events.record(self.pod, "Pod", reason, str(error))
                 log.warning("pod %s: %s", self.pod["metadata"]["name"], error)
             await asyncio.sleep(RETRY_S)
@@ -236,9 +243,9 @@ class PodWorker:
         metadata = self.pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
         try:
-            await self._services.api.patch(path, {"metadata": {"uid": metadata["uid"]}, "status": wanted})
-        except ApiError as error:
-            if error.status in (404, 409):  # gone, or another pod has the name now
+            await self._services.api.merge(path, {"metadata": {"uid": metadata["uid"]}, "status": wanted})
+        except (KubeError, OSError) as error:
+            if isinstance(error, KubeError) and error.status in (404, 409):  # gone, or another pod has the name now
                 return True
             log.warning("status of pod %s: %s", metadata["name"], error)
             return False
@@ -265,8 +272,8 @@ class PodWorker:
             try:
                 await self._services.api.delete(path, grace_s=0, uid=metadata["uid"])
                 return
-            except ApiError as error:
-                if error.status == 409:  # the name belongs to another pod by now
+            except (KubeError, OSError) as error:
+                if isinstance(error, KubeError) and error.status in (404, 409):  # gone, or another pod has the name now
                     return
                 log.warning("deleting pod %s: %s; trying again", metadata["name"], error)
             await asyncio.sleep(delay)
@@ -279,5 +286,5 @@ class PodWorker:
             self._services.events.record(self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}")
 
 
-def _same(wanted: Json, previous: Json) -> bool:
+def _same(wanted: Object, previous: Object) -> bool:
     return all(previous.get(key) == value for key, value in wanted.items())

@@ -8,7 +8,7 @@ from typing import Self
 
 import aiohttp
 
-from baton_local.client import Json
+from baton_kube.client import Object
 from baton_local.kubelet.runtime import Guard, StartError, run_command
 
 
@@ -23,7 +23,7 @@ class ProbeTiming:
     failure_threshold: int = 3
 
     @classmethod
-    def of(cls, probe: Json) -> Self:
+    def of(cls, probe: Object) -> Self:
         """From a core/v1 Probe."""
         return cls(
             initial_delay_s=probe.get("initialDelaySeconds") or 0,
@@ -58,7 +58,7 @@ class HandlerError(Exception):
 class HandlerContext:
     """Where a handler acts: a running container."""
 
-    container: Json
+    container: Object
     pod_ip: str
     env: dict[str, str]
     cwd: Path
@@ -66,7 +66,7 @@ class HandlerContext:
     http: aiohttp.ClientSession
 
 
-async def call_handler(handler: Json, context: HandlerContext, timeout_s: float) -> None:
+async def call_handler(handler: Object, context: HandlerContext, timeout_s: float) -> None:
     """Perform a probe's or hook's `httpGet`, `tcpSocket` or `exec`. Raises: HandlerError."""
     try:
         if action := handler.get("httpGet"):
@@ -86,7 +86,7 @@ async def call_handler(handler: Json, context: HandlerContext, timeout_s: float)
 
 
 async def run_probe(
-    probe: Json,
+    probe: Object,
     context: HandlerContext,
     on_verdict: Callable[[bool, str], Awaitable[bool]],
     on_failure: Callable[[str], None],
@@ -113,7 +113,7 @@ async def run_probe(
         await asyncio.sleep(timing.period_s)
 
 
-def resolve_port(port: int | str, container: Json) -> int:
+def resolve_port(port: int | str, container: Object) -> int:
     """A number, or the name of one of the container's ports. Raises: HandlerError."""
     if isinstance(port, int) or str(port).isdigit():
         return int(port)
@@ -123,7 +123,7 @@ def resolve_port(port: int | str, container: Json) -> int:
     raise HandlerError(f"container {container['name']!r} has no port named {port!r}")
 
 
-async def _http_get(action: Json, context: HandlerContext, timeout_s: float) -> None:
+async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -> None:
     scheme = (action.get("scheme") or "HTTP").lower()
     path = action.get("path") or "/"
     url = f"{scheme}://{action.get('host') or context.pod_ip}:{resolve_port(action['port'], context.container)}"
@@ -137,7 +137,7 @@ async def _http_get(action: Json, context: HandlerContext, timeout_s: float) -> 
             raise HandlerError(f"HTTP status {response.status} from {url}{path}: {body}")
 
 
-async def _tcp_connect(action: Json, context: HandlerContext, timeout_s: float) -> None:
+async def _tcp_connect(action: Object, context: HandlerContext, timeout_s: float) -> None:
     host, port = action.get("host") or context.pod_ip, resolve_port(action["port"], context.container)
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(host, port)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from baton_local.client import Json, timestamp
+from baton_kube.client import Object
+from baton_local.events import timestamp
 
 # Conditions this kubelet writes; all others (a scheduler's, a readiness gate's) pass through as they are.
 OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
@@ -62,14 +63,14 @@ class PodRuntime:
     stopping: bool = False
 
 
-def pod_status(pod: Json, runtime: PodRuntime, previous: Json, now: datetime) -> Json:
+def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime) -> Object:
     """The status to write, complete in every field this kubelet owns.
 
     Args:
         previous: the status last seen or written; transition times of conditions that do not flip are kept from it.
     """
     phase = pod_phase(pod, runtime)
-    status: Json = {
+    status: Object = {
         "phase": phase,
         "conditions": _conditions(runtime, phase, previous, now),
         "hostIP": runtime.host_ip,
@@ -83,7 +84,7 @@ def pod_status(pod: Json, runtime: PodRuntime, previous: Json, now: datetime) ->
     return status
 
 
-def pod_phase(pod: Json, runtime: PodRuntime) -> str:
+def pod_phase(pod: Object, runtime: PodRuntime) -> str:
     """Pending, Running, Succeeded or Failed."""
     policy = pod["spec"].get("restartPolicy") or "Always"
     for state in runtime.init.values():
@@ -107,7 +108,7 @@ def pod_phase(pod: Json, runtime: PodRuntime) -> str:
     return "Failed" if policy == "Never" or runtime.stopping else "Running"
 
 
-def inherited_state(previous: Json | None, restart_policy: str, *, init: bool = False) -> ContainerState:
+def inherited_state(previous: Object | None, restart_policy: str, *, init: bool = False) -> ContainerState:
     """A container's state as a new kubelet takes it over from the API: whatever ran, runs no more.
 
     A container that ended for good under its restart policy stays ended; every other one that ever started will be started
@@ -143,12 +144,12 @@ def inherited_state(previous: Json | None, restart_policy: str, *, init: bool = 
     return result
 
 
-def _read_last(previous: Json) -> Terminated | None:
+def _read_last(previous: Object) -> Terminated | None:
     ended = (previous.get("lastState") or {}).get("terminated")
     return _read_terminated(ended) if ended else None
 
 
-def _read_terminated(ended: Json) -> Terminated:
+def _read_terminated(ended: Object) -> Terminated:
     return Terminated(
         int(ended["exitCode"]),
         ended.get("reason", "Error"),
@@ -166,13 +167,13 @@ def parse_time(text: str | None) -> datetime | None:
 
 
 def _container_statuses(
-    containers: list[Json], states: Mapping[str, ContainerState], *, init: bool = False
-) -> list[Json]:
+    containers: list[Object], states: Mapping[str, ContainerState], *, init: bool = False
+) -> list[Object]:
     result = []
     for container in containers:
         state = states.get(container["name"]) or ContainerState()
         done = isinstance(state.state, Terminated) and state.state.exit_code == 0
-        entry: Json = {
+        entry: Object = {
             "name": container["name"],
             "image": container.get("image") or "none",
             "imageID": "",
@@ -190,7 +191,7 @@ def _container_statuses(
     return result
 
 
-def _state(state: Waiting | Running | Terminated) -> Json:
+def _state(state: Waiting | Running | Terminated) -> Object:
     if isinstance(state, Running):
         return {"running": {"startedAt": timestamp(state.started_at)}}
     if isinstance(state, Waiting):
@@ -207,7 +208,7 @@ def _state(state: Waiting | Running | Terminated) -> Json:
     return {"terminated": {key: value for key, value in ended.items() if value or key == "exitCode"}}
 
 
-def _conditions(runtime: PodRuntime, phase: str, previous: Json, now: datetime) -> list[Json]:
+def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime) -> list[Object]:
     verdicts: dict[str, tuple[bool, str, str]] = {"PodScheduled": (True, "", "")}
     incomplete = [
         name

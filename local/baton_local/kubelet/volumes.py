@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from baton_local.client import Api, ApiError, Json
+from baton_kube.client import KubeClient, KubeError, Object
 from baton_local.kubelet.env import ConfigError, Lookup, decode_data, field_value, resource_value
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -34,7 +34,7 @@ class _Token:
     renew_at: float  # monotonic
 
 
-def with_service_account_token(pod: Json, service_account: Json | None) -> Json:
+def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
     """The pod with a token volume mounted in every container that has none, as newer API servers do on admission.
 
     Args:
@@ -72,9 +72,10 @@ class PodVolumes:
 
     def __init__(
         self,
-        pod: Json,
+        pod: Object,
         folder: Path,
-        api: Api,
+        api: KubeClient,
+        ca_pem: bytes,
         lookup: Lookup,
         addresses: Mapping[str, str],
         capacity: Mapping[str, str],
@@ -82,6 +83,7 @@ class PodVolumes:
         self.pod = pod  # kept current by the owner: labels and annotations may change
         self._folder = folder
         self._api = api
+        self._ca_pem = ca_pem
         self._lookup = lookup
         self._addresses = addresses
         self._capacity = capacity
@@ -99,7 +101,7 @@ class PodVolumes:
             name = volume["name"]
             try:
                 payload = await self._payload(volume)
-            except (ConfigError, ApiError, ValueError) as error:
+            except (ConfigError, KubeError, OSError, ValueError) as error:
                 raise MountError(f'MountVolume.SetUp failed for volume "{name}" : {error}') from error
             if payload is None:
                 self._make_folder(volume)
@@ -107,7 +109,7 @@ class PodVolumes:
                 _write_atomically(self._path(name), payload, volume)
                 self._written[name] = payload
 
-    def mount(self, container: Json) -> Path:
+    def mount(self, container: Object) -> Path:
         """Put the container's mounts below its root, anew; returns the root. Raises: MountError."""
         root = self.root(container["name"])
         shutil.rmtree(root, ignore_errors=True)
@@ -149,7 +151,7 @@ class PodVolumes:
     def _path(self, volume: str) -> Path:
         return self._folder / "volumes" / volume
 
-    def _make_folder(self, volume: Json) -> None:
+    def _make_folder(self, volume: Object) -> None:
         path = self._path(volume["name"])
         if "emptyDir" in volume:
             path.mkdir(exist_ok=True)
@@ -165,7 +167,7 @@ class PodVolumes:
                 "or downwardAPI"
             )
 
-    async def _payload(self, volume: Json) -> Payload | None:
+    async def _payload(self, volume: Object) -> Payload | None:
         """The files of a volume made from API objects; None for one that is a folder."""
         if source := volume.get("configMap"):
             return await self._keys("ConfigMap", source["name"], source)
@@ -186,13 +188,13 @@ class PodVolumes:
             elif reference := source.get("serviceAccountToken"):
                 files[reference["path"]] = (await self._token(reference)).encode()
             elif reference := source.get("kubeletCertificateAuthority"):
-                if self._api.ca_pem:
-                    files[reference["path"]] = self._api.ca_pem
+                if self._ca_pem:
+                    files[reference["path"]] = self._ca_pem
             else:
                 raise ConfigError(f"unsupported projected source {sorted(source)}")
         return files
 
-    async def _keys(self, kind: str, name: str, source: Json) -> Payload:
+    async def _keys(self, kind: str, name: str, source: Object) -> Payload:
         namespace = self.pod["metadata"]["namespace"]
         obj = await self._lookup(kind, namespace, name)
         if obj is None:
@@ -208,7 +210,7 @@ class PodVolumes:
             raise ConfigError(f"references non-existent {kind.lower().removesuffix('map')} key: {missing[0]}")
         return {item["path"]: data[item["key"]] for item in items if item["key"] in data}
 
-    def _downward(self, source: Json) -> Payload:
+    def _downward(self, source: Object) -> Payload:
         containers = {container["name"]: container for container in self.pod["spec"]["containers"]}
         files: Payload = {}
         for item in source.get("items") or []:
@@ -219,7 +221,7 @@ class PodVolumes:
             files[item["path"]] = text.encode()
         return files
 
-    async def _token(self, source: Json) -> str:
+    async def _token(self, source: Object) -> str:
         audience = source.get("audience") or ""
         key = (audience, source["path"])
         token = self._tokens.get(key)
@@ -228,7 +230,7 @@ class PodVolumes:
         metadata = self.pod["metadata"]
         account = self.pod["spec"].get("serviceAccountName")
         lifetime = source.get("expirationSeconds") or 3600
-        spec: Json = {"audiences": [audience] if audience else [], "expirationSeconds": lifetime}
+        spec: Object = {"audiences": [audience] if audience else [], "expirationSeconds": lifetime}
         if account:  # a token can be bound to a pod only if the pod names the account
             reference = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
             spec["boundObjectRef"] = reference
@@ -268,13 +270,13 @@ def _check_host_path(path: Path, kind: str) -> None:
         raise MountError(f"hostPath {path} is not a {kind} on this machine")
 
 
-def _write_atomically(path: Path, files: Payload, volume: Json) -> None:
+def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     """Write all files, then switch to them at once: `path/<name>` -> `..data/<name>`, `..data` -> the newest folder.
 
     A reader sees the old content or the new one, never a mixture.
     """
     path.mkdir(exist_ok=True)
-    source: Json = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
+    source: Object = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
     mode = source.get("defaultMode", 0o644)
     version = path / f"..{uuid.uuid4().hex[:12]}"
     for name, content in files.items():

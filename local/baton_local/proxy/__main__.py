@@ -5,7 +5,9 @@ import asyncio
 from pathlib import Path
 
 from baton_engine.protocol import arguments
-from baton_local.client import Api, EventRecorder, Reflector
+from baton_kube.client import connect
+from baton_kube.reflector import Reflector
+from baton_local.events import EventRecorder
 from baton_local.lifeline import die_with_parent, run_until_terminated, until_stopped
 from baton_local.loopback import LoopbackAddresses
 from baton_local.proxy.ingress import INGRESSES, IngressProxy
@@ -38,27 +40,16 @@ def main() -> None:
 async def _run(stop: asyncio.Event, kubeconfig: Path, address: str, port: int, state_dir: Path) -> None:
     loopback = LoopbackAddresses(state_dir / "proxy-addresses.json")
     loopback.remove_stale()
-    api = await Api.from_kubeconfig(kubeconfig)
-    services = Reflector(api, "/api/v1/services")
-    pods = Reflector(api, "/api/v1/pods")
-    ingresses = Reflector(api, INGRESSES)
-    nodes = Reflector(api, "/api/v1/nodes")
-    events = EventRecorder(api, "baton-proxy")
-    proxy = ServiceProxy(services, pods, events, loopback)
-    ingress = IngressProxy(api, ingresses, nodes, services, proxy)
-    loops = (
-        services.run(),
-        pods.run(),
-        ingresses.run(),
-        nodes.run(),
-        events.run(),
-        proxy.run(),
-        ingress.run(address, port),
-    )
-    try:
-        await until_stopped(stop, *loops)
-    finally:
-        await api.close()
+    async with connect(kubeconfig) as api:
+        services = Reflector(api, "/api/v1/services")
+        pods = Reflector(api, "/api/v1/pods")
+        ingresses = Reflector(api, INGRESSES)
+        nodes = Reflector(api, "/api/v1/nodes")
+        events = EventRecorder(api, "baton-proxy")
+        proxy = ServiceProxy(services, pods, events, loopback)
+        ingress = IngressProxy(api, ingresses, nodes, services, proxy)
+        caches = (services.run(), pods.run(), ingresses.run(), nodes.run())
+        await until_stopped(stop, *caches, events.run(), proxy.run(), ingress.run(address, port))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from baton_local.client import Api, ApiError, Json, Reflector, key_of
+from baton_kube.client import KubeClient, KubeError, Object
+from baton_kube.reflector import Reflector, key_of
 from baton_local.proxy.routing import Route, find_port, match_route, routes
 from baton_local.proxy.services import CONNECT_TIMEOUT_S, RESYNC_S, ServiceProxy
 
@@ -36,7 +37,9 @@ HOP_BY_HOP = frozenset(
 class IngressProxy:
     """An HTTP server in front of the Services that Ingresses name."""
 
-    def __init__(self, api: Api, ingresses: Reflector, nodes: Reflector, services: Reflector, proxy: ServiceProxy):
+    def __init__(
+        self, api: KubeClient, ingresses: Reflector, nodes: Reflector, services: Reflector, proxy: ServiceProxy
+    ):
         self._api = api
         self._ingresses = ingresses
         self._nodes = nodes
@@ -85,26 +88,26 @@ class IngressProxy:
                 async with asyncio.timeout(RESYNC_S):
                     await self._changed.wait()
 
-    async def _write_status(self, ingress: Json, address: str, port: int) -> None:
+    async def _write_status(self, ingress: Object, address: str, port: int) -> None:
         entries = ((ingress.get("status") or {}).get("loadBalancer") or {}).get("ingress") or []
         if [entry.get("ip") for entry in entries] == [address]:
             return
         metadata = ingress["metadata"]
         path = f"/apis/networking.k8s.io/v1/namespaces/{metadata['namespace']}/ingresses/{metadata['name']}/status"
         # `ports` is known to API servers from 1.22 on; older ones drop it.
-        entry: Json = {"ip": address, "ports": [{"port": port, "protocol": "TCP"}]}
+        entry: Object = {"ip": address, "ports": [{"port": port, "protocol": "TCP"}]}
         try:
-            await self._api.patch(path, {"status": {"loadBalancer": {"ingress": [entry]}}})
-        except ApiError as error:
+            await self._api.merge(path, {"status": {"loadBalancer": {"ingress": [entry]}}})
+        except (KubeError, OSError) as error:
             log.warning("status of ingress %s: %s", key_of(ingress), error)
 
-    async def _annotate(self, node: Json, port: int) -> None:
+    async def _annotate(self, node: Object, port: int) -> None:
         if (node["metadata"].get("annotations") or {}).get(PORT_ANNOTATION) == str(port):
             return
         try:
             body = {"metadata": {"annotations": {PORT_ANNOTATION: str(port)}}}
-            await self._api.patch(f"/api/v1/nodes/{node['metadata']['name']}", body)
-        except ApiError as error:
+            await self._api.merge(f"/api/v1/nodes/{node['metadata']['name']}", body)
+        except (KubeError, OSError) as error:
             log.warning("annotating node %s: %s", key_of(node), error)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton_local.client import Json
+from baton_kube.client import Object
 
 # (address, port) of a pod.
 Endpoint = tuple[str, int]
@@ -28,7 +28,7 @@ class Route:
     backend: Backend
 
 
-def endpoints(service: Json, port: Json, pods: Iterable[Json]) -> list[Endpoint]:
+def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[Endpoint]:
     """Addresses of the pods that the Service selects and that may get traffic, sorted.
 
     Args:
@@ -54,7 +54,7 @@ def endpoints(service: Json, port: Json, pods: Iterable[Json]) -> list[Endpoint]
     return sorted(found)
 
 
-def target_port(port: Json, pod: Json) -> int | None:
+def target_port(port: Object, pod: Object) -> int | None:
     """`targetPort` as a number, looked up among the pod's named ports; None if the pod has no port of that name."""
     target = port.get("targetPort") or port["port"]
     if isinstance(target, int):
@@ -66,7 +66,7 @@ def target_port(port: Json, pod: Json) -> int | None:
     return int(target) if target.isdigit() else None
 
 
-def find_port(service: Json, port: int | str) -> Json | None:
+def find_port(service: Object, port: int | str) -> Object | None:
     """The entry of `spec.ports` with this number or name."""
     for entry in service["spec"].get("ports") or []:
         if port in (entry["port"], entry.get("name")):
@@ -74,7 +74,7 @@ def find_port(service: Json, port: int | str) -> Json | None:
     return None
 
 
-def routes(ingresses: Iterable[Json]) -> list[Route]:
+def routes(ingresses: Iterable[Object]) -> list[Route]:
     """Every path of every Ingress, the most specific first."""
     result = []
     for ingress in ingresses:
@@ -103,7 +103,7 @@ def match_route(table: Iterable[Route], host: str, path: str) -> Backend | None:
     )
 
 
-def _backend(namespace: str, backend: Json) -> Backend:
+def _backend(namespace: str, backend: Object) -> Backend:
     service = backend["service"]
     port = service.get("port") or {}
     return Backend(namespace, service["name"], port.get("number") or port.get("name") or "")

@@ -5,7 +5,9 @@ import contextlib
 import itertools
 import logging
 
-from baton_local.client import EventRecorder, Json, Reflector, key_of
+from baton_kube.client import Object
+from baton_kube.reflector import Reflector, key_of
+from baton_local.events import EventRecorder
 from baton_local.loopback import LoopbackAddresses, served_port
 from baton_local.proxy.routing import Endpoint, endpoints
 
@@ -50,7 +52,7 @@ class ServiceProxy:
             await asyncio.gather(*self._connections, return_exceptions=True)
             self._loopback.remove_all()
 
-    def candidates(self, service: Json, port: Json) -> list[Endpoint]:
+    def candidates(self, service: Object, port: Object) -> list[Endpoint]:
         """The endpoints to try, in turn."""
         found = endpoints(service, port, self._pods.objects.values())
         if not found:
@@ -124,7 +126,7 @@ class ServiceProxy:
             return
         log.info("service %s: no pod takes a connection", key_of(service))
 
-    def _port_of(self, listener: Endpoint) -> tuple[Json, Json] | None:
+    def _port_of(self, listener: Endpoint) -> tuple[Object, Object] | None:
         """The Service and port behind a listener now (the Service may have changed since it was opened)."""
         for service in self._services.objects.values():
             if service["spec"].get("clusterIP") == listener[0]:

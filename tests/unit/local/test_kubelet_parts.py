@@ -178,7 +178,7 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> None:
         return None
 
-    volumes = PodVolumes({**POD}, tmp_path, None, lookup, ADDRESSES, {})  # type: ignore[arg-type]
+    volumes = PodVolumes({**POD}, tmp_path, None, b"", lookup, ADDRESSES, {})  # type: ignore[arg-type]
     nested = [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a/b"}]
     with pytest.raises(MountError, match="lies inside mountPath /a"):
         volumes.mount({"name": "main", "volumeMounts": nested})
@@ -194,7 +194,7 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
 
     spec = {"volumes": [{"name": "c", "configMap": {"name": "c"}}, {"name": "s", "secret": {"secretName": "s"}}]}
     pod = {**POD, "spec": {**POD["spec"], **spec}}
-    volumes = PodVolumes(pod, tmp_path, None, lookup, ADDRESSES, {})  # type: ignore[arg-type]
+    volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES, {})  # type: ignore[arg-type]
     mounts = [{"name": "c", "mountPath": "/etc/x"}, {"name": "s", "mountPath": "/etc/x/s"}]
     await volumes.make()
     root = volumes.mount({"name": "main", "volumeMounts": mounts})
@@ -213,7 +213,7 @@ async def test_files_are_written_although_a_kubelet_was_killed_while_switching(t
     left = tmp_path / "volumes" / "v" / "..data_new"
     left.parent.mkdir(parents=True)
     left.symlink_to("..gone")
-    await PodVolumes(pod, tmp_path, None, lookup, ADDRESSES, {}).make()  # type: ignore[arg-type]
+    await PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES, {}).make()  # type: ignore[arg-type]
     assert (left.parent / "key").read_text() == "value"
 
 

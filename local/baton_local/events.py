@@ -5,8 +5,9 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from baton_local.client.api import Api, ApiError, Json, timestamp
+from baton_kube.client import KubeClient, KubeError, Object
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +25,14 @@ class _Series:
 class EventRecorder:
     """Writes core/v1 Events in the background; a failure to write one is logged and never reaches the caller."""
 
-    def __init__(self, api: Api, component: str, host: str = ""):
+    def __init__(self, api: KubeClient, component: str, host: str = ""):
         self._api = api
         self._source = {"component": component, "host": host} if host else {"component": component}
         self._series: dict[str, _Series] = {}
-        self._queue: asyncio.Queue[tuple[Json, str, str, str, str]] = asyncio.Queue(maxsize=1000)
+        self._queue: asyncio.Queue[tuple[Object, str, str, str, str]] = asyncio.Queue(maxsize=1000)
 
     def record(
-        self, obj: Json, kind: str, reason: str, message: str, *, field_path: str = "", api_version: str = "v1"
+        self, obj: Object, kind: str, reason: str, message: str, *, field_path: str = "", api_version: str = "v1"
     ) -> None:
         """Queue a `Normal` or `Warning` event (the type follows from `reason`'s nature, see `WARNINGS`)."""
         reference = {
@@ -57,10 +58,10 @@ class EventRecorder:
             reference, event_type, reason, message, when = await self._queue.get()
             try:
                 await self._write(reference, event_type, reason, message, when)
-            except ApiError as error:
+            except (KubeError, OSError) as error:
                 log.warning("could not write event %s of %s: %s", reason, reference["name"], error)
 
-    async def _write(self, reference: Json, event_type: str, reason: str, message: str, when: str) -> None:
+    async def _write(self, reference: Object, event_type: str, reason: str, message: str, when: str) -> None:
         now = time.monotonic()
         self._series = {key: series for key, series in self._series.items() if now - series.last < REPEAT_WINDOW_S}
         namespace = reference.get("namespace", "default")
@@ -71,15 +72,15 @@ class EventRecorder:
             series.count += 1
             series.last = now
             try:
-                await self._api.patch(f"{collection}/{series.name}", {"count": series.count, "lastTimestamp": when})
+                await self._api.merge(f"{collection}/{series.name}", {"count": series.count, "lastTimestamp": when})
                 return
-            except ApiError as error:
+            except KubeError as error:
                 if error.status != 404:  # 404: the event expired; write it anew
                     raise
         digest = hashlib.sha256(f"{key}|{time.time_ns()}".encode()).hexdigest()[:16]
         series = _Series(f"{reference['name'][:200]}.{digest}", 1, now)
         self._series[key] = series
-        event: Json = {
+        event: Object = {
             "kind": "Event",
             "apiVersion": "v1",
             "metadata": {"name": series.name, "namespace": namespace},
@@ -93,6 +94,12 @@ class EventRecorder:
             "lastTimestamp": when,
         }
         await self._api.create(collection, event)
+
+
+def timestamp(when: datetime | None = None, *, micro: bool = False) -> str:
+    """RFC 3339 as the API writes it: seconds (`metav1.Time`), or microseconds (`metav1.MicroTime`)."""
+    when = (when or datetime.now(UTC)).astimezone(UTC)
+    return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 
 
 WARNINGS = frozenset(

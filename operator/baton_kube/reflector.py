@@ -1,0 +1,127 @@
+"""A local copy of one collection, kept by list and watch.
+
+A watch that breaks is continued from the last version. The collection is listed again when the server has forgotten that
+version (410) and every `relist_s`, which heals an event that was lost, for example a DELETED during a failure of the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from baton_kube.client import KubeClient, KubeError, Object
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 150.0  # API servers send a bookmark every minute
+END_GRACE_S = 5.0  # how late the server may end a watch
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 5.0
+
+# Called with (old, new). None: the object was not there, or is gone.
+Listener = Callable[[Object | None, Object | None], None]
+
+
+class Reflector:
+    """Mirrors the collection at `path`. Use either `run` with listeners or `changes`.
+
+    Attributes:
+        objects: by `namespace/name`, or by name where objects have no namespace.
+        synced: set after the first list.
+    """
+
+    def __init__(
+        self,
+        kube: KubeClient,
+        path: str,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        relist_s: float = 60.0,
+    ) -> None:
+        self.objects: dict[str, Object] = {}
+        self.synced = asyncio.Event()
+        self._kube = kube
+        self._path = path
+        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        self._relist_s = relist_s
+        self._listeners: list[Listener] = []
+
+    def subscribe(self, listener: Listener) -> None:
+        """Call `listener` once for each later change of an object. It must not block."""
+        self._listeners.append(listener)
+
+    async def run(self) -> None:
+        """Mirror until cancelled."""
+        async with aclosing(self.changes()) as changes:
+            async for _ in changes:
+                pass
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Mirror; yield after every list and every event. Failures are logged and retried with backoff."""
+        loop = asyncio.get_running_loop()
+        version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S
+        while True:
+            # Also after a watch that ended well: a server that ends every watch at once is not asked in a busy loop.
+            pause_s = FIRST_BACKOFF_S
+            try:
+                if not version or loop.time() >= relist_at:
+                    version = await self._list()
+                    relist_at = loop.time() + self._relist_s
+                    yield
+                left_s = max(relist_at - loop.time(), 1.0)
+                silence_s = min(SILENCE_S, left_s + END_GRACE_S)
+                watch = self._kube.watch(self._path, version, timeout_s=left_s, silence_s=silence_s, **self._selectors)
+                async with aclosing(watch) as events:
+                    async for kind, obj in events:
+                        version, backoff_s = obj["metadata"]["resourceVersion"], FIRST_BACKOFF_S
+                        if kind != "BOOKMARK":
+                            self._set(key_of(obj), None if kind == "DELETED" else obj)
+                            yield
+                        if loop.time() > relist_at + END_GRACE_S:
+                            break
+            except (KubeError, OSError) as error:
+                pause_s, backoff_s = backoff_s, min(2 * backoff_s, LAST_BACKOFF_S)
+                if isinstance(error, KubeError):
+                    pause_s = max(pause_s, error.retry_after_s or 0.0)
+                if isinstance(error, KubeError) and error.status == 410:
+                    version = ""
+                else:
+                    log.warning("watching %s failed, trying again in %.1f s: %s", self._path, pause_s, error)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _list(self) -> str:
+        # The first list may come from the server's watch cache: many clients start at once. Later ones are consistent.
+        not_older_than = None if self.synced.is_set() else "0"
+        listed, version = await self._kube.list(self._path, **self._selectors, not_older_than=not_older_than)
+        # Items of a list carry neither kind nor apiVersion; objects of events carry both.
+        items = {key_of(item): item for item in listed}
+        for key in [key for key in self.objects if key not in items]:
+            self._set(key, None)
+        for key, item in items.items():
+            self._set(key, item)
+        self.synced.set()
+        return version
+
+    def _set(self, key: str, new: Object | None) -> None:
+        old = self.objects.get(key)
+        if new is None:
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = new
+        if old is new or (old and new and old["metadata"]["resourceVersion"] == new["metadata"]["resourceVersion"]):
+            return
+        for listener in self._listeners:
+            try:
+                listener(old, new)
+            except Exception:
+                log.exception("a listener of %s failed on %s", self._path, key)
+
+
+def key_of(obj: Object) -> str:
+    """Return `namespace/name`, or the name alone for an object without a namespace."""
+    metadata = obj["metadata"]
+    namespace = metadata.get("namespace")
+    return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])
