@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
@@ -254,7 +255,7 @@ class KubeClient:
         if not 200 <= code <= 299:
             raise _refusal(code, data, response.headers)
         try:
-            answer = json.loads(data)
+            answer = msgspec.json.decode(data)
         except ValueError as error:  # for example a proxy's page while the server is away
             raise ConnectionError(f"{method} {path}: the answer is not JSON: {error}") from error
         if not isinstance(answer, dict):
@@ -317,7 +318,7 @@ def _status_error(code: int, status: Object, message: str) -> KubeError:
 def _event(path: str, line: bytes) -> tuple[str, Object]:
     """Raises: KubeError for an ERROR event, ConnectionError for a part of a line."""
     try:
-        event = json.loads(line)
+        event = msgspec.json.decode(line)
         kind, obj = event["type"], event["object"]
     except (ValueError, TypeError, KeyError) as error:
         raise ConnectionError(f"watch {path}: the connection ended within an event: {error!r}") from error

@@ -229,11 +229,15 @@ class Reconciler:
         owner, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
         kinds = {"ConfigMap", *(obj["kind"] for obj in desired.objects), *(kind for kind, _ in desired.absent)}
-        step.content = names.content_hash([desired.objects, desired.absent, sorted(observed.mounted_config_maps)])
+        outdated = sorted(observed.mounted_config_maps - desired.config_maps)
+        step.content = names.content_hash([desired.objects, desired.absent, outdated])
         may_have_changed = freshness.is_consistent or freshness.objects_changed
         if self._verified.pop(observed.key, "") == step.content and not may_have_changed:
             kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
-        await observed.read_objects(self._kube, kinds)
+        if "status" in observed.service:
+            await observed.read_objects(self._kube, kinds)
+        else:
+            observed.kinds.update(kinds)  # there are none yet: each is only looked for by name before it is made
         refused = await apply_objects(self._kube, owner, desired, observed)
         if "ConfigMap" in observed.kinds and any(not observed.owned("ConfigMap", name) for name in desired.config_maps):
             raise refused[0]  # pods would start with a configuration that is missing, or somebody else's

@@ -1,4 +1,4 @@
-"""A proxy in front of an API server: what one client asks passes through it and is written down."""
+"""A proxy in front of an API server: what one client asks passes through it and is written down, or goes wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,25 @@ from aiohttp import web
 from kubernetes.aio import client, config
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Of one answer. Each may be combined with others."""
+
+    status: int = 200
+    """Another one: the request does not reach the API server."""
+    retry_after_s: int | None = None
+    cut_after: int | None = None
+    """Bytes after which the connection is closed."""
+    events: bytes | None = None
+    """Of a watch: instead of those of the API server."""
+    is_silent: bool = False
+    """The answer begins, and nothing follows."""
+    repeats: int = 1
+    """How often each event comes."""
+    late_s: float = 0.0
+    """How late each event comes."""
+
+
 @dataclass
 class ApiProxy:
     """`writes`: (monotonic time of arrival, method, path) of every request that could change something."""
@@ -24,6 +43,10 @@ class ApiProxy:
     kubeconfig: Path
     writes: list[tuple[float, str, str]] = field(default_factory=list)
     reads: list[tuple[float, str]] = field(default_factory=list)
+    agents: list[tuple[str, str]] = field(default_factory=list)
+    """(User-Agent, method) of every request."""
+    fault: Callable[[web.Request], Fault | None] = lambda request: None
+    """What goes wrong with a request that has just come."""
 
     def writes_since(self, moment: float) -> list[str]:
         return [f"{method} {path}" for at, method, path in list(self.writes) if at >= moment]
@@ -78,6 +101,9 @@ async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, st
                 for name, value in request.headers.items()
                 if name.lower() in ("accept", "content-type", "authorization")
             }
+            proxy.agents.append((request.headers.get("User-Agent", ""), request.method))
+            if fault := proxy.fault(request):
+                return await _go_wrong(request, fault, session, headers, upstream.host)
             url = f"{upstream.host}{request.rel_url}"
             async with session.request(request.method, url, headers=headers, data=body or None) as answer:
                 response = web.StreamResponse(
@@ -100,3 +126,36 @@ async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, st
         started.set()
         await stop.wait()
         await runner.cleanup()
+
+
+async def _go_wrong(
+    request: web.Request, fault: Fault, session: aiohttp.ClientSession, headers: dict[str, str], host: str
+) -> web.StreamResponse:
+    """Only GET requests go wrong here: they have no body."""
+    if fault.status != 200:
+        retry = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
+        status = {"kind": "Status", "code": fault.status, "message": "of the test", "reason": "Fault"}
+        return web.json_response(status, status=fault.status, headers=retry)
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    sent = 0
+    if fault.events is not None:
+        await response.write(fault.events)
+        await response.write_eof()
+        return response
+    async with session.get(f"{host}{request.rel_url}", headers=headers) as answer:
+        async for line in answer.content:
+            if fault.is_silent:
+                continue
+            await asyncio.sleep(fault.late_s)
+            piece = line * fault.repeats
+            if fault.cut_after is not None:
+                piece = piece[: fault.cut_after - sent]
+            await response.write(piece)
+            sent += len(piece)
+            if sent == fault.cut_after:
+                assert request.transport is not None
+                request.transport.close()
+                return response
+    await response.write_eof()
+    return response

@@ -202,10 +202,10 @@ class ApiServer:
         store, registry = self._cluster.store, self._cluster.registry
         if call.namespace and (wanted := _exact_name(request)):
             found = store.get(call.resource.storage_key, call.namespace, wanted)
-            stored = [found] if found else []
+            stored = [found] if found and matches(found) else []
         else:
-            stored = store.list(call.resource.storage_key, call.namespace)
-        objects = [registry.view(call.resource, obj) for obj in stored if matches(obj)]
+            stored = store.list(call.resource.storage_key, call.namespace, matches)
+        objects = [registry.view(call.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
             return _json(printer.table(objects, metadata, include))

@@ -74,10 +74,13 @@ class Store:
     def get(self, storage: str, namespace: str, name: str) -> Object | None:
         return self._collections[storage].objects.get((namespace, name))
 
-    def list(self, storage: str, namespace: str = "") -> list[Object]:
-        """Objects ordered by namespace and name; all namespaces if `namespace` is empty."""
+    def list(
+        self, storage: str, namespace: str = "", matches: Callable[[Object], bool] = lambda obj: True
+    ) -> list[Object]:
+        """Objects that match, ordered by namespace and name; all namespaces if `namespace` is empty."""
         objects = self._collections[storage].objects
-        return [objects[key] for key in sorted(objects) if not namespace or key[0] == namespace]
+        found = [key for key, obj in objects.items() if (not namespace or key[0] == namespace) and matches(obj)]
+        return [objects[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
         """Every (storage, object); a snapshot, so the loop may write."""
