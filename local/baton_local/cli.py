@@ -2,6 +2,7 @@
 
 baton serve MODEL [FLAGS]                              one engine and its OpenAI endpoint, without Kubernetes
 baton up -f FILE [--model DIR] [--once] [--detach]     a local cluster around one LLMService
+baton plan [OLD] NEW [-o json]                         the steps of a rollout or resize, without a cluster
 baton status [-o json] · baton logs [POD] [-f] · baton down
 baton checkpoint create --arch ARCH --out DIR          a checkpoint with random weights
 """
@@ -77,6 +78,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
+
+    plan = commands.add_parser("plan", help="print every step of a rollout or resize, without a cluster")
+    plan.add_argument("old", nargs="?", type=Path, metavar="OLD", help="YAML with one LLMService, rolled out and ready")
+    plan.add_argument("new", type=Path, metavar="NEW", help="YAML with the same LLMService, changed; alone: created")
+    plan.add_argument("--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)")
+    plan.add_argument(
+        "--ready-after",
+        type=arguments.not_negative,
+        default=30.0,
+        metavar="SECONDS",
+        help="from the start of a new member until it is ready (default 30)",
+    )
+    plan.add_argument(
+        "--drain-after",
+        type=arguments.not_negative,
+        default=5.0,
+        metavar="SECONDS",
+        help="time in which a member finishes its requests (default 5)",
+    )
+    plan.add_argument("--never-ready", action="store_true", help="members made from NEW never become ready")
+    plan.add_argument("--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for")
+    plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
+    plan.set_defaults(run=_run_plan)
 
     status = commands.add_parser("status", help="service, conditions, endpoint, pods, kubeconfig")
     status.add_argument("-o", "--output", choices=["table", "json"], default="table")
@@ -199,6 +223,19 @@ def _running(command: str) -> ClusterInfo | None:
             f"[red]baton {command}:[/] the local cluster {what}; start one with `baton up -f FILE`"
         )
     return info
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from baton_local.plan import run_plan
+    from baton_operator.preview.cluster import Conditions
+
+    conditions = Conditions(
+        ready_after_s=args.ready_after,
+        drain_after_s=args.drain_after,
+        never_ready=args.never_ready,
+        capacity=args.capacity,
+    )
+    return run_plan([path for path in (args.old, args.new) if path is not None], conditions, args.steps, args.output)
 
 
 def _run_status(args: argparse.Namespace) -> int:

@@ -78,10 +78,15 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
     known = await _recorded(kube, service)
     if not known or recorded_name(service) not in (None, *(each["metadata"]["name"] for each in known)):
         return None
-    spec = copy.deepcopy(known[-1]["data"]["spec"])
+    return with_sizes(known[-1]["data"]["spec"], service["spec"])
+
+
+def with_sizes(recorded: Object, wanted: Object) -> Object:
+    """Return a copy of `recorded` with the sizes, the update strategy and `paused` of `wanted`: no pod is made of them."""
+    spec = copy.deepcopy(recorded)
     for path in _NEVER_ROLLED_OUT:
-        if path[0] in service["spec"] or len(path) == 1:
-            _put(spec, path, _get(service["spec"], path))
+        if path[0] in wanted or len(path) == 1:
+            _put(spec, path, _get(wanted, path))
     return dict(spec)
 
 

@@ -20,6 +20,10 @@ from datetime import datetime, timedelta
 
 import msgspec
 
+from baton_operator import names
+from baton_operator.api_update import surge_and_unavailable
+from baton_operator.builders.owner import Owner
+
 STUCK_TERMINATING = timedelta(seconds=30)
 """A pod that still exists this long after its grace period is on a node that is gone: it no longer holds its place."""
 POLL_DRAIN_S = 0.5
@@ -90,6 +94,19 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     def acts(self) -> bool:
         """Whether the plan changes any member."""
         return bool(self.create or self.restore or self.drain or self.delete)
+
+
+def update_of(owner: Owner, role: names.MemberRole) -> Update:
+    """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
+    strategy = owner.spec.update_strategy.decode if role == "decode" else owner.spec.update_strategy.prefill
+    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
+    return Update(
+        max_surge=max_surge,
+        max_unavailable=max_unavailable,
+        surge_timeout_s=float(strategy.surge_timeout_seconds),
+        progress_deadline_s=float(owner.spec.progress_deadline_seconds),
+        paused=owner.spec.paused,
+    )
 
 
 def plan_group(

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton_operator.api import DecodeParallelism, Gateway, Model, Spec
+from baton_operator.api import DecodeParallelism, Gateway, Model, Spec, decode_spec
 from baton_operator.api_autoscaling import AutoscalingBounds, DecodeAutoscaling
 from baton_operator.api_model import is_fetched
 
@@ -210,6 +210,18 @@ def violations(spec: Spec) -> list[str]:
         if value is not None and not rule.holds(value):
             broken.append(f"{rule.path}: {rule.message}" if rule.path else rule.message)
     return broken
+
+
+def valid_spec(spec: Any) -> Spec:
+    """Return the typed form of `.spec`, if all its fields and the rules between them hold.
+
+    Raises:
+        ValueError: naming the field and what is wrong with it.
+    """
+    decoded = decode_spec(spec)
+    if broken := violations(decoded):
+        raise ValueError("; ".join(broken))
+    return decoded
 
 
 def add_rules(spec_schema: dict[str, Any]) -> None:

@@ -35,6 +35,13 @@ def not_negative(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """An integer of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer, 1 or more, got {text}")
+    return int(text)
+
+
 def _finite(text: str) -> float | None:
     try:
         value = float(text)

@@ -1,0 +1,87 @@
+"""The simulated coordinator of an expert-parallel group. It commits every topology that it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+from baton_engine.protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyRequest,
+    TopologyStatus,
+)
+
+NEVER = datetime.max.replace(tzinfo=UTC)
+PREPARE = timedelta(seconds=5)
+COMMIT = timedelta(seconds=1)
+
+
+class Coordinator:
+    """Prepares a generation for each request, then commits it."""
+
+    def __init__(self, ranks: Iterable[str] = ()) -> None:
+        """Start with generation 1 of `ranks`, if there are any."""
+        self.ranks = sorted(ranks)
+        #: `NEVER` if no operation is running.
+        self.phase_ends_at = NEVER
+        self._generation = 1 if self.ranks else 0
+        self._operation: OperationStatus | None = None
+        self._request = TopologyRequest(operation_id="", members=self.ranks)
+        self._target: list[str] = []
+
+    def ask_for(self, request: TopologyRequest) -> None:
+        self._request = request
+
+    def status(self, registered: Iterable[str]) -> TopologyStatus:
+        """Return the answer to GET /topology.
+
+        Args:
+            registered: names of the members whose engine runs.
+        """
+        members = []
+        for name in registered:
+            rank = self.ranks.index(name) if name in self.ranks else None
+            phase = RankPhase.STANDBY if rank is None else RankPhase.SERVING
+            members.append(MemberStatus(name=name, instance_id=name, phase=phase, rank=rank))
+        return TopologyStatus(
+            generation=self._generation if self.ranks else 0,
+            desired=sorted(self._request.members),
+            members=members,
+            operation=self._operation,
+        )
+
+    def advance(self, now: datetime, usable: set[str]) -> list[str]:
+        """End the phase that is due, and begin the next operation. Returns what happened.
+
+        Args:
+            usable: names of the members that can be ranks.
+        """
+        events = []
+        if not usable.issuperset(self.ranks):  # a rank was deleted: the others go on without it
+            self.ranks = [name for name in self.ranks if name in usable]
+            self._generation += bool(self.ranks)
+        if self._operation is not None and self.phase_ends_at <= now:
+            events.append(self._end_phase(self._operation, now))
+        target = sorted(usable.intersection(self._request.members))
+        phase = None if self._operation is None else self._operation.phase
+        current = self._target if phase is OperationPhase.PREPARING else self.ranks
+        if phase is not OperationPhase.COMMITTING and target and target != current:
+            self._target, self.phase_ends_at = target, now + PREPARE
+            self._operation = OperationStatus(
+                operation_id=self._request.operation_id,
+                kind="scale" if self.ranks else "form",
+                phase=OperationPhase.PREPARING,
+                generation=self._generation + 1,
+            )
+        return events
+
+    def _end_phase(self, operation: OperationStatus, now: datetime) -> str:
+        if operation.phase is OperationPhase.PREPARING:
+            operation.phase, self.phase_ends_at = OperationPhase.COMMITTING, now + COMMIT
+            return f"generation {operation.generation} is prepared"
+        operation.phase, self.phase_ends_at = OperationPhase.DONE, NEVER
+        self.ranks, self._generation = self._target, operation.generation
+        return f"generation {operation.generation} is committed, its ranks are {', '.join(self.ranks)}"

@@ -1,0 +1,90 @@
+"""What a preview returns: the steps of one service from one spec to another, and their bounds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton_operator.names import MemberRole
+
+ActionName = Literal["request topology", "drain", "delete", "create", "restore"]
+"""restore: create a member of the earlier revision."""
+State = Literal["no room", "starting", "standby", "ready", "draining", "terminating"]
+"""standby: an engine of an expert-parallel group that is no rank of the present generation."""
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator does in one step."""
+
+    action: ActionName
+    role: MemberRole
+    members: list[str]
+    reason: str
+
+
+class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One member after a step."""
+
+    name: str
+    role: MemberRole
+    revision: str
+    state: State
+    rank: int | None = None  # in the present generation of an expert-parallel group
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One reconcile that did something, or found something changed."""
+
+    number: int
+    seconds: float  # since the edit
+    events: list[str]  # what happened in the cluster since the step before
+    actions: list[Action]
+    members: list[MemberRow]
+    generation: int | None  # of the expert-parallel group; 0: it has no topology; None: there is no such group
+
+
+class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of the spec. None: it is unset."""
+
+    path: str
+    before: Any
+    after: Any
+
+
+class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes about one role. Each pair is (before, after)."""
+
+    role: MemberRole
+    sizes: tuple[int, int]
+    revisions: tuple[str, str]  # the first is empty if nothing existed
+    max_surge: int  # of the update strategy after the edit, as a number of members
+    max_unavailable: int
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole rollout."""
+
+    fields: list[FieldChange] = []
+    groups: list[GroupChange] = []
+    steps: list[Step] = []
+    #: Simulated time from the edit to the end.
+    seconds: float = 0.0
+    #: Beside the member pods: "creates", "changes" and "deletes" -> kinds and names.
+    objects: dict[str, list[str]] = {}
+    #: Fields whose edits wait for the end of a pause.
+    held_back: tuple[str, ...] = ()
+    #: Why it did not settle; empty if it did.
+    waits_for: list[str] = []
+
+    def fewest_ready(self, group: GroupChange) -> int:
+        """The least number of members of the role that took requests at a time."""
+        return min([group.sizes[0], *(_count(step, group.role, {"ready"}) for step in self.steps)])
+
+    def most_members(self, group: GroupChange) -> int:
+        """The greatest number of members of the role that existed at a time."""
+        return max([group.sizes[0], *(_count(step, group.role) for step in self.steps)])
+
+
+def _count(step: Step, role: MemberRole, states: set[State] | None = None) -> int:
+    return sum(row.role == role and (states is None or row.state in states) for row in step.members)

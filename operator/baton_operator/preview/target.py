@@ -1,0 +1,83 @@
+"""What an LLMService asks for, and what changes from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from baton_operator.autoscale.settings import settings_of
+from baton_operator.builders.owner import Object, Owner
+from baton_operator.desired import Desired, desired
+from baton_operator.plan import update_of
+from baton_operator.preview.steps import FieldChange, GroupChange
+from baton_operator.rules import valid_spec
+
+COORDINATOR = "192.0.2.1"
+"""Address of the coordinator's Service: ranks have no template without one."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One LLMService and what the operator makes of it."""
+
+    spec: Object
+    owner: Owner
+    desired: Desired
+
+
+def target_of(service: Object) -> Target:
+    """Build everything for an LLMService as it stands in a manifest.
+
+    Raises:
+        ValueError: an impossible spec, naming the field.
+    """
+    metadata, spec = service["metadata"], valid_spec(service["spec"])
+    owner = Owner(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", "default"),
+        uid="preview",
+        spec=spec,
+        coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
+        sizes={role: settings.initial for role, settings in settings_of(spec).items()},
+    )
+    return Target(service["spec"], owner, desired(owner, "policy/v1", http_routes=True))
+
+
+def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
+    """Fields of the spec that differ, defaults filled in."""
+    return _differences(msgspec.to_builtins(old.owner.spec), msgspec.to_builtins(new.owner.spec), "spec")
+
+
+def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
+    groups = []
+    for role, template in new.desired.members.items():
+        update = update_of(new.owner, role)
+        group = GroupChange(
+            role=role,
+            sizes=(0 if old is None else old.owner.replicas(role), new.owner.replicas(role)),
+            revisions=("" if old is None else old.desired.members[role].revision, template.revision),
+            max_surge=update.max_surge,
+            max_unavailable=update.max_unavailable,
+        )
+        groups.append(group)
+    return groups
+
+
+def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
+    """Kinds and names of the objects beside the members that are created, changed and deleted."""
+    targets = ([] if old is None else old.desired.objects, new.desired.objects)
+    before, after = ({f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets)
+    return {
+        "creates": [name for name in after if name not in before],
+        "changes": [name for name in after if name in before and before[name] != after[name]],
+        "deletes": [name for name in before if name not in after],
+    }
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[FieldChange]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for field in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(field), new.get(field), f"{path}.{field}")
+    elif old != new:
+        yield FieldChange(path=path, before=old, after=new)
