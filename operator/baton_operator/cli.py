@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     logs.configure(args.log_format, args.log_level)
     try:
         asyncio.run(runner.run(args))
-    except (LeaseLostError, AddressError, KopfHangsError) as error:
+    except KopfHangsError as error:
+        log.error("ends: %s", error)
+        os._exit(1)  # an ordinary exit would wait for its threads
+    except (LeaseLostError, AddressError) as error:
         log.error("ends: %s", error)
         sys.exit(1)
     except ConfigException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator import names
-from baton_operator.api import decode_spec
 from baton_operator.builders import (
     access,
     config,
@@ -20,7 +19,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner
 from baton_operator.observe import Observation, gateway_schemes
 from baton_operator.problems import InvalidSpec
-from baton_operator.rules import violations
+from baton_operator.rules import valid_spec
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +42,9 @@ def owner_of(observed: Observation) -> Owner:
     """Return the service with its spec decoded. Raises InvalidSpec naming the field."""
     metadata = observed.service["metadata"]
     try:
-        spec = decode_spec(observed.service["spec"])
-    except ValueError as error:  # msgspec.ValidationError is one
+        spec = valid_spec(observed.service["spec"])
+    except ValueError as error:
         raise InvalidSpec(error) from error
-    if broken := violations(spec):
-        raise InvalidSpec("; ".join(broken))
     return Owner(
         name=metadata["name"],
         namespace=metadata["namespace"],

@@ -25,7 +25,7 @@ INACTIVITY_S = 70.0
 """API servers send a bookmark every minute."""
 LOGIN_INTERVAL_S = 2.0
 STOP_S = 30.0
-LAST_BACKOFF_S = 30.0
+LAST_BACKOFF_S = 10.0
 OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
 
 

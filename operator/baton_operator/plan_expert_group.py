@@ -21,6 +21,8 @@ import msgspec
 
 from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
 from baton_operator import api, names
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Owner
 from baton_operator.plan import (
     FAILED_HOLD,
     POLL_DRAIN_S,
@@ -30,6 +32,8 @@ from baton_operator.plan import (
     Member,
     Update,
     may_go,
+    plan_group,
+    update_of,
     waits_for_room,
 )
 from baton_operator.topology import ACTIVE, TopologyView
@@ -67,6 +71,48 @@ class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
     @property
     def acts(self) -> bool:
         return super().acts or self.request is not None
+
+
+def plan_members(
+    owner: Owner,
+    role: names.MemberRole,
+    template: MemberTemplate,
+    members: list[Member],
+    now: datetime,
+    *,
+    topology: TopologyStatus | None,
+    recorded: api.TopologyStatus | None,
+    has_coordinator: bool,
+    has_former: bool,
+) -> GroupPlan:
+    """The next step of a group of either kind. It is planned as ranks while it has ranks that a coordinator can let leave.
+
+    Args:
+        topology, recorded, has_former: see `ExpertGroup` and `plan_group`.
+    """
+    size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
+    update = update_of(owner, role)
+    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
+        return plan_group(
+            members,
+            desired=size,
+            revision=template.revision,
+            update=update,
+            drain_timeout_s=drain_timeout_s,
+            now=now,
+            has_former=has_former,
+        )
+    group = ExpertGroup(
+        service_uid=owner.uid,
+        name=template.expert_group,
+        desired=size,
+        revision=template.revision,
+        topology=topology,
+        recorded=recorded,
+        drain_timeout_s=drain_timeout_s,
+        update=update,
+    )
+    return plan_expert_group(members, group, now)
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:

@@ -17,7 +17,6 @@ from baton_engine.protocol.topology import TopologyRequest
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
 from baton_operator.api import Status
-from baton_operator.api_update import surge_and_unavailable
 from baton_operator.apply import apply_members, apply_objects, collect_config_maps, ensure_service_key
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
@@ -38,8 +37,7 @@ from baton_operator.loading import LoadingPods, will_tell
 from baton_operator.names import Key
 from baton_operator.observe import Observation, observe
 from baton_operator.peers import KVPeers
-from baton_operator.plan import GroupPlan, Update, plan_group
-from baton_operator.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
+from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
 from baton_operator.problems import InvalidSpec, Paused, Problem, is_news, problem_of
 from baton_operator.refusals import Refusals
 from baton_operator.report import Group, new_failures, previous_reason, report, report_defect
@@ -264,7 +262,18 @@ class Reconciler:
         owner, desired = step.target
         observed, now = step.observed, step.now
         key = observed.key, role, template.revision
-        plan = self._plan(owner, role, template, observed, now, has_former=former is not None)
+        recorded = recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
+        plan = plan_members(
+            owner,
+            role,
+            template,
+            observed.members[role],
+            now,
+            topology=observed.topology,
+            recorded=of_the_key(recorded, observed.pods, owner.key_name),
+            has_coordinator=observed.coordinator is not None,
+            has_former=former is not None,
+        )
         plan = self._refusals.hold_back(*key, plan, now)
         if plan.revisit_s is not None:
             step.revisits.append(plan.revisit_s)
@@ -279,43 +288,6 @@ class Reconciler:
             pause_s = self._refusals.note(*key, refusal, now)
             if pause_s is not None:
                 step.revisits.append(pause_s)
-
-    def _plan(
-        self,
-        owner: Owner,
-        role: names.MemberRole,
-        template: MemberTemplate,
-        observed: Observation,
-        now: datetime,
-        *,
-        has_former: bool,
-    ) -> GroupPlan:
-        members, size = observed.members[role], owner.replicas(role)
-        drain_timeout_s = float(owner.spec.drain_timeout_seconds)
-        is_left_by_ranks = role == "decode" and observed.has_ranks and observed.coordinator is not None
-        if not template.expert_group and not is_left_by_ranks:
-            return plan_group(
-                members,
-                desired=size,
-                revision=template.revision,
-                update=_update(owner, role),
-                drain_timeout_s=drain_timeout_s,
-                now=now,
-                has_former=has_former,
-            )
-        assert observed.coordinator is not None, "a template of ranks needs it"
-        recorded = recorded_for(observed.service, observed.coordinator)
-        group = ExpertGroup(
-            service_uid=owner.uid,
-            name=template.expert_group,
-            desired=size,
-            revision=template.revision,
-            topology=observed.topology,
-            recorded=of_the_key(recorded, observed.pods, owner.key_name),
-            drain_timeout_s=drain_timeout_s,
-            update=_update(owner, role),
-        )
-        return plan_expert_group(members, group, now)
 
     async def _ask_for_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the request to the coordinator, before any pod is touched."""
@@ -403,19 +375,6 @@ class Reconciler:
         except KubeError as error:
             if error.status != 404:  # it was deleted since it was read
                 raise
-
-
-def _update(owner: Owner, role: names.MemberRole) -> Update:
-    """How the spec wants the members of `role` to be replaced."""
-    strategy = owner.spec.update_strategy.decode if role == "decode" else owner.spec.update_strategy.prefill
-    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
-    return Update(
-        max_surge=max_surge,
-        max_unavailable=max_unavailable,
-        surge_timeout_s=float(strategy.surge_timeout_seconds),
-        progress_deadline_s=float(owner.spec.progress_deadline_seconds),
-        paused=owner.spec.paused,
-    )
 
 
 def _says(old: Any, new: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import kopf
@@ -24,7 +24,8 @@ from baton_operator.server import serve
 
 log = logging.getLogger("baton_operator")
 
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 20.0
+STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
 SILENCE_S = 2 * handlers.WATCH_S + 120.0
 """Every watch is renewed after WATCH_S. When kopf gets no answer for this long it is started anew."""
@@ -139,11 +140,10 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
         finally:
             running.cancel()
             await asyncio.wait([running])
-        if not running.cancelled():
-            error = running.exception()
+            error = None if running.cancelled() else running.exception()
             if isinstance(error, KopfHangsError):
                 raise error
-            why = why or f"kopf ended: {error!r}"
+        why = why or f"kopf ended: {error!r}"
         log.warning("starting the watches again: %s", why)
         await asyncio.sleep(RESTART_S)
 
@@ -158,27 +158,44 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
         KopfHangsError
         Exception: what ended kopf.
     """
-    loop = asyncio.get_running_loop()
-    stop: concurrent.futures.Future[None] = concurrent.futures.Future()
+    loop, kopf_loop = asyncio.get_running_loop(), asyncio.new_event_loop()
     ended: asyncio.Future[None] = loop.create_future()
+    stop = asyncio.Event()  # of kopf's loop: for a flag of another kind kopf keeps a thread, which waits without end
+
+    def ignore_late_errors(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not stop.is_set():  # when kopf stops, requests under way fail in tasks that nobody awaits
+            kopf_loop.default_exception_handler(context)
 
     async def operate() -> None:
-        # When kopf stops, requests under way fail in tasks that nobody awaits.
-        own_loop = asyncio.get_running_loop()
-        own_loop.set_exception_handler(lambda _, context: stop.done() or own_loop.default_exception_handler(context))
-        await kopf.operator(
+        ignored = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             memo=kopf.Memo(runtime=runtime), clusterwide=not namespaces, namespaces=namespaces, stop_flag=stop
         )
+        running = asyncio.ensure_future(kopf.run_tasks(tasks, ignored=ignored))
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(STOP_TRIES):  # a watch that is being opened swallows the first cancellation
+            await asyncio.wait([running], timeout=STOP_TRY_S)
+            if running.done():
+                return running.result()
+            for task in asyncio.all_tasks() - ignored - {running}:
+                task.cancel()
+        raise KopfHangsError("kopf did not stop when it was asked to, nor when its tasks were cancelled")
 
-    def run() -> None:
+    async def report_end() -> None:
         error: BaseException | None = None
         try:
-            asyncio.run(operate())
+            await operate()
         except BaseException as raised:  # handed on
             error = raised
-        loop.call_soon_threadsafe(end, error)
+        loop.call_soon_threadsafe(end, error)  # here, because closing the loop may hang
+
+    def run() -> None:
+        kopf_loop.set_exception_handler(ignore_late_errors)
+        with asyncio.Runner(loop_factory=lambda: kopf_loop) as runner:
+            runner.run(report_end())
 
     def end(error: BaseException | None) -> None:
+        stop.set()  # from here on its errors are late ones
         if error is None:
             ended.set_result(None)
         else:
@@ -189,7 +206,8 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
         await asyncio.shield(ended)
     finally:
         if not ended.done():
-            stop.set_result(None)
+            with suppress(RuntimeError):  # the loop has just been closed
+                kopf_loop.call_soon_threadsafe(stop.set)
             await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
         if not ended.done():
             raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")

@@ -11,8 +11,8 @@ from baton_operator import api, names
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.former import former_of
 from baton_operator.history import held_back, with_sizes
-from baton_operator.plan import GroupPlan, Member, plan_group, update_of
-from baton_operator.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
+from baton_operator.plan import GroupPlan, Member, update_of
+from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
 from baton_operator.preview.cluster import Cluster, Conditions, Pod
 from baton_operator.preview.coordinator import NEVER
 from baton_operator.preview.steps import Action, ActionName, MemberRow, Preview, Step
@@ -103,32 +103,20 @@ class _Rollout:
         return timedelta(seconds=max(spec.progress_deadline_seconds, spec.drain_timeout_seconds, *surges))
 
     def _plan(self, role: names.MemberRole) -> GroupPlan:
-        template, owner = self._templates[role], self._owner
         members: list[Member] = [*self._cluster.of_role(role)]
-        drain_timeout_s = float(owner.spec.drain_timeout_seconds)
-        if not template.expert_group:
-            return plan_group(
-                members,
-                desired=owner.replicas(role),
-                revision=template.revision,
-                update=update_of(owner, role),
-                drain_timeout_s=drain_timeout_s,
-                now=self._now,
-                has_former=role in self._former,
-            )
         topology = self._cluster.topology()
         self._recorded = record(topology, self._recorded, self._cluster.pods, COORDINATOR)
-        group = ExpertGroup(
-            service_uid=owner.uid,
-            name=template.expert_group,
-            desired=owner.replicas(role),
-            revision=template.revision,
+        return plan_members(
+            self._owner,
+            role,
+            self._templates[role],
+            members,
+            self._now,
             topology=topology,
             recorded=self._recorded,
-            drain_timeout_s=drain_timeout_s,
-            update=update_of(owner, role),
+            has_coordinator=True,
+            has_former=role in self._former,
         )
-        return plan_expert_group(members, group, self._now)
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
         """Do what `plan` says, in the order of the operator."""

@@ -174,7 +174,7 @@ FAULTS = {
     "watches with an error event": (Fault(events=BROKEN), is_pod_watch, 1),
     "watches refused": (Fault(status=500), is_watch, 12),
     "watches not found": (Fault(status=404), is_pod_watch, 1),
-    "pauses asked for": (Fault(status=429, retry_after_s=1), lambda url: True, 20),
+    "pauses asked for": (Fault(status=429, retry_after_s=1), lambda url: True, 8),
     "lists refused": (Fault(status=500), is_list, 6),
     "lists that fail half-way": (Fault(cut_after=100), is_list, 6),
     "events twice": (Fault(repeats=2), is_watch, sys.maxsize),
