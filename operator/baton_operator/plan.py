@@ -150,7 +150,9 @@ def plan_group(
     # A pause keeps even the members that were made to surge.
     leavers = _surplus(newest, desired + (update.max_surge if update.paused and len(revisions) > 1 else 0), revision)
     kept = [m for m in newest if m not in leavers]
-    leavers += _replaced(kept, outdated, desired - max_unavailable)
+    # While the rollout stalls, members of the former revision start: they are not replaced before they are ready.
+    replaceable = [m for m in outdated if m.ready] if stalled_in_s == 0 else outdated
+    leavers += _replaced(kept, replaceable, desired - max_unavailable)
     # Marked by someone else, without a time from which to count: it drains like any other.
     drain = [m.name for m in draining if m.serving and m.drain_started is None]
     drain += [m.name for m in leavers if m.serving]

@@ -175,6 +175,7 @@ FAULTS = {
     "watches refused": (Fault(status=500), is_watch, 12),
     "watches not found": (Fault(status=404), is_pod_watch, 1),
     "pauses asked for": (Fault(status=429, retry_after_s=1), lambda url: True, 8),
+    "credentials refused": (Fault(status=401), lambda url: True, 3),
     "lists refused": (Fault(status=500), is_list, 6),
     "lists that fail half-way": (Fault(cut_after=100), is_list, 6),
     "events twice": (Fault(repeats=2), is_watch, sys.maxsize),
@@ -249,6 +250,9 @@ async def test_kopf_writes_nothing(plane: EmbeddedControlPlane, operator: Operat
         events = await cluster.kube.list_all("Event", NAMESPACE)
         mine = [event for event in events if event["involvedObject"]["name"] == "clean"]
         assert {event["source"]["component"] for event in mine} == {names.MANAGER}
+    assert operator.process is not None
+    threads = list(Path(f"/proc/{operator.process.pid}/task").iterdir())
+    assert len(threads) == 2, "kopf keeps a thread that waits for something"
     by_kopf = {method for agent, method in operator.proxy.agents if agent.startswith("kopf")}
     assert by_kopf == {"GET"}
     others = {agent for agent, method in operator.proxy.agents if method != "GET"}

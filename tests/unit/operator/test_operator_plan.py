@@ -251,6 +251,16 @@ def test_a_rollout_of_which_the_former_revision_is_known(
     assert deleted(result) == step.get("delete", [])
 
 
+def test_a_restored_member_is_not_replaced_while_it_starts() -> None:
+    """Else it would be deleted and made again without end."""
+    stalled = member(0, ready=False, unready_since=NOW - timedelta(hours=1))
+    update = Update(max_surge=1, max_unavailable=1)
+    assert plan([stalled], 1, update, has_former=True).restore == [1]
+    starting = member(1, ready=False, serving=False, **OLD)
+    result = plan([stalled, starting], 1, update, has_former=True)
+    assert (result.restore, result.create, deleted(result), result.drain) == ([], [], [], [])
+
+
 def test_a_rollout_that_may_stall_is_looked_at_again_then() -> None:
     members = [member(0, **OLD), member(2, **STARTS)]
     assert plan(members, 2, SURGE, has_former=True).revisit_s == pytest.approx(1.0)
