@@ -162,7 +162,7 @@ class KubeClient:
         )
 
     async def apply(self, path: str, obj: Object, *, field_manager: str, strict: bool = False) -> Object:
-        """Apply `obj` on the server. Its fields become `field_manager`'s, conflicts notwithstanding.
+        """Apply `obj` with server-side apply. `field_manager` takes over fields that other managers own.
 
         Args:
             strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
