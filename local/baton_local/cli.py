@@ -198,20 +198,18 @@ class ServerGoneError(Exception):
 
 async def _status(info: ClusterInfo) -> ServiceStatus | None:
     """None if the service was deleted. Raises ServerGoneError."""
-    import aiohttp
-    from kubernetes.aio.client import ApiException
-
+    from baton_kube.client import KubeError
     from baton_local.service import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         try:
             return await api.service(info.namespace, info.service)
-        except ApiException as error:
+        except KubeError as error:
             if error.status == 404:
                 return None
             raise
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerGoneError(f"the cluster does not answer ({error!r}); see {StateDir().logs}") from None
+        except OSError as error:
+            raise ServerGoneError(f"the cluster does not answer ({error}); see {StateDir().logs}") from None
 
 
 def _running(command: str) -> ClusterInfo | None:
@@ -284,9 +282,8 @@ def _run_logs(args: argparse.Namespace) -> int:
 
 
 async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: int | None) -> int:
-    from kubernetes.aio.client import ApiException
-
-    from baton_local.service import ClusterApi, api_message
+    from baton_kube.client import KubeError
+    from baton_local.service import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         if name:
@@ -303,8 +300,8 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         print(prefix + line.decode(errors="replace"), flush=follow)
-            except ApiException as error:
-                print(f"{prefix}{api_message(error)}", file=sys.stderr)
+            except KubeError as error:
+                print(f"{prefix}{error}", file=sys.stderr)
                 return 1
             if rest:
                 print(prefix + rest.decode(errors="replace"))

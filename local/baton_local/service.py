@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 import yaml
-from kubernetes.aio import client, config
-from kubernetes.aio.client import ApiException
-from kubernetes.aio.dynamic import DynamicClient
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
 from baton_local.kubelet.runtime import container_pids
 from baton_local.loopback import served_port
 
@@ -26,8 +25,9 @@ RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
 ENGINES_READY = "baton:engines_ready"
 ACCOUNT_TOKEN_S = 365 * 86400
 
-JsonObject = dict[str, Any]
-"""A Kubernetes object as JSON: its schema is the API server's."""
+
+class UnknownKindError(Exception):
+    """The API server does not serve the apiVersion and kind of an object."""
 
 
 class PodStatus(msgspec.Struct):
@@ -72,61 +72,68 @@ class ServiceStatus(msgspec.Struct):
 
 
 class ClusterApi:
-    """An API server's client, bound to one kubeconfig. Use `connect`."""
+    """What the commands read from and write to a local cluster's API server. Use `connect`.
 
-    def __init__(self, api: client.ApiClient, kubeconfig: Path) -> None:
-        self._api = api
-        self._core = client.CoreV1Api(api)
-        self._custom = client.CustomObjectsApi(api)
+    Every method raises KubeError if the server refuses, and OSError if it does not answer.
+    """
+
+    def __init__(self, kube: KubeClient, kubeconfig: Path) -> None:
+        self._kube = kube
         self._kubeconfig = kubeconfig
 
     @staticmethod
     @asynccontextmanager
     async def connect(kubeconfig: Path) -> AsyncIterator[ClusterApi]:
-        api = await config.new_client_from_config(config_file=str(kubeconfig))
-        try:
-            yield ClusterApi(api, kubeconfig)
-        finally:
-            await api.close()
+        async with connect(kubeconfig) as kube:
+            yield ClusterApi(kube, kubeconfig)
 
-    async def apply(self, documents: list[JsonObject]) -> None:
-        """Server-side apply, in order. Raises kubernetes' ApiException with the API server's message."""
-        dynamic = await DynamicClient(self._api)
+    async def apply(self, documents: list[Object]) -> None:
+        """Apply on the server, in order; a misspelt field is refused. Raises: UnknownKindError."""
         for document in documents:
-            resource = await dynamic.resources.get(api_version=document["apiVersion"], kind=document["kind"])
-            namespace = document["metadata"].get("namespace", "default") if resource.namespaced else None
-            await resource.server_side_apply(
-                body=document,
-                name=document["metadata"]["name"],
-                namespace=namespace,
-                field_manager=FIELD_MANAGER,
-                force_conflicts=True,
-                query_params=[
-                    ("fieldValidation", "Strict")
-                ],  # a misspelt field is refused; servers before 1.25 drop it
-            )
+            collection = await self._collection(document)
+            path = f"{collection}/{quote(document['metadata']['name'], safe='')}"
+            await self._kube.apply(path, document, field_manager=FIELD_MANAGER, strict=True)
+
+    async def _collection(self, document: Object) -> str:
+        """Return the path of the collection that `document` belongs to, by the API server's discovery."""
+        version, kind = document["apiVersion"], document["kind"]
+        base = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        try:
+            resources = (await self._kube.get(base))["resources"]
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            resources = []
+        for resource in resources:
+            if resource["kind"] == kind and "/" not in resource["name"]:
+                if resource["namespaced"]:
+                    namespace = document["metadata"].get("namespace") or "default"
+                    base = f"{base}/namespaces/{quote(namespace, safe='')}"
+                return f"{base}/{resource['name']}"
+        raise UnknownKindError(f"the API server has no {kind} in {version}")
 
     async def account_token(self, namespace: str, account: str) -> str:
-        """A token of a ServiceAccount, for as long as a local cluster may run."""
+        """Request a token of a ServiceAccount, for as long as a local cluster may run."""
         spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
-        answer = await self._core.create_namespaced_service_account_token(account, namespace, request)
-        return str(answer.status.token)
+        answer = await self._kube.create(f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token", request)
+        return str(answer["status"]["token"])
 
     async def knows_rules(self) -> bool:
         """Whether schemas may have CEL rules: since Kubernetes 1.25."""
-        version = await client.VersionApi(self._api).get_code()
-        return (int(version.major), int(version.minor.rstrip("+"))) >= (1, 25)
+        version = await self._kube.get("/version")
+        return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
     async def crd_established(self) -> bool:
-        api = client.ApiextensionsV1Api(self._api)
-        crd = await api.read_custom_resource_definition(f"{PLURAL}.{GROUP}")
-        return any(c.type == "Established" and c.status == "True" for c in crd.status.conditions or [])
+        crd = await self._kube.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}")
+        conditions = (crd.get("status") or {}).get("conditions") or []
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """One LLMService and its pods as they are now."""
-        service = await self._custom.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name)
-        pods = await self._core.list_namespaced_pod(namespace, label_selector=f"serving.baton.dev/service={name}")
+        service = await self._kube.get(f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}")
+        selector = f"serving.baton.dev/service={name}"
+        pods, _ = await self._kube.list(f"/api/v1/namespaces/{namespace}/pods", label_selector=selector)
         status = service.get("status") or {}
         spec = service["spec"]
         return ServiceStatus(
@@ -139,7 +146,7 @@ class ClusterApi:
                 Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
                 for c in status.get("conditions", [])
             ],
-            pods=sorted((_pod_status(pod) for pod in pods.items), key=lambda pod: pod.name),
+            pods=sorted((_pod_status(pod) for pod in pods), key=lambda pod: pod.name),
             kubeconfig=str(self._kubeconfig),
         )
 
@@ -147,9 +154,9 @@ class ClusterApi:
         """The Ingress proxy says on the node where it listens."""
         if not host:
             return ""
-        for node in (await self._core.list_node()).items:
-            port = (node.metadata.annotations or {}).get("baton.dev/ingress-port")
-            if port:
+        nodes, _ = await self._kube.list("/api/v1/nodes")
+        for node in nodes:
+            if port := (node["metadata"].get("annotations") or {}).get("baton.dev/ingress-port"):
                 return f"-H 'Host: {host}' http://127.0.0.1:{port}"
         return ""
 
@@ -157,29 +164,22 @@ class ClusterApi:
         self, namespace: str, pod: str, *, follow: bool, tail: int | None, previous: bool = False
     ) -> AsyncIterator[bytes]:
         """The pod's log, chunk by chunk; with `previous` that of the container before its last restart."""
-        options: JsonObject = {"previous": previous} | ({} if tail is None else {"tail_lines": tail})
-        response = await self._core.read_namespaced_pod_log_without_preload_content(
-            pod, namespace, follow=follow, **options
-        )
-        if response.status != 200:
-            raise ApiException(status=response.status, reason=(await response.text()).strip())
-        async for chunk in response.content.iter_any():
-            yield chunk
+        options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
+        if tail is not None:
+            options["tailLines"] = str(tail)
+        url = f"{self._kube.server}/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with (
+            self._kube.http_session() as session,
+            session.get(url, params=options, timeout=timeout) as response,
+        ):
+            if response.status != 200:
+                raise refusal(response.status, await response.read(), response.headers)
+            async for chunk in response.content.iter_any():
+                yield chunk
 
 
-def api_message(error: Exception) -> str:
-    """What the API server said, out of its Status body; or why it could not be asked."""
-    if not isinstance(error, ApiException):
-        return repr(error)
-    for text in (error.body, error.reason):
-        try:
-            return str(json.loads(text)["message"])
-        except (TypeError, ValueError, KeyError):
-            continue
-    return str(error.reason)
-
-
-def load_documents(path: Path) -> list[JsonObject]:
+def load_documents(path: Path) -> list[Object]:
     """Kubernetes objects of a YAML file: they are JSON, and have names. Raises ValueError that names the file and what is wrong."""
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
@@ -219,7 +219,7 @@ def _complaint(document: Any) -> str:
     return ""
 
 
-def as_kubectl_applies(document: JsonObject) -> JsonObject:
+def as_kubectl_applies(document: Object) -> Object:
     """`document` with the annotation by which a later `kubectl apply` knows which fields the user has taken out of the file."""
     metadata = {"annotations": {}, **document["metadata"]}
     said = json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
@@ -227,7 +227,7 @@ def as_kubectl_applies(document: JsonObject) -> JsonObject:
     return {**document, "metadata": {**metadata, "annotations": annotations}}
 
 
-def as_yaml(documents: list[JsonObject]) -> str:
+def as_yaml(documents: list[Object]) -> str:
     return yaml.safe_dump_all(documents, sort_keys=False)
 
 
@@ -272,21 +272,23 @@ def _reachable(endpoint: str) -> str:
     return f"{endpoint}:{port}" if endpoint and port != usual else endpoint
 
 
-def _pod_status(pod: client.V1Pod) -> PodStatus:
-    containers = pod.status.container_statuses or []
-    waiting = [c.state.waiting for c in containers if c.state and c.state.waiting]
-    ended = [c.last_state.terminated for c in containers if c.last_state and c.last_state.terminated]
-    reason = next((w.reason for w in waiting if w.reason), "")
-    message = next((t.message.strip().splitlines()[-1] for t in ended if t.message and t.message.strip()), "")
+def _pod_status(pod: Object) -> PodStatus:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    containers = status.get("containerStatuses") or []
+    waiting = [(c.get("state") or {}).get("waiting") or {} for c in containers]
+    ended = [(c.get("lastState") or {}).get("terminated") or {} for c in containers]
+    reason = next((w["reason"] for w in waiting if w.get("reason")), "")
+    messages = [t["message"].strip() for t in ended if t.get("message")]
+    message = next((text.splitlines()[-1] for text in messages if text), "")
     return PodStatus(
-        name=pod.metadata.name,
-        role=(pod.metadata.labels or {}).get("serving.baton.dev/role", ""),
-        ip=pod.status.pod_ip or "",
-        phase="Terminating" if pod.metadata.deletion_timestamp else pod.status.phase or "",
-        ready=any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or []),
-        restarts=sum(c.restart_count or 0 for c in containers),
+        name=metadata["name"],
+        role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
+        ip=status.get("podIP") or "",
+        phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
+        ready=any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []),
+        restarts=sum(c.get("restartCount") or 0 for c in containers),
         reason=": ".join(filter(None, (reason, message))) if reason else "",
-        container_id=next((c.container_id for c in containers if c.container_id), ""),
+        container_id=next((c["containerID"] for c in containers if c.get("containerID")), ""),
     )
 
 

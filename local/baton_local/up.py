@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from kubernetes.aio.client import ApiException
-from kubernetes.aio.dynamic.exceptions import ResourceNotFoundError
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from baton_kube.client import KubeError, Object
 from baton_local.ask import AskError, ask
 from baton_local.cluster import ComponentError, LocalCluster
 from baton_local.control_plane.kubeconfig import write_account_kubeconfig
@@ -30,9 +29,8 @@ from baton_local.display import service_tables
 from baton_local.networks import NetworksInUseError
 from baton_local.service import (
     ClusterApi,
-    JsonObject,
     ServiceStatus,
-    api_message,
+    UnknownKindError,
     as_kubectl_applies,
     as_yaml,
     gateways_see_all_engines,
@@ -79,8 +77,8 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except (UpError, ComponentError, AskError, NetworksInUseError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
-    except (ApiException, aiohttp.ClientError, TimeoutError) as error:
-        console.print(f"[red]baton up:[/] {escape(api_message(error))}; see {escape(str(state.logs))}")
+    except (KubeError, ConnectionError, TimeoutError, aiohttp.ClientError) as error:
+        console.print(f"[red]baton up:[/] {escape(str(error) or repr(error))}; see {escape(str(state.logs))}")
         return 1
     except KeyboardInterrupt:
         return 1
@@ -93,8 +91,8 @@ async def _up(
     options: UpOptions,
     state: StateDir,
     cluster: LocalCluster,
-    documents: list[JsonObject],
-    service: JsonObject,
+    documents: list[Object],
+    service: Object,
     console: Console,
 ) -> int:
     stopped = asyncio.Event()
@@ -116,8 +114,8 @@ async def _bring_up(
     options: UpOptions,
     state: StateDir,
     cluster: LocalCluster,
-    documents: list[JsonObject],
-    service: JsonObject,
+    documents: list[Object],
+    service: Object,
     console: Console,
     stopped: asyncio.Event,
 ) -> int:
@@ -143,9 +141,7 @@ async def _bring_up(
                 file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
             try:
                 await api.apply([as_kubectl_applies(document) for document in documents])
-            except ApiException as error:
-                raise UpError(f"{options.file} was refused: {api_message(error)}") from None
-            except ResourceNotFoundError as error:  # an apiVersion and kind that this cluster does not know
+            except (KubeError, UnknownKindError) as error:
                 raise UpError(f"{options.file} was refused: {error}") from None
             state.write_info(
                 ClusterInfo(
@@ -171,7 +167,7 @@ async def _bring_up(
         await asyncio.gather(checkpoint, return_exceptions=True)
 
 
-def _read_service(path: Path) -> tuple[list[JsonObject], JsonObject]:
+def _read_service(path: Path) -> tuple[list[Object], Object]:
     documents = load_documents(path)
     services = [document for document in documents if document["kind"] == "LLMService"]
     if len(services) != 1:
@@ -183,7 +179,7 @@ def _read_service(path: Path) -> tuple[list[JsonObject], JsonObject]:
     return documents, services[0]
 
 
-async def _provide_model(model: Path | None, service: JsonObject, state: StateDir, console: Console) -> bool:
+async def _provide_model(model: Path | None, service: Object, state: StateDir, console: Console) -> bool:
     """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder. Returns whether it did."""
     spec_model = service.setdefault("spec", {}).setdefault("model", {})
     if model is not None:
@@ -243,8 +239,8 @@ async def _wait_ready(
             try:
                 async for chunk in api.log(namespace, pod.name, follow=False, tail=10, previous=ended):
                     console.out(chunk.decode(errors="replace"), end="")
-            except ApiException as error:
-                console.print(escape(api_message(error)), style="dim")
+            except KubeError as error:
+                console.print(escape(str(error)), style="dim")
     raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}")
 
 
@@ -295,7 +291,7 @@ async def _watch(
             console.print(f"{component} ended by itself and was started again; see `baton logs {component}`")
         try:
             progress.show(await api.service(namespace, name))
-        except ApiException as error:
+        except KubeError as error:
             if error.status != 404:  # 404: the user deleted it, and may apply another
                 raise
         await asyncio.sleep(0.5)

@@ -135,7 +135,7 @@ class KubeClient:
             try:
                 code = response.status
                 if code != 200:
-                    raise _refusal(code, await response.read(), response.headers)
+                    raise refusal(code, await response.read(), response.headers)
                 while line := await response.content.readline():
                     yield _event(path, line)
             finally:
@@ -166,14 +166,19 @@ class KubeClient:
             content_type="application/merge-patch+json",
         )
 
-    async def apply(self, path: str, obj: Object, *, field_manager: str) -> Object:
-        """Apply `obj` on the server. Its fields become `field_manager`'s, conflicts notwithstanding."""
+    async def apply(self, path: str, obj: Object, *, field_manager: str, strict: bool = False) -> Object:
+        """Apply `obj` with server-side apply. `field_manager` takes over fields that other managers own.
+
+        Args:
+            strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
+        """
+        validation = [("fieldValidation", "Strict")] if strict else []
         return await self._request(
             "apply",
             "PATCH",
             path,
             body=obj,
-            query=[*_field_manager(field_manager), ("force", "true")],
+            query=[*_field_manager(field_manager), ("force", "true"), *validation],
             content_type="application/apply-patch+yaml",  # JSON is YAML
         )
 
@@ -253,7 +258,7 @@ class KubeClient:
         finally:
             self.on_request(verb, path, code)
         if not 200 <= code <= 299:
-            raise _refusal(code, data, response.headers)
+            raise refusal(code, data, response.headers)
         try:
             answer = msgspec.json.decode(data)
         except ValueError as error:  # for example a proxy's page while the server is away
@@ -294,8 +299,8 @@ def _selectors(label: str, field: str) -> list[tuple[str, str]]:
     return [(key, value) for key, value in (("labelSelector", label), ("fieldSelector", field)) if value]
 
 
-def _refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
-    """Read a metav1.Status if the server sent one, else take the text as the message."""
+def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
+    """Return the error of an answer that is not 2xx: its metav1.Status, or whatever text the server sent."""
     text = body.decode(errors="replace")
     try:
         status = json.loads(text)

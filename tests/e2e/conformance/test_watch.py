@@ -48,9 +48,11 @@ def test_objects_enter_and_leave_a_selector(api, core):
     path = f"{core}/secrets"
     start = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.patch(f"{path}/a", {"metadata": {"labels": {"in": "yes"}}})
-    api.patch(f"{path}/a", {"metadata": {"labels": {"in": "no"}}})
+    left = api.patch(f"{path}/a", {"metadata": {"labels": {"in": "no"}}}).json()["metadata"]["resourceVersion"]
     events = api.watch(path, resourceVersion=start, labelSelector="in=yes", timeoutSeconds=WATCH_S)
     assert _names(events) == [("ADDED", "a"), ("DELETED", "a")]
+    last = events[-1]["object"]["metadata"]
+    assert (last["labels"], last["resourceVersion"]) == ({"in": "yes"}, left), "as it was inside"
 
 
 def test_a_version_from_before_the_history_is_gone(api, relays):

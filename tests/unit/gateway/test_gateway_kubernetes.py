@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from baton_gateway import kubernetes_discovery
 from baton_gateway.kubernetes_discovery import KubernetesDiscovery
 
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
@@ -130,6 +131,20 @@ async def test_a_lost_delete_heals_with_the_next_list(api: ApiServer):
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
         api.pods = []
         assert await next_set(sets) == []
+
+
+async def test_a_service_account_that_comes_late_is_waited_for(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kubernetes_discovery, "CONNECT_RETRY_S", 0.05)
+    token = tmp_path / ACCOUNT / "token"
+    token.unlink()
+    async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
+        first = asyncio.create_task(next_set(sets))
+        await asyncio.sleep(0.2)
+        assert not first.done()
+        token.write_text("secret")
+        assert await first == []
 
 
 async def test_a_watch_that_is_too_old_lists_again(api: ApiServer):

@@ -16,11 +16,13 @@ import pytest
 import yaml
 from aiohttp import web
 
+from baton_kube.client import KubeError
 from baton_local.control_plane.embedded import EmbeddedControlPlane, deletion
 from baton_local.control_plane.embedded.cluster import Cluster
 from baton_local.control_plane.embedded.registry import WriteOptions
 from baton_local.control_plane.embedded.resources import BUILTIN, markdown_table
 from baton_local.control_plane.embedded.store import Store
+from baton_local.service import ClusterApi, UnknownKindError
 
 MAPS = "/api/v1/namespaces/default/configmaps"
 
@@ -121,6 +123,18 @@ async def test_streaming_lists_end_with_a_bookmark(call):
     end = kinds.index("BOOKMARK")
     assert kinds[:end] == ["ADDED"] * 4
     assert events[end]["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"] == "true"
+
+
+async def test_the_commands_name_a_kind_that_is_not_served_and_a_field_that_is_unknown(plane):
+    metadata = {"name": "x"}
+    async with ClusterApi.connect(plane.kubeconfig) as api:
+        for version, kind in (("v1", "Nonsense"), ("none.example/v1", "ConfigMap")):
+            with pytest.raises(UnknownKindError, match=f"no {kind} in {version}"):
+                await api.apply([{"apiVersion": version, "kind": kind, "metadata": metadata}])
+        with pytest.raises(KubeError, match="dta"):
+            await api.apply([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "dta": {}}])
+        await api.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}])
+        await api.apply([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**metadata, "namespace": "x"}}])
 
 
 async def test_an_object_whose_owner_never_existed_is_collected(call):

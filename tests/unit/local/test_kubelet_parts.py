@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_kube.client import KubeError
 from baton_local.kubelet import guardian
 from baton_local.kubelet.backoff import BackoffPolicy
 from baton_local.kubelet.env import ConfigError, command_line, container_environment, expand, field_value
+from baton_local.kubelet.kubelet import _lookup
 from baton_local.kubelet.logs import ContainerLog, stream_log
 from baton_local.kubelet.probes import ProbeTiming, ProbeVerdict
 from baton_local.kubelet.quantity import in_units_of, parse_quantity
@@ -202,6 +204,22 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
     await volumes.make()
     assert sorted(path.name for path in (root / "etc/x").iterdir() if path.name[0] != ".") == ["new.json", "s"]
     assert (root / "etc/x/s/key").read_text() == "secret"
+
+
+async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() -> None:
+    """The container waits with CreateContainerConfigError, whether the API server refuses or is away."""
+
+    class Failing:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        async def get(self, path: str) -> dict[str, object]:
+            raise self.error
+
+    for error in (KubeError(403, "Forbidden", "not allowed"), ConnectionError("refused")):
+        with pytest.raises(ConfigError, match=f"configmaps ns/m: {error}"):
+            await _lookup(Failing(error))("ConfigMap", "ns", "m")  # type: ignore[arg-type]
+    assert await _lookup(Failing(KubeError(404, "NotFound", "")))("ConfigMap", "ns", "m") is None  # type: ignore[arg-type]
 
 
 async def test_files_are_written_although_a_kubelet_was_killed_while_switching(tmp_path: Path) -> None:

@@ -136,17 +136,24 @@ async def _follow(
             continue
         if event is None:
             return
-        if kind := _seen_as(event, chosen):
-            await stream.event(kind, event.object)
+        if seen := _seen_as(event, chosen):
+            await stream.event(*seen)
 
 
-def _seen_as(event: Event, chosen: Selection) -> str | None:
-    """An object that enters or leaves a selector is added or deleted for those who watch through it."""
+def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
+    """Return the type and object to send, None for no event.
+
+    For a watch with a selector an object is added when it enters the selection and deleted when it leaves. The second event
+    has the object as it was inside, with the version of the change.
+    """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
-    was = event.previous is not None and chosen.matches(event.previous)
+    previous = event.previous if event.previous is not None and chosen.matches(event.previous) else None
     if event.type == "DELETED":
-        return "DELETED" if was else None
+        return ("DELETED", event.object) if previous else None
     if chosen.matches(event.object):
-        return "MODIFIED" if was else "ADDED"
-    return "DELETED" if was else None
+        return ("MODIFIED" if previous else "ADDED"), event.object
+    if previous is None:
+        return None
+    version = event.object["metadata"]["resourceVersion"]
+    return "DELETED", {**previous, "metadata": {**previous["metadata"], "resourceVersion": version}}

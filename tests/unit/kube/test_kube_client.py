@@ -1,0 +1,284 @@
+"""The client at the wire: what it sends, and what it makes of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kube_api_server import PODS, ApiServer, event, pod, serving, streamed
+from kubernetes.aio.config import ConfigException
+
+from baton_kube import client
+from baton_kube.client import KubeClient, KubeError, WritesForbiddenError, connect
+
+
+@pytest.fixture
+def server() -> ApiServer:
+    return ApiServer()
+
+
+@pytest.fixture
+async def kube(server: ApiServer) -> AsyncIterator[KubeClient]:
+    async with serving(server) as kube:
+        yield kube
+
+
+def answers(server: ApiServer, *bodies: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    """Answer one request after the other with `bodies`, the last of them from then on."""
+    left = list(bodies)
+
+    async def handler(request: web.Request) -> web.Response:
+        body = left.pop(0) if len(left) > 1 else left[0]
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(text=text, status=status, headers=headers)
+
+    server.handler = handler
+
+
+def hangs(server: ApiServer) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    server.handler = handler
+
+
+async def watched(kube: KubeClient, silence_s: float = 60.0, **selectors: str) -> list[tuple[str, str]]:
+    seen = []
+    watch = kube.watch(PODS, "7", timeout_s=30.0, silence_s=silence_s, **selectors)
+    async with aclosing(watch) as events:
+        async for kind, obj in events:
+            seen.append((kind, obj["metadata"]["resourceVersion"]))
+    return seen
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeClient) -> None:
+    first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
+    answers(server, first, {"metadata": {"resourceVersion": "7"}, "items": [pod("b", 2)]})
+    assert await kube.list(PODS, label_selector="a in (b,c)", field_selector="x=y") == ([pod("a", 1), pod("b", 2)], "7")
+    selectors = {"labelSelector": "a in (b,c)", "fieldSelector": "x=y"}
+    assert [asked.query for asked in server.asked] == [
+        {**selectors, "limit": "500"},
+        {**selectors, "limit": "500", "continue": "token"},
+    ]
+
+
+async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(server: ApiServer, kube: KubeClient) -> None:
+    first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
+    answers(server, first, {"metadata": {"resourceVersion": "7"}, "items": None})
+    assert await kube.list(PODS, not_older_than="0") == ([pod("a", 1)], "7")
+    assert [asked.query for asked in server.asked] == [
+        {"resourceVersion": "0", "resourceVersionMatch": "NotOlderThan"},
+        {"continue": "token"},
+    ]
+
+
+async def test_each_write_has_its_verb_type_and_options(server: ApiServer, kube: KubeClient) -> None:
+    answers(server, {"kind": "Pod"})
+    verbs: list[tuple[str, str, int]] = []
+    kube.on_request = lambda verb, path, code: verbs.append((verb, path, code))
+    path = f"{PODS}/a"
+    await kube.create(PODS, {"n": 1}, field_manager="me")
+    await kube.replace(path, {"n": 2})
+    await kube.merge(path, {"n": None})
+    await kube.apply(path, {"n": 4}, field_manager="me")
+    await kube.delete(path, uid="u", grace_s=0, propagation="Background")
+    await kube.delete(path)
+    await kube.get(path, metadata_only=True, query=[("a", "b")])
+    options = {"apiVersion": "v1", "kind": "DeleteOptions"}
+    full = {**options, "preconditions": {"uid": "u"}, "gracePeriodSeconds": 0, "propagationPolicy": "Background"}
+    assert [(asked.method, asked.content_type, asked.query, asked.body) for asked in server.asked] == [
+        ("POST", "application/json", {"fieldManager": "me"}, {"n": 1}),
+        ("PUT", "application/json", {}, {"n": 2}),
+        ("PATCH", "application/merge-patch+json", {}, {"n": None}),
+        ("PATCH", "application/apply-patch+yaml", {"fieldManager": "me", "force": "true"}, {"n": 4}),
+        ("DELETE", "application/json", {}, full),
+        ("DELETE", "application/json", {}, options),
+        ("GET", "application/json", {"a": "b"}, None),
+    ]
+    assert server.asked[-1].accept.startswith("application/json;as=PartialObjectMetadata;")
+    assert [verb for verb, _, _ in verbs] == ["create", "update", "patch", "apply", "delete", "delete", "get"]
+    assert verbs[0][1:] == (PODS, 200)
+
+
+async def test_a_refusal_has_code_reason_and_message(server: ApiServer, kube: KubeClient) -> None:
+    status = {"kind": "Status", "reason": "AlreadyExists", "message": 'pods "a" already exists'}
+    answers(server, status, status=409)
+    with pytest.raises(KubeError, match=r'^pods "a" already exists$') as caught:
+        await kube.create(PODS, {})
+    assert (caught.value.status, caught.value.reason, caught.value.retry_after_s) == (409, "AlreadyExists", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "message", "retry_after_s"),
+    [
+        ({"message": "slow down"}, {"Retry-After": "3"}, "slow down", 3.0),
+        ({"message": "slow down", "details": {"retryAfterSeconds": 2}}, {}, "slow down", 2.0),
+        ({"message": "later", "details": "odd"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, "later", None),
+        ("<html>busy</html>", {"Retry-After": "1"}, "<html>busy</html>", 1.0),
+        ("[]", {}, "[]", None),
+        ("", {}, "HTTP 429", None),
+    ],
+)
+async def test_any_refusal_can_be_read(
+    server: ApiServer, kube: KubeClient, body: Any, headers: dict[str, str], message: str, retry_after_s: float | None
+) -> None:
+    answers(server, body, status=429, headers=headers)
+    with pytest.raises(KubeError) as caught:
+        await kube.get(PODS)
+    assert (caught.value.status, str(caught.value), caught.value.retry_after_s) == (429, message, retry_after_s)
+
+
+@pytest.mark.parametrize("body", ["<html>maintenance</html>", "[1]", ""])
+async def test_an_answer_that_is_no_object_counts_as_no_answer(server: ApiServer, kube: KubeClient, body: str) -> None:
+    answers(server, body)
+    with pytest.raises(ConnectionError, match=r"not JSON|not a JSON object"):
+        await kube.get(PODS)
+
+
+async def test_a_server_that_is_away_is_a_connection_error() -> None:
+    codes: list[int] = []
+    async with serving(ApiServer()) as kube:
+        kube.on_request = lambda verb, path, code: codes.append(code)
+    with pytest.raises(ConnectionError, match=r"GET http://127.0.0.1"):
+        await kube.get(PODS)
+    with pytest.raises(ConnectionError):
+        await watched(kube)
+    assert codes == [0, 0]
+
+
+async def test_a_request_has_a_deadline(server: ApiServer, kube: KubeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 0.2)
+    hangs(server)
+    with pytest.raises(TimeoutError, match=r"GET .*: no answer within 0.2 s"):
+        await kube.get(PODS)
+
+
+async def test_writes_take_no_longer_than_allowed_and_are_not_sent_when_forbidden(
+    server: ApiServer, kube: KubeClient
+) -> None:
+    hangs(server)
+    kube.write_timeout_s = lambda: 0.2
+    with pytest.raises(TimeoutError, match=r"no answer within 0.2 s"):
+        await kube.apply(f"{PODS}/a", {}, field_manager="me")
+    answers(server, {})
+    kube.write_timeout_s = lambda: 0.0
+    asked = len(server.asked)
+    for write in (kube.create(PODS, {}), kube.merge(f"{PODS}/a", {}), kube.delete(f"{PODS}/a")):
+        with pytest.raises(WritesForbiddenError):
+            await write
+    assert len(server.asked) == asked
+    assert await kube.get(PODS) == {}, "reads are not writes"
+
+
+# Watches -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_watch_yields_events_and_bookmarks_until_its_end(server: ApiServer, kube: KubeClient) -> None:
+    server.handler = lambda request: streamed(request, event("ADDED", pod("a", 8)) + event("BOOKMARK", pod("", 9)))
+    seen: list[tuple[str, str, int]] = []
+    kube.on_request = lambda verb, path, code: seen.append((verb, path, code))
+    assert await watched(kube, label_selector="a=b") == [("ADDED", "8"), ("BOOKMARK", "9")]
+    assert server.asked[0].query == {
+        "watch": "true",
+        "allowWatchBookmarks": "true",
+        "resourceVersion": "7",
+        "timeoutSeconds": "30",
+        "labelSelector": "a=b",
+    }
+    assert seen == [("watch", PODS, 200)]
+
+
+async def test_an_error_event_and_a_refused_watch_are_refusals(server: ApiServer, kube: KubeClient) -> None:
+    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+    server.handler = lambda request: streamed(request, event("ERROR", gone))
+    with pytest.raises(KubeError, match="too old") as caught:
+        await watched(kube)
+    assert (caught.value.status, caught.value.reason) == (410, "Expired")
+    answers(server, {"reason": "Forbidden", "message": "no"}, status=403, headers={"Retry-After": "1"})
+    with pytest.raises(KubeError, match="no") as caught:
+        await watched(kube)
+    assert (caught.value.status, caught.value.retry_after_s) == (403, 1.0)
+
+
+async def test_a_silent_watch_times_out(server: ApiServer, kube: KubeClient) -> None:
+    server.handler = lambda request: streamed(request, event("ADDED", pod("a", 8)), hang=True)
+    with pytest.raises(TimeoutError, match=r"no event or bookmark for 0.3 s"):
+        await watched(kube, silence_s=0.3)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_half_an_event_is_a_broken_connection(server: ApiServer, kube: KubeClient, cut: bool) -> None:
+    line = event("ADDED", pod("a", 8))
+    server.handler = lambda request: streamed(request, line[: len(line) // 2], cut=cut)
+    with pytest.raises(ConnectionError):
+        await watched(kube)
+
+
+async def test_an_event_may_be_as_large_as_an_object(server: ApiServer, kube: KubeClient) -> None:
+    large = {**pod("a", 8), "data": "x" * 3_000_000}
+    server.handler = lambda request: streamed(request, event("ADDED", large))
+    assert await watched(kube) == [("ADDED", "8")]
+
+
+# Connections ---------------------------------------------------------------------------------------------------------
+
+
+async def test_rotated_tokens_are_used_by_requests_and_sessions(server: ApiServer, kube: KubeClient) -> None:
+    answers(server, {})
+    configuration = kube._api.configuration
+    configuration.api_key["BearerToken"] = "Bearer 0"
+    rotations = iter(range(1, 10))
+    configuration.refresh_api_key_hook = lambda c: c.api_key.update(BearerToken=f"Bearer {next(rotations)}")
+    order: list[str] = []
+
+    async def seen(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        order.append(request.headers.get("Authorization", ""))
+        return await handler(request)
+
+    await kube.get(PODS)
+    async with kube.http_session(seen) as session:
+        for _ in range(2):
+            async with session.get(kube.server + PODS, headers={"Authorization": "theirs"}) as response:
+                assert response.status == 200
+    assert [asked.token for asked in server.asked] == ["Bearer 1", "Bearer 2", "Bearer 3"]
+    assert order == ["theirs", "theirs"], "the given middlewares are outside of the one that sets the token"
+
+
+async def test_a_token_that_cannot_be_read_counts_as_no_answer(kube: KubeClient) -> None:
+    def refresh(_: object) -> None:
+        raise ConfigException("Token file exists but empty.")
+
+    kube._api.configuration.api_key["BearerToken"] = "Bearer 0"
+    kube._api.configuration.refresh_api_key_hook = refresh
+    with pytest.raises(ConnectionError, match="Token file"):
+        await kube.get(PODS)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"])
+async def test_a_kubeconfig_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigException):
+        async with connect(path):
+            pass
+
+
+async def test_outside_of_a_cluster_there_is_no_service_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigException):
+        async with connect(service_account=tmp_path):
+            pass
