@@ -19,7 +19,7 @@ from baton_operator.builders import gateway
 from baton_operator.builders.free_form import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import desired
-from baton_operator.plan import plan_group
+from baton_operator.plan_expert_group import plan_members
 
 SPEC: Object = {
     "model": {"uri": "hf://o/m"},
@@ -295,7 +295,8 @@ def step_fails(simulated: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["observe", "find_former", "apply_objects", "collect_config_maps", "gateway_group", "report", "plan_group"]
+    "place",
+    ["observe", "find_former", "apply_objects", "collect_config_maps", "gateway_group", "report", "plan_members"],
 )
 def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
     simulated: Service, monkeypatch: pytest.MonkeyPatch, place: str
@@ -349,10 +350,10 @@ def test_a_defect_in_one_group_does_not_hold_up_the_other(simulated: Service, mo
     simulated.create(SPEC)
     simulated.settle()
 
-    def defect(members: Any, **fields: Any) -> Any:
-        return fails() if fields["desired"] == 1 else plan_group(members, **fields)
+    def defect(owner: Any, role: str, *args: Any, **options: Any) -> Any:
+        return fails() if role == "prefill" else plan_members(owner, role, *args, **options)
 
-    monkeypatch.setattr(reconcile, "plan_group", defect)
+    monkeypatch.setattr(reconcile, "plan_members", defect)
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
     for _ in range(6):
         step_fails(simulated)
