@@ -12,7 +12,7 @@ help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
 	@echo "make test           unit and integration tests (under 15 minutes on 2 cores)"
 	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 8 minutes)"
-	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted (about 40 minutes)"
+	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make check          ruff, mypy, import-linter"
@@ -42,7 +42,7 @@ e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/test_operator_chaos.py tests/unit/operator/test_operator_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
 	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)

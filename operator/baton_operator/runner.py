@@ -1,4 +1,4 @@
-"""The operator's process: holds the Lease, runs kopf and the reconciles, until it is told to end."""
+"""The operator's process: holds the Lease, runs kopf and the reconciles, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 20.0
 STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
 SILENCE_S = 2 * handlers.WATCH_S + 120.0
-"""Every watch is renewed after WATCH_S. When kopf gets no answer for this long it is started anew."""
+"""Every watch is renewed after WATCH_S. When kopf gets no answer for this long, it is started again."""
 RESTART_S = 2.0
 
 
@@ -209,6 +209,6 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
             with suppress(RuntimeError):  # the loop has just been closed
                 kopf_loop.call_soon_threadsafe(stop.set)
             await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
-        if not ended.done():
-            raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
-        ended.exception()  # seen
+        error = ended.exception() if ended.done() else KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
+        if isinstance(error, KopfHangsError):
+            raise error
