@@ -28,8 +28,6 @@ class Fault:
     """Bytes after which the connection is closed."""
     events: bytes | None = None
     """Of a watch: instead of those of the API server."""
-    is_silent: bool = False
-    """The answer begins, and nothing follows."""
     repeats: int = 1
     """How often each event comes."""
     late_s: float = 0.0
@@ -145,8 +143,6 @@ async def _go_wrong(
         return response
     async with session.get(f"{host}{request.rel_url}", headers=headers) as answer:
         async for line in answer.content:
-            if fault.is_silent:
-                continue
             await asyncio.sleep(fault.late_s)
             piece = line * fault.repeats
             if fault.cut_after is not None:

@@ -23,7 +23,6 @@ from baton_kube.client import connect
 from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_operator import names
 from baton_operator.crd import custom_resource_definition
-from baton_operator.handlers import INACTIVITY_S
 from baton_operator.kube import Kube
 from support.api_proxy import ApiProxy, Fault, api_proxy
 
@@ -195,18 +194,6 @@ async def test_it_ends_in_the_same_objects(
         operator.fail(fault, wanted, times)
         await replaced(cluster, "decode-0")
         assert await objects(cluster) == expected, operator.log.read_text()[-3000:]
-
-
-@pytest.mark.chaos
-async def test_a_silent_watch_is_noticed(plane: EmbeddedControlPlane, operator: Operator) -> None:
-    operator.start()
-    async with served(plane, "silent") as cluster:
-        await runs(cluster)
-        operator.fail(Fault(is_silent=True), is_pod_watch, times=1)
-        operator.fail(Fault(events=b""), is_pod_watch, times=1)  # the watch ends, and the next one is silent
-        operator.fail(Fault(is_silent=True), is_pod_watch, times=1)
-        async with asyncio.timeout(INACTIVITY_S + 90):
-            await replaced(cluster, "decode-0")
 
 
 @pytest.mark.chaos
