@@ -248,7 +248,8 @@ class Machine(RuleBasedStateMachine):
 
 
 TestService = Machine.TestCase
-TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+# The same steps each time; `test_operator_chaos.py` draws others.
+TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
 
 
 def test_members_of_all_states_are_seen() -> None:
