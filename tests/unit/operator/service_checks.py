@@ -56,7 +56,7 @@ class StepChecks:
         touched = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method != "POST"}
         deleted = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method == "DELETE"}
         spec = decode_spec(service["spec"])
-        self._no_rank_is_deleted(deleted, seen, before, ranks, spec.decode.replicas)
+        self._no_rank_is_deleted(deleted, seen, before, ranks)
         for role in names.MEMBER_ROLES:
             self._group(role, spec, _of(role, seen), _of(role, before), _of(role, after), touched)
         self._spent |= {seen[name]["metadata"]["uid"] for name in touched if name in seen}
@@ -118,14 +118,12 @@ class StepChecks:
                 f"{role}: {[pod['metadata']['name'] for pod in gone]} had no reason to go"
             )
 
-    def _no_rank_is_deleted(self, deleted: set[str], seen: Pods, before: Pods, ranks: list[str], wanted: int) -> None:
-        """But one that failed, and the last one: when it has drained, or is down in a group that is to be empty."""
+    def _no_rank_is_deleted(self, deleted: set[str], seen: Pods, before: Pods, ranks: list[str]) -> None:
         for name in deleted & set(ranks) & set(before):
             if name not in seen or _uid(seen[name]) != _uid(before[name]):
                 continue  # its successor was not touched: the uid is a precondition
             m = member(seen[name])
-            is_last = ranks == [name] and (m.draining or (wanted == 0 and not m.serving))
-            assert m.failed or is_last, f"{name} is a rank"
+            assert m.failed or (m.draining and ranks == [name]), f"{name} is a rank"
 
     def _alive(self, pods: Pods) -> list[Member]:
         members = map(member, pods.values())
