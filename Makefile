@@ -57,6 +57,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests
+	$(BIN)/python hack/api_reference.py --check docs/api.md
 	$(BIN)/python hack/metrics_reference.py --check docs/metrics.md
 
 format: $(STAMP)
@@ -65,6 +66,7 @@ format: $(STAMP)
 
 manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
+	$(BIN)/python hack/api_reference.py docs/api.md
 	$(BIN)/python hack/metrics_reference.py docs/metrics.md
 
 control-plane:

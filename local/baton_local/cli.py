@@ -225,7 +225,7 @@ def _running(command: str) -> ClusterInfo | None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     from baton_local.plan import run_plan
-    from baton_operator.preview.cluster import Conditions
+    from baton_local.preview.cluster import Conditions
 
     conditions = Conditions(
         ready_after_s=args.ready_after,

@@ -1,6 +1,6 @@
 """`baton plan`: every step of the rollout or resize from one manifest to another, without a cluster.
 
-The steps come from the operator's own planner, run by `baton_operator.preview`. This module reads manifests and prints.
+The steps come from the operator's own planner, run by `baton_local.preview`. This module reads manifests and prints.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
+from baton_local.preview.cluster import Conditions
+from baton_local.preview.rollout import preview
+from baton_local.preview.steps import GroupChange, Preview, Step
+from baton_local.preview.target import Target, target_of
 from baton_local.service import load_documents
 from baton_operator import names
 from baton_operator.crd import custom_resource_definition
-from baton_operator.preview.cluster import Conditions
-from baton_operator.preview.rollout import preview
-from baton_operator.preview.steps import GroupChange, Preview, Step
-from baton_operator.preview.target import Target, target_of
 
 _STYLES = {"ready": "green", "no room": "red", "starting": "yellow", "standby": "yellow"}
 MAX_VALUE_LENGTH = 60

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from baton_engine.protocol.topology import TopologyStatus
+from baton_local.preview.coordinator import NEVER, Coordinator
+from baton_local.preview.steps import State
 from baton_operator import names
 from baton_operator.plan import Member
-from baton_operator.preview.coordinator import NEVER, Coordinator
-from baton_operator.preview.steps import State
 
 GONE_AFTER = timedelta(seconds=1)
 """From the deletion of a pod to its end."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from baton_operator.preview.cluster import Conditions
-from baton_operator.preview.rollout import preview
-from baton_operator.preview.steps import Preview, Step
-from baton_operator.preview.target import target_of
+from baton_local.preview.cluster import Conditions
+from baton_local.preview.rollout import preview
+from baton_local.preview.steps import Preview, Step
+from baton_local.preview.target import target_of
 
 Object = dict[str, Any]
 SAMPLES = Path(__file__).parents[3] / "manifests" / "samples"

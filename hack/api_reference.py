@@ -1,9 +1,16 @@
-"""`docs/api.md`, made from the CRD's schema, which is made from the structs: fields, defaults, bounds, descriptions, rules."""
+"""Generate docs/api.md from the schema of the CRD: fields, defaults, bounds, descriptions, rules.
+
+python hack/api_reference.py docs/api.md            writes the page
+python hack/api_reference.py docs/api.md --check    exits 1 if it is stale
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from baton_operator import api
@@ -135,3 +142,21 @@ def _bounds(node: Schema) -> str:
     if "format" in node and node["type"] == "string":
         found.append(str(node["format"]))
     return ", ".join(found) or "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if args.page.exists() and args.page.read_text() == text():
+        return 0
+    if args.check:
+        print(f"stale: {args.page}; run `make manifests`", file=sys.stderr)
+        return 1
+    args.page.write_text(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
