@@ -30,8 +30,8 @@ from baton_operator.names import Key
 from baton_operator.plan import Member
 from baton_operator.references import Reference
 
+#: The scheduler's words for nodes on which other pods use what the pod needs. A selector that no node matches is another matter.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
-"""What the scheduler says of nodes on which others have what the pod needs; a selector that no node matches is another matter."""
 
 
 class Observation(msgspec.Struct, kw_only=True):
@@ -116,8 +116,11 @@ async def observe(
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
-    kept = await kept_spec(kube, service) if _is_paused(service) else service["spec"]
-    waiting = held_back(kept, service["spec"]) if _is_paused(service) and kept is not None else ()
+    kept: Object | None = service["spec"]
+    waiting: tuple[str, ...] = ()
+    if _is_set(service, "paused"):
+        kept = await kept_spec(kube, service)
+        waiting = held_back(kept, service["spec"]) if kept is not None else ()
     service = {**service, "spec": kept or service["spec"]}
     found, deployments, services, key_secret = await asyncio.gather(
         list_own(kube, "Pod", key, freshness),
@@ -151,7 +154,7 @@ async def observe(
         held_back=waiting,
     )
     # Topology first: a member that stands by according to it was no member when it is asked how much is unfinished.
-    if _is_expert_parallel(service) or any(map(_is_rank, pods)):
+    if _is_set(service, "decode", "parallelism", "expert") or any(map(_is_rank, pods)):
         coordinator = observed.owned("Service", names.coordinator_name(key.name))
         observed.coordinator = (coordinator["spec"].get("clusterIP") or None) if coordinator else None
     if observed.coordinator is not None:
@@ -170,16 +173,10 @@ def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
         return None
 
 
-def _is_paused(service: Object) -> bool:
-    """As the spec says, which need not be valid."""
-    spec = service.get("spec")
-    return isinstance(spec, dict) and spec.get("paused") is True
-
-
-def _is_expert_parallel(service: Object) -> bool:
-    """As the spec says, which need not be valid."""
+def _is_set(service: Object, *path: str) -> bool:
+    """Whether the field of the spec, which need not be valid, is true."""
     node: Any = service.get("spec")
-    for field in ("decode", "parallelism", "expert"):
+    for field in path:
         node = node.get(field) if isinstance(node, dict) else None
     return node is True
 
@@ -225,36 +222,36 @@ def member(pod: Object) -> Member:
     )
 
 
-def unready_since(pod: Object) -> datetime | None:
-    """When it was made, or was ready last."""
+def condition(pod: Object, type_: str) -> Object:
+    """Return the condition of this type; an empty one if the pod has none."""
     conditions = pod.get("status", {}).get("conditions") or []
-    flips = [parse_time(each.get("lastTransitionTime")) for each in conditions if each["type"] == "Ready"]
-    times = [parse_time(pod["metadata"].get("creationTimestamp")), *flips]
+    return next((each for each in conditions if each["type"] == type_), {})
+
+
+def unready_since(pod: Object) -> datetime | None:
+    """When the pod was created or was last ready."""
+    flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
+    times = [parse_time(pod["metadata"].get("creationTimestamp")), flipped]
     return max((time for time in times if time is not None), default=None)
 
 
 def no_room_since(pod: Object) -> datetime | None:
-    """Since when the scheduler finds no room for it that a pod that leaves could make."""
-    for condition in pod.get("status", {}).get("conditions") or []:
-        unscheduled = condition["type"] == "PodScheduled" and condition["status"] == "False"
-        if unscheduled and _TAKEN.search(condition.get("message") or ""):
-            return parse_time(condition.get("lastTransitionTime")) or parse_time(
-                pod["metadata"].get("creationTimestamp")
-            )
-    return None
+    """Since when the scheduler has found only nodes on which a pod that leaves could make room."""
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") != "False" or not _TAKEN.search(scheduled.get("message") or ""):
+        return None
+    return parse_time(scheduled.get("lastTransitionTime")) or parse_time(pod["metadata"].get("creationTimestamp"))
 
 
 def _started(container: Object) -> bool:
-    """Whether this is the engine and has passed its startup probe; runs, where the kubelet does not say."""
+    """Whether this is the engine and has passed its startup probe. Where the kubelet does not report that: whether it runs."""
     running = bool((container.get("state") or {}).get("running"))
     return container["name"] == CONTAINER and bool(container.get("started", running))
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether the kubelet says Ready, and nobody deleted it."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-    return ready and not pod["metadata"].get("deletionTimestamp")
+    """Whether the pod has condition Ready and is not being deleted."""
+    return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get("deletionTimestamp")
 
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
@@ -267,10 +264,8 @@ def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """A Kubernetes timestamp; None for none or one that someone garbled."""
-    if not text:
-        return None
+    """Return a Kubernetes timestamp; None if there is none, or it cannot be parsed."""
     try:
-        return datetime.fromisoformat(text)
+        return datetime.fromisoformat(text or "")
     except ValueError:
         return None

@@ -85,28 +85,25 @@ def record(
         recorded: of this coordinator address, see `recorded_for`.
         pods: names of those that exist.
     """
-    if topology is None or (topology.generation == 0 and recorded is not None and recorded.generation > 0):
-        if recorded is None:
-            return None
-        ranks = [rank for rank in recorded.ranks if rank.name in pods]
-        operation = recorded.operation
-        if topology is not None and topology.operation is not None:
-            operation = _operation(topology.operation)
+    operation = _operation(topology.operation) if topology is not None and topology.operation is not None else None
+    recorded_ranks = [rank for rank in recorded.ranks if rank.name in pods] if recorded is not None else []
+    if recorded is not None and (topology is None or topology.generation == 0 < recorded.generation):
         return api.TopologyStatus(
-            coordinator=coordinator, generation=recorded.generation, ranks=ranks, operation=operation
+            coordinator=coordinator,
+            generation=recorded.generation,
+            ranks=recorded_ranks,
+            operation=operation or recorded.operation,
         )
+    if topology is None:
+        return None
     view = TopologyView(topology, recorded)
     ranks = [
         api.RankStatus(name=entry.name, rank=entry.rank, phase=str(entry.phase))
         for entry in topology.members
         if entry.rank is not None
     ]
-    if recorded is not None:
-        listed = {rank.name for rank in ranks}
-        ranks += [
-            rank for rank in recorded.ranks if view.is_rank(rank.name) and rank.name in pods and rank.name not in listed
-        ]
-    operation = None if topology.operation is None else _operation(topology.operation)
+    listed = {rank.name for rank in ranks}
+    ranks += [rank for rank in recorded_ranks if rank.name not in listed and view.is_rank(rank.name)]
     return api.TopologyStatus(coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation)
 
 
