@@ -1,4 +1,4 @@
-"""Writes the difference between desired and observed, and never to what another owner made."""
+"""Write the difference between the desired and the observed state. Objects of other owners are never changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Ob
     """Create, update and delete the objects beside the members, of the kinds that were listed.
 
     Returns:
-        What was refused. One refused object does not keep the others from being right. What was written is in `observed`.
+        The refusals. The other objects are written all the same. Written objects are put into `observed`.
 
     Raises:
         StaleReadError: something is to be deleted.
@@ -92,7 +92,7 @@ async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) 
 
 
 def contains(present: Any, wanted: Any) -> bool:
-    """Whether `present` has everything `wanted` says; what it has besides is the server's or another manager's."""
+    """Whether `present` has every field of `wanted`. Further fields belong to the server or to other managers."""
     if isinstance(wanted, dict):
         return isinstance(present, dict) and all(
             key in present and contains(present[key], wanted[key]) for key in wanted
@@ -112,11 +112,10 @@ async def apply_members(
     observed: Observation,
     now: datetime,
 ) -> Refusal | None:
-    """One step of one group. Every member is tried, then the first error is raised; but after a pod that the API server does
-    not take no further one is created.
+    """Take one step of one group. All members are tried before the first error is raised. After a refused pod none is created.
 
     Returns:
-        Why a pod was refused.
+        Why the API server refused a pod.
 
     Raises:
         NameConflict, KubeError
@@ -126,11 +125,11 @@ async def apply_members(
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
         marks = {names.ANNOTATION_DRAINING: "true", names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds")}
-        # The uid makes it a precondition: a successor of the same name is not marked.
+        # The uid is a precondition: a successor of the same name is not marked.
         try:
             await kube.merge("Pod", owner.namespace, name, {"metadata": {"uid": uids[name], "annotations": marks}})
         except KubeError as error:
-            if error.status not in (404, 409):  # gone since it was observed: so much the better
+            if error.status not in (404, 409):  # it has gone since it was observed
                 errors.append(error)
             continue
         await events.normal(observed.service, "Draining", f"pod {name} takes no new requests and finishes what it runs")
@@ -165,7 +164,7 @@ async def apply_members(
 
 
 async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
-    """What has the name of the pod we wanted to create may be ours: the answer to its creation was lost, or its labels were.
+    """Label the pod that has the name of `pod`, if the service controls it: the reply to its creation was lost, or its labels were.
 
     Raises NameConflict, KubeError.
     """
@@ -187,7 +186,7 @@ async def collect_config_maps(kube: Kube, owner: Owner, needed: Collection[str],
     """Delete ConfigMaps of earlier revisions, if they were listed, that no pod mounts any more.
 
     Args:
-        needed: names of those to keep whoever mounts them.
+        needed: names of those to keep even if no pod mounts them.
 
     Raises:
         StaleReadError, KubeError

@@ -62,7 +62,7 @@ def gateway_group(owner: Owner, desired: Desired, observed: Observation, *, has_
 
 
 def _topology(observed: Observation, owner: Owner) -> GroupTopology:
-    """What the status says of the topology, after this step."""
+    """Return the topology for the status, after this step."""
     assert owner.coordinator is not None, "a template of ranks needs it"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
     topology, recorded = observed.topology, recorded_for(observed.service, owner.coordinator)

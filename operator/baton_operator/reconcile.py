@@ -1,6 +1,6 @@
 """`reconcile(key)`: observe, plan, apply, report. Level-triggered and idempotent.
 
-The controller calls it, never twice at the same time for one service.
+The controller runs at most one reconcile of a service at a time.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ from baton_operator.topology import of_the_key, recorded_for
 log = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
-UNSETTLED_REVISIT_S = 20.0
-"""A service that is not Ready may get on, or get worse, by the passing of time alone."""
-LOADING_REVISIT_S = 3.0
-"""While pods report loading progress, or are about to. No watch event carries it."""
+UNSETTLED_REVISIT_S = 20.0  # deadlines of a service that is not Ready pass without an event
+LOADING_REVISIT_S = 3.0  # poll interval while pods report loading progress: no watch event carries it
 
 
 @dataclass(eq=False)
 class _Step:
-    """One reconcile: what was found, what should be, and what stood in the way."""
+    """One reconcile: the observed state, the desired state and the problems."""
 
     observed: Observation
     now: datetime
@@ -78,7 +76,7 @@ class _Step:
             self.problems.append(problem)
 
     def outcome(self) -> Outcome:
-        """Raises the error behind a problem that is to be retried."""
+        """Return when to look again. Raises the cause of a problem that is to be retried."""
         for problem in reversed(self.problems):
             if problem.is_retried:
                 raise problem.__cause__ or problem
@@ -92,7 +90,7 @@ class _Step:
 
     @property
     def target(self) -> tuple[Owner, Desired]:
-        """The service and its desired state. Raises the problem if the spec gives none."""
+        """Return the service and its desired state. Raises the first problem if there is no desired state."""
         if self.owner is None or self.desired is None:
             raise self.problems[0]
         return self.owner, self.desired
@@ -102,9 +100,9 @@ class Reconciler:
     """Brings services to their desired state, one step per call.
 
     Args:
-        operator_namespace: of this process's pod, for network policies; None if it is no pod.
-        autoscaler: with a task that runs it; None: sizes stay.
-        loading, peers: None: pods are not asked.
+        operator_namespace: namespace of the operator's pod, for network policies. None: the operator is not a pod.
+        autoscaler: None keeps the sizes of the spec.
+        loading, peers: None sends no status probes to pods.
     """
 
     def __init__(
@@ -127,15 +125,15 @@ class Reconciler:
         self._probes = StatusProbes(kube, loading, peers)
         self._events = Events(kube)
         self._refusals = Refusals()
-        #: By service: content hash of its objects beside the members when all were last found, or made, as they should be.
+        #: By service: content hash of the objects beside the members when all of them were last as desired.
         self._verified: dict[Key, str] = {}
 
     async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
         """Take one step for the service `key`.
 
         Raises:
-            Exception: the step failed, and the status says so as far as it could be written. Retry. KubeError and OSError come from
-                the API server, any other is a defect.
+            KubeError, OSError: the API server refused a request or did not answer. Retry.
+            Exception: a defect of the operator. The status reports it. Retry.
         """
         try:
             try:
@@ -170,21 +168,21 @@ class Reconciler:
             await self._collect(step)
         except StaleReadError:
             raise
-        except Exception as error:  # whatever it is, a status that says Ready is not left behind
+        except Exception as error:  # the status must not stay Ready, whatever the error is
             step.fail(error)
-        # 6. Say so, even when a step failed.
+        # 6. Report, even when a step failed.
         step.is_ready = await self._report(step)
         return step
 
     def _forget(self, key: Key) -> None:
-        """The service is gone."""
+        """Drop the state of a service that is gone."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
         self._refusals.forget(key)
         self._probes.forget(key)
 
     async def _decide(self, step: _Step) -> None:
-        """Find the desired state. If the spec gives none, that of the spec rolled out before. Raises if there is none either."""
+        """Compute the desired state from the spec or, if that is invalid, from the spec rolled out before. Raises if both fail."""
         observed = step.observed
         if observed.nothing_to_keep:
             raise Paused("spec.paused is true, and nothing was rolled out before")
@@ -200,7 +198,7 @@ class Reconciler:
                 except Exception as second:
                     log.warning("the spec that was rolled out before cannot be used either: %s", second)
         owner, _ = step.target
-        if not owner.spec.paused and not step.problems:  # a pause keeps to what is recorded here
+        if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
             step.spec_revision = await record_spec(self._kube, owner, observed.service)
 
     async def _build(self, step: _Step) -> None:
@@ -223,7 +221,7 @@ class Reconciler:
             raise InvalidSpec(error) from error
 
     async def _write_objects(self, step: _Step) -> list[Problem]:
-        """Return what was refused. Kinds that do not move by themselves are left out if nothing can have changed."""
+        """Write the objects beside the members; return the refusals. Verified kinds without a new event are skipped."""
         owner, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
         kinds = {"ConfigMap", *(obj["kind"] for obj in desired.objects), *(kind for kind, _ in desired.absent)}
@@ -235,14 +233,14 @@ class Reconciler:
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
         else:
-            observed.kinds.update(kinds)  # there are none yet: each is only looked for by name before it is made
+            observed.kinds.update(kinds)  # a new service: `apply` reads each object by name before it creates it
         refused = await apply_objects(self._kube, owner, desired, observed)
         if "ConfigMap" in observed.kinds and any(not observed.owned("ConfigMap", name) for name in desired.config_maps):
-            raise refused[0]  # pods would start with a configuration that is missing, or somebody else's
+            raise refused[0]  # pods would start with a configuration that is missing or not the service's
         return refused
 
     async def _move_members(self, step: _Step) -> list[Problem]:
-        """Take the next step of each group. Return what was refused, but for pods, of which the status tells."""
+        """Take the next step of each group. Return the problems; a refused pod is reported by its group instead."""
         owner, desired = step.target
         observed = step.observed
         former = await find_former(self._kube, owner, observed.service, step.spec_revision, desired.members)
@@ -252,7 +250,7 @@ class Reconciler:
                 await self._move_group(step, role, template, former.get(role))
             except (OSError, StaleReadError):
                 raise
-            except Exception as error:  # a defect, too, is of this group only
+            except Exception as error:  # a defect in one group does not stop the other
                 refused.append(problem_of(error))
         return refused
 
@@ -299,13 +297,13 @@ class Reconciler:
             await self._events.normal(observed.service, "TopologyRequested", words)
 
     async def _collect(self, step: _Step) -> None:
-        """Delete configuration that no pod needs any more. From here on the objects count as verified."""
+        """Delete configuration that no pod needs any more, and mark the objects as verified."""
         owner, desired = step.target
         await collect_config_maps(self._kube, owner, desired.config_maps, step.observed)
         self._verified[step.observed.key] = step.content
 
     async def _report(self, step: _Step) -> bool:
-        """Write the status and the Events. Whether the service is Ready."""
+        """Write the status and the Events. Return whether the service is Ready."""
         observed, service, owner = step.observed, step.observed.service, step.owner
         groups = await self._judge(step)
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
@@ -350,7 +348,7 @@ class Reconciler:
         return groups
 
     async def _report_defect(self, key: Key, error: Exception) -> None:
-        """The last resort, where not even a status could be made: use none of what may have gone wrong."""
+        """Write a status for an unexpected error. This path calls no code of the failed step."""
         try:
             service = await self._kube.read("LLMService", key.namespace, key.name)
             if service is not None:
@@ -363,12 +361,12 @@ class Reconciler:
 
     async def _write_status(self, service: Object, status: Status) -> None:
         new = msgspec.to_builtins(status)
-        if status.decode is None:  # nothing could be judged: what was known of the groups stays
+        if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         if _says(service.get("status") or {}, new):
             return
         metadata = service["metadata"]
-        # A merge patch: null removes what no longer applies. The uid keeps it from a successor of the same name.
+        # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
             await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
@@ -378,7 +376,7 @@ class Reconciler:
 
 
 def _says(old: Any, new: Any) -> bool:
-    """Whether the merge patch `new` would change nothing: what it sets to null is not there."""
+    """Whether the merge patch `new` would change nothing. A null field equals an absent one."""
     if isinstance(new, dict) and isinstance(old, dict | None):
         return all(_says((old or {}).get(field), value) for field, value in new.items())
     return bool(old == new)

@@ -1,5 +1,4 @@
-"""What is known of an expert-parallel group: the coordinator's answer, and what the status of the service recorded of an
-earlier one. Pure.
+"""The topology of an expert-parallel group: the coordinator's reply, and the one that the service's status recorded. Pure.
 
 A coordinator that was restarted knows only the ranks that have reported again. Until it knows the generation that was
 recorded, the recorded ranks that it does not know count as members.
@@ -26,7 +25,7 @@ ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
 
 
 class TopologyView:
-    """Questions about one observed topology."""
+    """One observed topology, by member."""
 
     def __init__(self, topology: TopologyStatus, recorded: api.TopologyStatus | None) -> None:
         self.topology = topology
@@ -39,7 +38,7 @@ class TopologyView:
 
     @property
     def ranks(self) -> frozenset[str]:
-        """Names of the present generation, as far as is known."""
+        """Names of the ranks of the present generation, as far as is known."""
         return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
 
     @property
@@ -48,15 +47,15 @@ class TopologyView:
 
     @property
     def is_changing(self) -> bool:
-        """An operation has a target: whoever is part of it is not known here."""
+        """Whether an operation is being prepared or committed. Its members are not part of the reply."""
         return self.operation is not None and self.operation.phase in PREPARED_OR_COMMITTED
 
     def knows(self, name: str) -> bool:
-        """A process of this name has registered."""
+        """Whether a process of this name has registered."""
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
-        """Of the present generation, as far as is known."""
+        """Whether the member is a rank of the present generation, as far as is known."""
         if not self.knows(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
@@ -65,7 +64,7 @@ class TopologyView:
         return any(entry.rank is not None and entry.phase is RankPhase.SERVING for entry in self._entries.get(name, ()))
 
     def stands_by(self, name: str) -> bool:
-        """It says itself that it serves nobody."""
+        """Whether the member reports that it stands by."""
         entries = self._entries.get(name, ())
         idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
         return idle and not self.is_rank(name)
@@ -77,9 +76,9 @@ def record(
     pods: Collection[str],
     coordinator: str,
 ) -> api.TopologyStatus | None:
-    """What the status says: the topology as answered, else what was recorded, without pods that are gone.
+    """Return the topology for the status: the reply, else the recorded topology without pods that are gone.
 
-    A coordinator that has no generation yet has perhaps been restarted: it does not wipe out what was recorded.
+    A coordinator without a generation may have been restarted. Then the recorded topology stays.
 
     Args:
         recorded: of this coordinator address, see `recorded_for`.
@@ -108,8 +107,9 @@ def record(
 
 
 def asleep(status: api.TopologyStatus | None) -> api.TopologyStatus | None:
-    """Of a group of which no rank is wanted. No topology is without members, so the coordinator goes on to wait for the last
-    one that was asked for; nobody else does.
+    """Return the status of a group scaled to zero, without the operation that still waits for members.
+
+    A topology has at least one member, so the coordinator keeps waiting for the last one requested.
     """
     operation = status.operation if status else None
     if status is None or operation is None or status.ranks or operation.phase != str(OperationPhase.WAITING):
@@ -118,7 +118,7 @@ def asleep(status: api.TopologyStatus | None) -> api.TopologyStatus | None:
 
 
 def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatus | None:
-    """What the status of the service recorded while its coordinator had this address: others' ranks report elsewhere."""
+    """Return the topology in the service's status, if it was recorded for this address of the coordinator."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None
@@ -132,7 +132,7 @@ def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatu
 def of_the_key(
     recorded: api.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
 ) -> api.TopologyStatus | None:
-    """`recorded` without ranks whose pods were made with another key: a coordinator with the new one will never hear of them.
+    """Return `recorded` without ranks whose pods have another key: they cannot register with the coordinator.
 
     Args:
         pods: those that exist.
@@ -150,7 +150,7 @@ def of_the_key(
 
 
 def _operation(operation: OperationStatus) -> api.OperationStatus:
-    """Without the seconds of the present phase: a status that changes with time alone would be written for ever."""
+    """Convert the operation, without the seconds of its present phase: they would change the status in every reconcile."""
     seconds = {
         phase: round(duration, 3)
         for phase, duration in operation.seconds.items()
