@@ -138,15 +138,15 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
     wanted = _wanted(alive, staying, leaving, group.name, view, now)
     request = _request(wanted, group, view)
-    last = _last_rank(alive, staying, view)
+    last = _last_ranks(alive, staying, view)
     drain = []
     for member in leaving:
-        if member.expert_group and member is not last and not _has_left(member, staying, view):
+        if member.expert_group and member not in last and not _has_left(member, staying, view):
             continue
         why = _may_go(member, last, group.drain_timeout_s, view, now)
         if why:
             delete.append(Delete(member.name, why))
-        elif member.serving and member.drain_started is None:
+        elif (member.serving or member in last) and member.drain_started is None:
             drain.append(member.name)
         if member.draining or member.name in drain:
             waits.append(POLL_DRAIN_S)
@@ -256,14 +256,15 @@ def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> 
     return TopologyRequest(operation_id=operation_id(group, members, view.topology), members=members)
 
 
-def _last_rank(alive: list[Member], staying: list[Member], view: TopologyView) -> Member | None:
-    """The only rank that is left, if its group is to end."""
+def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
+    """The only rank that is left, or all if no container of them runs, if their group is to end."""
     ranks = [m for m in alive if view.is_rank(m.name)]
-    if len(ranks) != 1 or ranks[0] in staying or view.is_changing:
-        return None
+    is_running = len(ranks) > 1 and any(m.serving for m in ranks)
+    if is_running or view.is_changing or any(m in staying for m in ranks):
+        return []
     # One that waits for room may be waiting for this very place.
-    successors = any(m.expert_group == ranks[0].expert_group and m.no_room_since is None for m in staying)
-    return None if successors else ranks[0]
+    groups = {m.expert_group for m in ranks}
+    return [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
@@ -275,14 +276,14 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
     return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
 
 
-def _may_go(member: Member, last: Member | None, drain_timeout_s: float, view: TopologyView, now: datetime) -> str:
+def _may_go(member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime) -> str:
     """Why a member that has left may be deleted now; empty: not yet."""
-    if not member.serving:
-        # Its container is being restarted: as a rank it is waited for.
-        return "" if member is last and view.knows(member.name) else "it had not started"
+    if not member.serving and member not in last:
+        return "it had not started"
     if not member.draining:
         return ""
-    unsure = member.expert_group and member is not last and not view.knows(member.name)
+    # A rank whose container is down may be restarting.
+    unsure = member.expert_group and not (member.serving and view.knows(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
     return may_go(member, drain_timeout_s, now)

@@ -215,6 +215,31 @@ def test_one_that_never_registered_is_deleted_only_after_a_while() -> None:
     assert [each.name for each in plan([member(0), late], 1, ranks(0)).delete] == ["m-1"]
 
 
+@pytest.mark.parametrize("topology", [ranks(0), NOTHING], ids=["listed", "recorded"])
+@pytest.mark.parametrize("container", [{}, DOWN], ids=["runs", "is down"])
+def test_the_last_rank_drains_whether_its_container_runs_or_not(
+    topology: TopologyStatus, container: dict[str, Any]
+) -> None:
+    def step(**fields: Any) -> tuple[list[str], list[str]]:
+        result = plan([member(0, **container, **fields)], 0, topology, recorded(3, 0))
+        return result.drain, [each.name for each in result.delete]
+
+    assert step() == (["m-0"], [])
+    soon = {**DRAINED, "drain_started": NOW - UNREGISTERED / 2}
+    is_known = topology is not NOTHING and not container
+    assert step(**soon) == ([], ["m-0"] if is_known else []), "its process may be about to register"
+    assert step(**{**DRAINED, "drain_started": NOW - UNREGISTERED}) == ([], ["m-0"])
+
+
+def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> None:
+    down = plan([member(0, **DOWN), member(1, **DOWN)], 0, NOTHING, recorded(3, 0, 1))
+    assert (down.drain, down.delete) == (["m-0", "m-1"], [])
+    marked = {**DOWN, "draining": True, "drain_started": NOW - UNREGISTERED}
+    members = [member(0, **marked), member(1, **marked)]
+    assert [each.name for each in plan(members, 0, NOTHING, recorded(3, 0, 1)).delete] == ["m-0", "m-1"]
+    assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], "one of them runs again"
+
+
 def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_it() -> None:
     group = ExpertGroup(
         service_uid="uid", name="g", desired=2, revision="new", topology=None, drain_timeout_s=TIMEOUT_S
