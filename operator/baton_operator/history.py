@@ -78,7 +78,9 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
     known = await _recorded(kube, service)
     if not known or recorded_name(service) not in (None, *(each["metadata"]["name"] for each in known)):
         return None
-    return with_sizes(known[-1]["data"]["spec"], service["spec"])
+    # A role that the spec no longer has keeps its size.
+    size = ((service.get("status") or {}).get("prefill") or {}).get("desired", 0)
+    return with_sizes(known[-1]["data"]["spec"], {"prefill": {"replicas": size}, **service["spec"]})
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:

@@ -58,7 +58,8 @@ class StepChecks:
         spec = decode_spec(service["spec"])
         self._no_rank_is_deleted(deleted, seen, before, ranks)
         for role in names.MEMBER_ROLES:
-            self._group(role, spec, _of(role, seen), _of(role, before), _of(role, after), touched)
+            desired = _size(role, spec, service)
+            self._group(role, spec, desired, _of(role, seen), _of(role, before), _of(role, after), touched)
         self._spent |= {seen[name]["metadata"]["uid"] for name in touched if name in seen}
         if went_well:
             self._nobody_left_without_need()
@@ -74,11 +75,16 @@ class StepChecks:
             self._told.add((what, uid))
 
     def _group(
-        self, role: names.MemberRole, spec: Spec, seen: Pods, before: Pods, after: Pods, touched: set[str]
+        self,
+        role: names.MemberRole,
+        spec: Spec,
+        desired: int,
+        seen: Pods,
+        before: Pods,
+        after: Pods,
+        touched: set[str],
     ) -> None:
-        group = spec.prefill if role == "prefill" else spec.decode
         strategy = spec.update_strategy.decode if role == "decode" else spec.update_strategy.prefill
-        desired = group.replicas if group else 0
         surge, unavailable = surge_and_unavailable(strategy, desired)
         all_pods = {**seen, **before}
         is_group = role == "decode" and (spec.decode.parallelism.expert or any(map(is_rank, all_pods.values())))
@@ -132,6 +138,14 @@ class StepChecks:
     def _waits_for_room(self, members: list[Member], patience: timedelta) -> bool:
         now: datetime = self._server.now
         return any(m.no_room_since and now >= m.no_room_since + patience for m in members)
+
+
+def _size(role: names.MemberRole, spec: Spec, service: Object) -> int:
+    """What the group should have. One that an edit in a pause removes keeps what the status says."""
+    group = spec.prefill if role == "prefill" else spec.decode
+    if group is None and spec.paused:
+        return int(((service.get("status") or {}).get(role) or {}).get("desired", 0))
+    return group.replicas if group else 0
 
 
 def _of(role: str, pods: Pods) -> Pods:

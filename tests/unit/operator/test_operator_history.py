@@ -78,6 +78,20 @@ def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
     assert updating() == "no edit waits; one would until spec.paused is false"
 
 
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_group_that_an_edit_in_a_pause_removes_keeps_its_size(size: int) -> None:
+    with settled({**SPEC, "prefill": {"replicas": 1}}) as service:
+        service.patch({"prefill": {"replicas": size}})
+        service.settle()
+        before = service.pods()
+        service.patch({"paused": True, "prefill": None})
+        rounds(service, 3)
+        assert service.pods() == before
+        service.patch({"paused": False})
+        service.settle()
+        assert len(service.pods()) == 2
+
+
 def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
     kept = {"model": {"uri": "file:///m"}, "paused": True}
     assert held_back(kept, {**kept, "engine": {"maxNumSeqs": "many"}}) == ("engine",)
