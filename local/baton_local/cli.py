@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from baton_local.service import ServiceStatus
 
 
+MAX_SIMULATED_S = 1e7
+
+
 def main() -> None:
     """Entry point of the `baton` script."""
     try:
@@ -85,14 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)")
     plan.add_argument(
         "--ready-after",
-        type=arguments.not_negative,
+        type=_simulated_s,
         default=30.0,
         metavar="SECONDS",
         help="from the start of a new member until it is ready (default 30)",
     )
     plan.add_argument(
         "--drain-after",
-        type=arguments.not_negative,
+        type=_simulated_s,
         default=5.0,
         metavar="SECONDS",
         help="time in which a member finishes its requests (default 5)",
@@ -221,6 +224,14 @@ def _running(command: str) -> ClusterInfo | None:
             f"[red]baton {command}:[/] the local cluster {what}; start one with `baton up -f FILE`"
         )
     return info
+
+
+def _simulated_s(text: str) -> float:
+    """Seconds of the simulated clock."""
+    value = arguments.not_negative(text)
+    if value > MAX_SIMULATED_S:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_SIMULATED_S:g} s, got {text}")
+    return value
 
 
 def _run_plan(args: argparse.Namespace) -> int:

@@ -1,22 +1,23 @@
-"""What to do next with the members of one group. Pure: no client and no clock.
+"""Plan the next step of one group of members. Pure: no client and no clock.
 
-A member leaves in three steps, each seen in the cluster before the next: it is marked as draining (the gateway sends it nothing
-new), it is asked to drain until nothing is unfinished or the time is up, it is deleted.
+A member leaves in three steps, and each is observed in the cluster before the next. It is marked as draining, so the
+gateway sends it no new requests. It is asked to drain until nothing is unfinished or the time is up. It is deleted.
 
-Members of an earlier revision are replaced within two bounds: no more than `desired + max_surge` members exist, those that leave
-included, and no fewer than `desired - max_unavailable` serve. A new member that is not ready counts against what may leave, so a
-revision that never gets ready stops there and the others serve on. A new member that no node has room for takes the place of an
-old one after a while, so a full cluster is no dead end.
+Members of an earlier revision are replaced within two bounds. At most `desired + max_surge` members exist, those that
+leave included. At least `desired - max_unavailable` members serve. A new member that is not ready counts against the
+second bound, so a revision that never becomes ready stops there and the others keep serving. A new member for which
+no node has room takes the place of an old one after `surge_timeout_s`.
 
-A member that somebody else deletes is replaced at once where a surge is allowed, else when it is gone. What replaces it is of the
-newest revision, but for two cases: in a pause, and while a member of the newest revision is not ready by its deadline, it is of the
-former revision, the last one with which the whole service was ready. So a revision that is broken, or held back, gains nothing
-from the deaths of others.
+A member that is deleted by someone else is replaced at once where a surge is allowed, otherwise when it is gone. The
+replacement is of the newest revision, with two exceptions: in a pause, and while a member of the newest revision has
+missed its progress deadline. Then it is of the former revision, the last one with which the whole service was ready.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
+from itertools import count, islice
 
 import msgspec
 
@@ -24,12 +25,11 @@ from baton_operator import names
 from baton_operator.api_update import surge_and_unavailable
 from baton_operator.builders.owner import Owner
 
+#: A pod that exists this long after its grace period is on a lost node. It no longer holds its place.
 STUCK_TERMINATING = timedelta(seconds=30)
-"""A pod that still exists this long after its grace period is on a node that is gone: it no longer holds its place."""
 POLL_DRAIN_S = 0.5
+#: Minimum age at which a failed member is deleted. It limits how fast a pod that fails at once is created again.
 FAILED_HOLD = timedelta(seconds=10)
-"""A member that failed exists at least this long: one that fails at once (a node that refuses it, say) must not be made
-again and again as fast as the API server can, and its end must be seen."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,37 +39,26 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int
     revision: str
     ready: bool = False
-    failed: bool = False
-    """Phase Failed or Succeeded: its containers will not run again."""
-    serving: bool = False
-    """Its container has started, so it may hold requests."""
+    failed: bool = False  # phase Failed or Succeeded: its containers will not run again
+    serving: bool = False  # its container has started, so it may hold requests
     draining: bool = False
     drain_started: datetime | None = None
-    unfinished: int | None = None
-    """As it answered to the request to drain; None: it was not asked or did not answer."""
-    deletion: datetime | None = None
-    """When its grace period ends, if it is being deleted."""
+    unfinished: int | None = None  # reply to the request to drain; None: not asked, or no reply
+    deletion: datetime | None = None  # end of its grace period, if it is being deleted
     created: datetime | None = None
-    unready_since: datetime | None = None
-    """Since when it is not ready, if it is not: since it was made, or was ready last."""
-    expert_group: str = ""
-    """Of a rank of an expert-parallel group: which others it can be in one topology with."""
-    no_room_since: datetime | None = None
-    """Since when no node has had room for it, though one would if another pod left."""
+    unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
+    expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
+    no_room_since: datetime | None = None  # since when only other pods keep it from being scheduled
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """How members of an earlier revision are replaced."""
+    """How members of an earlier revision are replaced. With `max_surge` and `max_unavailable` 0, none is."""
 
     max_surge: int = 1
     max_unavailable: int = 0
-    """Both zero: nothing is replaced."""
-    surge_timeout_s: float = 30.0
-    """A new member that had no room for so long takes the place of an old one."""
-    progress_deadline_s: float = 600.0
-    """A new member that is not ready for so long may never be."""
-    paused: bool = False
-    """Members of earlier revisions are as good as new ones."""
+    surge_timeout_s: float = 30.0  # a new member without room takes the place of an old one after this time
+    progress_deadline_s: float = 600.0  # a new member that is not ready after this time stalls the rollout
+    paused: bool = False  # members of earlier revisions count as new ones
 
 
 class Delete(msgspec.Struct, frozen=True):
@@ -80,15 +69,11 @@ class Delete(msgspec.Struct, frozen=True):
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The next step of one group."""
 
-    create: list[int] = []
-    """Ordinals."""
-    restore: list[int] = []
-    """Ordinals, to be made of the former revision."""
-    drain: list[str] = []
-    """Members to mark as draining."""
+    create: list[int] = []  # ordinals
+    restore: list[int] = []  # ordinals of members to create with the former revision
+    drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    revisit_s: float | None = None
-    """Look again after this long: something is under way that raises no event."""
+    revisit_s: float | None = None  # plan again after this time: a change that raises no event is expected
 
     @property
     def acts(self) -> bool:
@@ -119,25 +104,19 @@ def plan_group(
     now: datetime,
     has_former: bool = False,
 ) -> GroupPlan:
-    """The next step towards `desired` members of `revision`.
+    """Return the next step towards `desired` members of `revision`.
 
     Args:
-        has_former: members of the former revision, which is another one, can be made.
+        has_former: there is a former revision, different from `revision`, whose members can be created.
     """
-    present = [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
+    present = present_members(members, now)
+    delete, waits = plan_failed(present, now)
     staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
     draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
-
-    failed = [m for m in present if m.deletion is None and m.failed]
-    held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
-    delete = [Delete(m.name, "it failed") for m in failed if m not in held]
     delete += [Delete(m.name, why) for m in draining if (why := may_go(m, drain_timeout_s, now))]
 
     newest = [m for m in staying if update.paused or m.revision == revision]
     outdated = [m for m in staying if m not in newest]
-    waits = [POLL_DRAIN_S] if draining else []
-    if held:
-        waits.append(FAILED_HOLD.total_seconds())
     max_unavailable = update.max_unavailable
     stalled_in_s = _stalls_in(newest, update, now) if has_former and not update.paused else None
     if outdated and stalled_in_s != 0 and (wait_s := waits_for_room(newest, update, now)) is not None:
@@ -147,44 +126,58 @@ def plan_group(
             max_unavailable = max(1, max_unavailable)
 
     revisions = {m.revision for m in present}
-    # A pause keeps even the members that were made to surge.
+    # A pause keeps even the members that were created to surge.
     leavers = _surplus(newest, desired + (update.max_surge if update.paused and len(revisions) > 1 else 0), revision)
     kept = [m for m in newest if m not in leavers]
-    # While the rollout stalls, members of the former revision start: they are not replaced before they are ready.
+    # While the rollout stalls, members of the former revision that start are not replaced.
     replaceable = [m for m in outdated if m.ready] if stalled_in_s == 0 else outdated
     leavers += _replaced(kept, replaceable, desired - max_unavailable)
-    # Marked by someone else, without a time from which to count: it drains like any other.
-    drain = [m.name for m in draining if m.serving and m.drain_started is None]
-    drain += [m.name for m in leavers if m.serving]
+    # A member marked by someone else has no drain_started: it is marked again.
+    drain = [m.name for m in [*(m for m in draining if m.drain_started is None), *leavers] if m.serving]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
-    if drain:
+    if draining or drain:
         waits.append(POLL_DRAIN_S)
-
-    ordinals_in_use = {m.ordinal for m in members}
-    free = (ordinal for ordinal in range(len(ordinals_in_use) + desired) if ordinal not in ordinals_in_use)
     if stalled_in_s:
         waits.append(stalled_in_s)
+
     is_rollout = not update.paused and (bool(revisions - {revision}) or stalled_in_s == 0)
-    room = desired + (update.max_surge if is_rollout or _somebody_deletes(present) else 0) - len(present)
+    is_deleted_by_others = any(m.deletion is not None and not m.draining for m in present)
+    room = desired + (update.max_surge if is_rollout or is_deleted_by_others else 0) - len(present)
     create, restore = [], []
     if has_former and (update.paused or stalled_in_s == 0):
         serving = [m for m in newest if m.ready or update.paused]
-        restore = [next(free) for _ in range(min(desired - len(serving) - len(outdated), room))]
+        restore = free_ordinals(members, min(desired - len(serving) - len(outdated), room))
     else:
-        create = [next(free) for _ in range(min(desired - len(newest), room))]
+        create = free_ordinals(members, min(desired - len(newest), room))
     return GroupPlan(create=create, restore=restore, drain=drain, delete=delete, revisit_s=min(waits, default=None))
 
 
+def present_members(members: list[Member], now: datetime) -> list[Member]:
+    """Return the members without those that are stuck in termination."""
+    return [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
+
+
+def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], list[float]]:
+    """Return the failed members to delete, and seconds after which to look at those that are still held."""
+    failed = [m for m in present if m.failed and m.deletion is None]
+    old = [m for m in failed if m.created is None or now >= m.created + FAILED_HOLD]
+    waits = [FAILED_HOLD.total_seconds()] if len(old) < len(failed) else []
+    return [Delete(m.name, "it failed") for m in old], waits
+
+
+def free_ordinals(members: list[Member], num: int) -> list[int]:
+    """Return the `num` lowest ordinals that no member has; none if `num` is negative."""
+    in_use = {m.ordinal for m in members}
+    return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
+
+
 def waits_for_room(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Seconds until a member of the newest revision may take an old one's place, 0: it may; None: none waits for room."""
-    since = min((m.no_room_since for m in newest if m.no_room_since is not None), default=None)
-    if since is None:
-        return None
-    return max(0.0, (since + timedelta(seconds=update.surge_timeout_s) - now).total_seconds())
+    """Return seconds until a new member without room may take an old one's place. None: every new member has room."""
+    return _left_s((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
 def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
-    """Why a draining member may be deleted now; empty: not yet."""
+    """Return why a draining member may be deleted now; empty: not yet."""
     if not member.serving:
         return "it is not running"
     if member.unfinished == 0:
@@ -195,30 +188,29 @@ def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
 
 
 def _stalls_in(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Seconds until a member of the newest revision has not been ready for too long, 0: it has not; None: all are ready."""
-    since = min((m.unready_since for m in newest if m.unready_since is not None), default=None)
-    if since is None:
-        return None
-    return max(0.0, (since + timedelta(seconds=update.progress_deadline_s) - now).total_seconds())
+    """Return seconds until the first new member misses its progress deadline. None: all are ready or wait for room."""
+    unready = (m.unready_since for m in newest if m.no_room_since is None)
+    return _left_s(unready, update.progress_deadline_s, now)
 
 
-def _somebody_deletes(present: list[Member]) -> bool:
-    """Whether a member goes that was not asked to drain before."""
-    return any(m.deletion is not None and not m.draining for m in present)
+def _left_s(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> float | None:
+    """Return seconds from `now` to `timeout_s` after the earliest time; 0 if that has passed, None without a time."""
+    since = min((time for time in times if time is not None), default=None)
+    return None if since is None else max(0.0, timeout_s - (now - since).total_seconds())
 
 
 def _surplus(newest: list[Member], desired: int, revision: str) -> list[Member]:
-    """Who leaves when there are too many: those that serve nothing, then old revisions, then the highest ordinals."""
+    """Return the members beyond `desired`: unready ones first, then old revisions, then the highest ordinals."""
     ranked = sorted(newest, key=lambda m: (m.ready, m.revision == revision, -m.ordinal))
     return ranked[: max(0, len(newest) - desired)]
 
 
 def _replaced(newest: list[Member], outdated: list[Member], wanted_ready: int) -> list[Member]:
-    """The members to replace by a new revision now: those that serve nothing, then those that the others can spare."""
+    """Return the outdated members to replace now: unready ones first, then those that the others can spare."""
     num_ready = sum(m.ready for m in [*newest, *outdated])
     if not num_ready and not newest:
-        return outdated  # nothing serves: nothing can be lost
-    # New members that are not ready yet may never be: what they should replace stays, even if it serves nothing now.
+        return outdated  # no member serves, so no capacity can be lost
+    # New members that are not ready may never be: each keeps an outdated member in place, even an unready one.
     budget = len(newest) + len(outdated) - wanted_ready - sum(not m.ready for m in newest)
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     idle = [m for m in highest_first if not m.ready][: max(0, budget)]

@@ -1,16 +1,15 @@
-"""What to do next with the members of an expert-parallel group: which pods to make, which topology to ask the coordinator
-for, whom to delete. Pure: no client and no clock.
+"""Plan the next step of an expert-parallel group: pods, topology requests, deletions. Pure: no client and no clock.
 
-A member joins when its container has started: the coordinator is asked for a topology with it. It leaves in the opposite order:
-the coordinator is asked for a topology without it; when it stands by it is marked as draining, and deleted when nothing is
-unfinished. While a topology is being prepared or committed, and while the coordinator does not answer, nobody is deleted but pods
-that failed. A new revision is rolled out as the update strategy says: with a surge its pods join first, then outdated ones leave;
-a pod that no node has room for takes the place of an outdated one after a while.
+A member joins when its container has started: a topology with it is requested from the coordinator. To leave, a topology
+without it is requested. When it stands by, it is marked as draining, and it is deleted when nothing is unfinished. While a
+topology is being prepared or committed, and while the coordinator does not answer, only failed pods are deleted. The update
+strategy rolls out a new revision. With a surge, new pods join before outdated ones leave. A new pod without room takes the
+place of an outdated one after `surge_timeout_s`.
 
-No topology is without members. So the last rank of a group that is scaled to zero drains as a rank, when the others have gone.
-Pods of another expert group (another model, say) can be in no topology with the new ones: when a new pod has started, the others
-are scaled to zero, then the new group is formed. Decode pods that were engines of their own drain like any engine. When decode pods
-are to be engines of their own, ranks leave as these become ready.
+A topology has at least one member. So the last rank of a group scaled to zero drains as a rank, after the others have gone.
+Pods of another expert group, for example of another model, cannot share a topology with the new ones. When a new pod has
+started, the other group is scaled to zero, then the new group is formed. Decode pods that were dense engines drain like any
+engine. When decode pods are to be dense engines, ranks leave as these become ready.
 """
 
 from __future__ import annotations
@@ -24,40 +23,38 @@ from baton_operator import api, names
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.plan import (
-    FAILED_HOLD,
     POLL_DRAIN_S,
-    STUCK_TERMINATING,
     Delete,
     GroupPlan,
     Member,
     Update,
+    free_ordinals,
     may_go,
+    plan_failed,
     plan_group,
+    present_members,
     update_of,
     waits_for_room,
 )
 from baton_operator.topology import ACTIVE, TopologyView
 
 REVISIT_S = 1.0
+#: How long members that have started wait for others created with them, to join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-"""Members that have started wait so long for others that were made with them, to join in one operation."""
+#: A running rank registers with its coordinator at once. One that has not registered this long after it was marked as
+#: draining is not a member.
 UNREGISTERED = timedelta(seconds=10)
-"""A rank's process that has started registers at once, with a new coordinator, too. Whoever has not done so since it was marked as
-draining, for so long, is no member."""
 
 
 class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What an expert-parallel group should be, and what is known of its topology."""
+    """The desired state of an expert-parallel group, and its topology."""
 
     service_uid: str
-    name: str
-    """Of pods that can be in one topology. Empty: members are to be engines of their own, and ranks leave."""
+    name: str  # of ranks that can be in one topology; empty: members are to be dense engines, and ranks leave
     desired: int
     revision: str
-    topology: TopologyStatus | None
-    """None: the coordinator did not answer."""
-    recorded: api.TopologyStatus | None = None
-    """As the status of the service says."""
+    topology: TopologyStatus | None  # None: the coordinator did not answer
+    recorded: api.TopologyStatus | None = None  # from the status of the service
     drain_timeout_s: float
     update: Update = Update()
 
@@ -65,8 +62,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
     """The next step of an expert-parallel group."""
 
-    request: TopologyRequest | None = None
-    """For the coordinator."""
+    request: TopologyRequest | None = None  # for the coordinator
 
     @property
     def acts(self) -> bool:
@@ -85,7 +81,7 @@ def plan_members(
     has_coordinator: bool,
     has_former: bool,
 ) -> GroupPlan:
-    """The next step of a group of either kind. It is planned as ranks while it has ranks that a coordinator can let leave.
+    """Return the next step of a group of either kind. It is planned as ranks while a coordinator can let its ranks leave.
 
     Args:
         topology, recorded, has_former: see `ExpertGroup` and `plan_group`.
@@ -116,20 +112,18 @@ def plan_members(
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
-    """The next step towards `group.desired` ranks of `group.revision`."""
-    alive = [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
-    failed = [m for m in alive if m.deletion is None and m.failed]
-    held = [m for m in failed if m.created is not None and now < m.created + FAILED_HOLD]
+    """Return the next step towards `group.desired` ranks of `group.revision`."""
+    alive = present_members(members, now)
+    delete, waits = plan_failed(alive, now)
+    num_held = sum(m.failed and m.deletion is None for m in alive) - len(delete)
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
     room_in_s = waits_for_room([m for m in alive if _is_newest(m, group)], group.update, now)
     may_lack = max(group.update.max_unavailable, 1 if room_in_s == 0 else 0)
     staying, leaving, current = _divide(alive, group, view, may_lack)
 
-    create = _create(members, alive, staying, len(current) + len(held), group)
-    delete = [Delete(m.name, "it failed") for m in failed if m not in held]
-    waits = [REVISIT_S] if leaving else []
-    if held:
-        waits.append(FAILED_HOLD.total_seconds())
+    create = _create(members, alive, staying, len(current) + num_held, group)
+    if leaving:
+        waits.append(REVISIT_S)
     if room_in_s:
         waits.append(room_in_s)
     if view is None:
@@ -158,10 +152,9 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
 
 
 def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus) -> str:
-    """Follows from what is observed, so it is the same after a crash.
+    """Return an id that follows from the observed state, so it is the same after a crash.
 
-    It names where the operation begins, too: the generation, and the operation before it. So when the same members are asked for
-    again, after others, that is another operation.
+    It covers the generation and the operation before, so a later request for the same members has another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
     return names.content_hash([group.service_uid, topology.generation, before, wanted])
@@ -175,7 +168,7 @@ def _is_newest(m: Member, group: ExpertGroup) -> bool:
 def _divide(
     alive: list[Member], group: ExpertGroup, view: TopologyView | None, may_lack: int
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Who stays for now, who leaves, and who of those that stay are up to date.
+    """Return the members that stay, those that leave, and those that stay and are up to date.
 
     Args:
         may_lack: ranks of which the group may be short while members are replaced.
@@ -188,15 +181,15 @@ def _divide(
         return asked_for, is_rank, m.serving, -m.ordinal
 
     newest = [m for m in usable if _is_newest(m, group)]
-    # A pause keeps even the members that were made to surge.
+    # A pause keeps even the members that were created to surge.
     surplus = group.update.max_surge if group.update.paused and len({m.revision for m in newest}) > 1 else 0
     current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
-    # Another group goes when a pod of this one has started, so that a revision that cannot start takes nobody's place.
+    # Another group leaves when a pod of this one has started: a revision that cannot start replaces no rank.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
     outdated = [m for m in usable if m not in newest and m not in others]
     if group.name:
         num_others = 0 if any(m.serving for m in current) else group.desired - may_lack
-    else:  # engines of their own serve at once, so that ranks leave as they become ready
+    else:  # dense engines serve at once: ranks leave as they become ready
         num_others = group.desired - may_lack - sum(m.ready for m in current)
         others = [m for m in others if m.serving]
     kept_others = others[: max(0, num_others)]
@@ -210,13 +203,10 @@ def _divide(
 def _create(
     members: list[Member], alive: list[Member], staying: list[Member], num_current: int, group: ExpertGroup
 ) -> list[int]:
-    """Ordinals. If nobody stays one is made however many leave: they leave only when a topology without them can be."""
-    desired = group.desired
-    rolling = any(not _is_newest(m, group) for m in alive)
-    room = max(desired + (group.update.max_surge if rolling else 0) - len(alive), 0 if staying else 1)
-    in_use = {m.ordinal for m in members}
-    free = (ordinal for ordinal in range(len(in_use) + desired) if ordinal not in in_use)
-    return [next(free) for _ in range(min(desired - num_current, room))]
+    """Return ordinals. If no member stays, one is created beyond the surge: ranks leave only for a topology without them."""
+    is_rollout = any(not _is_newest(m, group) for m in alive)
+    room = group.desired + (group.update.max_surge if is_rollout else 0) - len(alive)
+    return free_ordinals(members, min(group.desired - num_current, max(room, 0 if staying else 1)))
 
 
 def _wanted(
@@ -227,8 +217,8 @@ def _wanted(
     view: TopologyView,
     now: datetime,
 ) -> frozenset[str]:
-    """Names of the topology that should be."""
-    if any(_is_of_another(m, group) for m in alive):  # it goes on until a pod of this one has started, and goes first
+    """Return the names of the members of the desired topology."""
+    if any(_is_of_another(m, group) for m in alive):  # the other group serves until it is scaled to zero
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
         candidates = [m for m in staying if group and m.expert_group == group]
@@ -240,35 +230,35 @@ def _wanted(
     if joined | started:
         return frozenset(joined | started)
     if any(m.no_room_since is None for m in candidates):
-        return view.desired  # who leaves serves until they have started
-    # There are none, or they wait for the room of those that leave: these go, down to the last rank.
+        return view.desired  # leaving ranks serve until the candidates have started
+    # No candidates, or they wait for the room of ranks that leave: these go, down to the last rank.
     ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
     return frozenset(m.name for m in ranks[:1]) or view.desired
 
 
 def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> TopologyRequest | None:
-    """None: that is asked for already, or has to wait."""
+    """Return the request for the coordinator. None: it has been sent already, or has to wait."""
     if wanted == view.desired:
         return None
     if view.is_changing and view.desired and wanted > view.desired:
-        return None  # who only joins does not undo what is under way
+        return None  # members that only join do not undo the running operation
     members = sorted(wanted)
     return TopologyRequest(operation_id=operation_id(group, members, view.topology), members=members)
 
 
 def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """The only rank that is left, or all if no container of them runs, if their group is to end."""
+    """Return the only rank that is left, or all ranks if none of their containers runs, of a group that is to end."""
     ranks = [m for m in alive if view.is_rank(m.name)]
     is_running = len(ranks) > 1 and any(m.serving for m in ranks)
     if is_running or view.is_changing or any(m in staying for m in ranks):
         return []
-    # One that waits for room may be waiting for this very place.
+    # A member without room may be waiting for this place.
     groups = {m.expert_group for m in ranks}
     return [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
-    """The member is in no topology, and in none that is being prepared or was asked for."""
+    """Whether the member is in no topology, neither the present one nor a prepared or requested one."""
     if view.is_changing or view.is_rank(member.name):
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
@@ -277,7 +267,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
 
 
 def _may_go(member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime) -> str:
-    """Why a member that has left may be deleted now; empty: not yet."""
+    """Return why a member that has left may be deleted now; empty: not yet."""
     if not member.serving and member not in last:
         return "it had not started"
     if not member.draining:

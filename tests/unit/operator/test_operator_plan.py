@@ -228,7 +228,10 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1, **STALLS)], 3, {"restore": [2, 3]},
     ),
     "a new member that stalls takes nobody's place for want of room": (
-        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2, {},
+        SURGE, [*(member(n, **OLD) for n in (0, 1)), member(2, **STALLS), member(3, **DOWN, no_room_since=EXPIRED)], 3, {},
+    ),
+    "a new member that has had no room for longer than the progress deadline takes an old one's place": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2, {"drain": ["m-1"]},
     ),
     "the new one got ready after all: who came back leaves": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
