@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,21 +39,19 @@ class Diagnosis(msgspec.Struct, frozen=True):
     message: str
 
 
+Policy = Callable[[Object], Diagnosis | None]
+
+
 def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
     """What keeps the first of `pods` that is not ready from it; None if nothing more than time is known of any.
 
     Args:
         missing: Secrets and ConfigMaps that do not exist.
     """
-    unready = [pod for pod in pods if not is_ready(pod)]
-    for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
-        if lacking := _missing_object(pod, missing):
-            return lacking
-    for policy in _POLICIES:
-        for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
-            if diagnosis := policy(pod):
-                return diagnosis
-    return None
+    unready = by_name(pod for pod in pods if not is_ready(pod))
+    policies: tuple[Policy, ...] = (partial(_missing_object, missing=missing), *_POLICIES)
+    found = (policy(pod) for policy in policies for pod in unready)
+    return next(filter(None, found), None)
 
 
 def fatal(pod: Object) -> Diagnosis | None:
@@ -132,7 +131,7 @@ def _ended(pod: Object) -> Diagnosis | None:
     return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
 
 
-_POLICIES: tuple[Callable[[Object], Diagnosis | None], ...] = (
+_POLICIES: tuple[Policy, ...] = (
     fatal,
     _image_pull,
     _volume,
@@ -141,6 +140,11 @@ _POLICIES: tuple[Callable[[Object], Diagnosis | None], ...] = (
     _terminated,
     _ended,
 )
+
+
+def by_name(pods: Iterable[Object]) -> list[Object]:
+    """Return the pods in the order of their names."""
+    return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
 
 
 def leaving(pod: Object) -> bool:

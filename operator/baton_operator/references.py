@@ -1,34 +1,27 @@
-"""Secrets and ConfigMaps that pods need and nobody made: the kubelet waits for them, and the pod's status names none that a volume
-is made of. Asked for by name, and only whether they exist: what is in them never comes here.
+"""Secrets and ConfigMaps that pods cannot start without. Pure.
+
+While one does not exist the kubelet waits, and the pod's status does not name it if it is for a volume.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from baton_kube.client import KubeError
-from baton_operator.kube import Kube
+from baton_kube.client import Object
 
-Object = dict[str, Any]
-
-MAX_ASKED = 16
-"""Of one service in one reconcile: conditions tell of the first one."""
-ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""What the API server mounts there by itself it also makes."""
+ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"  # the API server makes what it mounts here
 _CANNOT_START = ("CreateContainerConfigError",)
 _IN_ENVIRONMENT = (("Secret", "secretRef", "secretKeyRef"), ("ConfigMap", "configMapRef", "configMapKeyRef"))
 
 
 class Reference(NamedTuple):
-    kind: str
-    """Secret or ConfigMap."""
+    kind: str  # Secret or ConfigMap
     name: str
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """What the pod cannot start without, and where it says so."""
+    """Return what the pod cannot start without, and which part of its spec refers to it."""
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
@@ -44,7 +37,7 @@ def references(pod: Object) -> dict[Reference, str]:
 
 
 def may_lack_objects(pod: Object) -> bool:
-    """Whether it waits on its node for what may not exist: before its first container, or with one that cannot be configured."""
+    """Whether the pod is on a node, and its first container did not run yet or a container cannot be configured."""
     status = pod.get("status") or {}
     if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in ("Failed", "Succeeded"):
         return False
@@ -55,28 +48,6 @@ def may_lack_objects(pod: Object) -> bool:
     # Volumes are there before anything runs.
     ran = any(state.get(kind) is not None for state in states for kind in ("running", "terminated"))
     return not ran and not any(container.get("lastState") for container in containers)
-
-
-async def find_missing(
-    kube: Kube, namespace: str, pods: list[Object], known: Collection[Reference]
-) -> frozenset[Reference]:
-    """What `pods` wait for that does not exist.
-
-    Args:
-        known: to exist; not asked for.
-    """
-    wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
-    asked = sorted(wanted - set(known))[:MAX_ASKED]
-    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in asked))
-    return frozenset(reference for reference, there in zip(asked, exists, strict=True) if not there)
-
-
-async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """True also if that cannot be known: nothing is claimed then."""
-    try:
-        return await kube.exists(reference.kind, namespace, reference.name)
-    except (KubeError, OSError):
-        return True
 
 
 def _of_volume(volume: Object) -> Iterator[Reference]:

@@ -340,4 +340,4 @@ def _prefill_status(group: Group) -> PrefillStatus:
 
 
 def _url(scheme: str, host: str) -> str:
-    return f"{scheme}://[{host}]" if ":" in host else f"{scheme}://{host}"
+    return f"{scheme}://{names.url_host(host)}"
