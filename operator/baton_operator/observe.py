@@ -222,10 +222,14 @@ def member(pod: Object) -> Member:
     )
 
 
-def condition(pod: Object, type_: str) -> Object:
-    """Return the condition of this type; an empty one if the pod has none."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    return next((each for each in conditions if each["type"] == type_), {})
+def conditions(obj: Object) -> dict[str, Object]:
+    """Return the conditions of an object's status by type."""
+    return {each["type"]: each for each in (obj.get("status") or {}).get("conditions") or []}
+
+
+def condition(obj: Object, type_: str) -> Object:
+    """Return the condition of this type; an empty one if the object has none."""
+    return conditions(obj).get(type_, {})
 
 
 def unready_since(pod: Object) -> datetime | None:
