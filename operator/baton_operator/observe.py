@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Collection, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,10 +28,16 @@ from baton_operator.history import held_back, kept_spec
 from baton_operator.kube import Kube
 from baton_operator.names import Key
 from baton_operator.plan import Member
-from baton_operator.references import Reference
 
 #: The scheduler's words for nodes on which other pods use what the pod needs. A selector that no node matches is another matter.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
+
+
+class Reference(NamedTuple):
+    """A Secret or ConfigMap that a pod needs."""
+
+    kind: str
+    name: str
 
 
 class Observation(msgspec.Struct, kw_only=True):

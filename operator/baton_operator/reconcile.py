@@ -36,9 +36,10 @@ from baton_operator.kube import Kube
 from baton_operator.names import Key
 from baton_operator.observe import Observation, observe
 from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.problems import InvalidSpec, Paused, Problem, is_news, problem_of
+from baton_operator.problems import InvalidSpec, Paused, Problem, problem_of
 from baton_operator.refusals import Refusals
-from baton_operator.report import Group, new_failures, previous_reason, report, report_defect
+from baton_operator.report import is_news, new_failures, report, report_defect
+from baton_operator.report_group import Group
 from baton_operator.report_topology import operation_events
 from baton_operator.status_probes import StatusProbes, is_progress_expected
 from baton_operator.topology import of_the_key, recorded_for
@@ -291,7 +292,7 @@ class Reconciler:
         observed.topology = await self._coordinators.ask_for(observed.coordinator, request, observed.service_key)
         if observed.topology is not None:
             words = f"operation {request.operation_id}: the topology shall be {', '.join(request.members)}"
-            await self._events.normal(observed.service, "TopologyRequested", words)
+            await self._events.emit(observed.service, "TopologyRequested", words)
 
     async def _collect(self, step: _Step) -> None:
         """Delete configuration that no pod needs any more, and mark the objects as verified."""
@@ -319,10 +320,10 @@ class Reconciler:
         await self._write_status(service, status)
         for news in self._autoscaler.take_news(owner) if owner is not None else ():
             await self._events.emit(service, news.reason, news.message, warning=news.warning)
-        if problem is not None and is_news(previous_reason(service, "Ready"), problem):
-            await self._events.warning(service, problem.reason, str(problem))
+        if problem is not None and is_news(service, problem):
+            await self._events.emit(service, problem.reason, str(problem), warning=True)
         for condition in new_failures(service, status):
-            await self._events.warning(service, condition.reason, condition.message)
+            await self._events.emit(service, condition.reason, condition.message, warning=True)
         if owner is not None and owner.coordinator is not None and status.decode is not None:
             before = recorded_for(service, owner.coordinator)
             for warning, reason, message in operation_events(before, status.decode.topology):
@@ -351,8 +352,8 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 await self._write_status(service, report_defect(service, problem, self._clock()))
-                if is_news(previous_reason(service, "Ready"), problem):
-                    await self._events.warning(service, problem.reason, str(problem))
+                if is_news(service, problem):
+                    await self._events.emit(service, problem.reason, str(problem), warning=True)
         except Exception:
             log.exception("%s: the defect could not be reported in the status", key)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -17,11 +16,10 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Owner
-from baton_operator.diagnose import by_name, leaving
+from baton_operator.diagnose import by_name, leaving, may_lack_objects, references
 from baton_operator.kube import Kube
 from baton_operator.names import Key
-from baton_operator.observe import Observation, is_ready
-from baton_operator.references import Reference, may_lack_objects, references
+from baton_operator.observe import Observation, Reference, is_ready
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # requests at the same time to engines that serve, of all services
@@ -30,13 +28,6 @@ MAX_ASKED = (
 )
 MAX_BODY_BYTES = 16 * 2**10
 LOADING_REASONS = ("Fetching", "Loading")
-
-
-class _Process(NamedTuple):
-    """One process of one engine."""
-
-    uid: str
-    started: str
 
 
 class StatusProbes:
@@ -51,7 +42,7 @@ class StatusProbes:
         self._port = port
         self._slots = asyncio.Semaphore(CONCURRENCY)
         #: Answers of engines. A process does not change its answer, so each is asked once. None: it exchanges no blocks.
-        self._known: dict[Key, dict[_Process, KVCompatibility | None]] = {}
+        self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
     async def ask(self, kube: Kube, observed: Observation, owner: Owner) -> None:
         """Fill in `loading`, `missing` and `kv` of what was observed."""
@@ -153,8 +144,9 @@ def _begins(pod: Object) -> bool:
     return any((each.get("state") or {}).get("running") is not None for each in containers)
 
 
-def _process(pod: Object) -> _Process:
+def _process(pod: Object) -> str:
+    """Identify the process of the pod's engine."""
     containers = (pod.get("status") or {}).get("containerStatuses") or []
     engine: Object = next((each for each in containers if each["name"] == CONTAINER), {})
     started = ((engine.get("state") or {}).get("running") or {}).get("startedAt", "")
-    return _Process(str(pod["metadata"].get("uid", "")), f"{engine.get('restartCount', 0)} {started}")
+    return f"{pod['metadata'].get('uid', '')} {engine.get('restartCount', 0)} {started}"

@@ -19,7 +19,8 @@ from baton_operator.api_model import MODEL_URI
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.problems import Problem, ReconcileError
-from baton_operator.report import Group, new_failures, report
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group
 from baton_operator.status_probes import StatusProbes, is_progress_expected
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
