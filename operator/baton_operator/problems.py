@@ -80,13 +80,13 @@ def problem_of(error: Exception) -> Problem:
     """Return `error` as a problem, with the error as its cause."""
     if isinstance(error, Problem):
         return error
-    text = f"{type(error).__name__}: {error}"
-    problem: Problem = InternalError(
-        f"a defect of the operator, please report it with the traceback in its log; {text}"
-    )
+    problem: Problem
     if isinstance(error, KubeError):
         problem = ReconcileError(str(error))
     elif isinstance(error, OSError):
         problem = ReconcileError(f"the API server did not answer: {error or type(error).__name__}")
+    else:
+        what = "a defect of the operator, please report it with the traceback in its log"
+        problem = InternalError(f"{what}; {type(error).__name__}: {error}")
     problem.__cause__ = error
     return problem

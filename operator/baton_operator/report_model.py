@@ -20,7 +20,6 @@ MODEL_REASONS = {
 }
 MODEL_AVAILABLE = "ModelAvailable"
 AVAILABLE = "Available"
-IMAGE_VOLUME_UNSUPPORTED = "ImageVolumeUnsupported"
 
 
 class _Fetched(msgspec.Struct):
@@ -38,7 +37,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
         text = "this cluster does not take image volumes (Kubernetes 1.31 and newer do, with the feature ImageVolume)"
-        return "False", IMAGE_VOLUME_UNSUPPORTED, f"{text}: {refusal}"
+        return "False", "ImageVolumeUnsupported", f"{text}: {refusal}"
     pods = by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
     for pod in pods:
