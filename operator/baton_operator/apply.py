@@ -13,13 +13,14 @@ from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
+from baton_operator.diagnose import Diagnosis
 from baton_operator.events import Events
 from baton_operator.former import Former
 from baton_operator.kube import Kube
 from baton_operator.observe import Observation, controlled_by
 from baton_operator.plan import GroupPlan
 from baton_operator.problems import GatewayAPIMissing, NameConflict, Problem, ServiceKeyUnusable, problem_of
-from baton_operator.refusals import Refusal, refusal_of
+from baton_operator.refusals import refusal_of
 
 
 async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:
@@ -111,7 +112,7 @@ async def apply_members(
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
-) -> Refusal | None:
+) -> Diagnosis | None:
     """Take one step of one group. All members are tried before the first error is raised. After a refused pod none is created.
 
     Returns:
@@ -120,7 +121,7 @@ async def apply_members(
     Raises:
         NameConflict, KubeError
     """
-    refusal: Refusal | None = None
+    refusal: Diagnosis | None = None
     errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
@@ -132,10 +133,10 @@ async def apply_members(
             if error.status not in (404, 409):  # it has gone since it was observed
                 errors.append(error)
             continue
-        await events.normal(observed.service, "Draining", f"pod {name} takes no new requests and finishes what it runs")
+        await events.emit(observed.service, "Draining", f"pod {name} takes no new requests and finishes what it runs")
     for deletion in plan.delete:
         if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
-            await events.normal(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
+            await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
         assert former is not None, "the plan knows of it"
@@ -151,13 +152,13 @@ async def apply_members(
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
-            await events.warning(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}")
+            await events.emit(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}", warning=True)
             refusal = refusal_of(error, pod["metadata"]["name"])
             if refusal is not None:
                 break
             errors.append(error)
             continue
-        await events.normal(observed.service, "Created", f"pod {pod['metadata']['name']}")
+        await events.emit(observed.service, "Created", f"pod {pod['metadata']['name']}")
     if errors:
         raise errors[0]
     return refusal

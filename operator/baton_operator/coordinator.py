@@ -9,6 +9,7 @@ import msgspec
 
 from baton_engine.protocol.service_key import ServiceKey
 from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
+from baton_operator import names
 from baton_operator.drain import authorization
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class CoordinatorClient:
         return await self._ask(host, "PUT", msgspec.json.encode(request), key)
 
     async def _ask(self, host: str, method: str, body: bytes | None, key: ServiceKey | None) -> TopologyStatus | None:
-        authority = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        authority = f"{names.url_host(host)}:{self._port}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.request(

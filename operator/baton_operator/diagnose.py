@@ -3,63 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 
+from baton_engine.protocol.progress import Health
+from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator.names import ANNOTATION_DRAINING
-from baton_operator.observe import is_ready, parse_time
-from baton_operator.references import Reference, may_lack_objects, references
-from baton_operator.report_route import ROUTE_PENDING
-from baton_operator.report_topology import STATIONS
+from baton_operator.observe import Reference, condition, is_ready, parse_time
 
-Object = dict[str, Any]
-
+#: The last line of a component whose configuration is wrong (docs/architecture.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
-"""Last words of a component whose configuration is wrong (docs/architecture.md)."""
 CRASH_LOOP_RESTARTS = 2
-LOST = "ContainerStatusUnknown"
-"""Of a container that ended with its node, or its kubelet."""
-SIGNALLED = 128
-"""Exit codes beyond it are those of a process that a signal ended: the signal's number is added."""
-_IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
-
+LOST = "ContainerStatusUnknown"  # of a container that ended with its node, or its kubelet
+SIGNALLED = 128  # exit code of a process that a signal ended, less the signal's number
+#: Reasons that are stations on the way, not failures. The second line is about topologies.
 PROGRESS_REASONS = {
-    *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading"),
-    ROUTE_PENDING,
-    *STATIONS,
+    *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", "RoutePending"),
+    *("Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"),
 }
-"""Reasons that are stations on the way, not failures."""
+
+Verdict = tuple[str, str, str]  # status, reason, message of a condition
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
+    """What keeps something from being as it should be, as the reason and message of a condition."""
+
     reason: str
     message: str
 
 
+Policy = Callable[[Object], Diagnosis | None]
+
+
 def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
-    """What keeps the first of `pods` that is not ready from it; None if nothing more than time is known of any.
+    """Return what keeps the first of `pods` that is not ready from it. None if nothing is known that time would not change.
 
     Args:
         missing: Secrets and ConfigMaps that do not exist.
     """
-    unready = [pod for pod in pods if not is_ready(pod)]
-    for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
-        if lacking := _missing_object(pod, missing):
-            return lacking
-    for policy in _POLICIES:
-        for pod in sorted(unready, key=lambda pod: str(pod["metadata"]["name"])):
-            if diagnosis := policy(pod):
-                return diagnosis
-    return None
+    unready = by_name(pod for pod in pods if not is_ready(pod))
+    policies: tuple[Policy, ...] = (partial(_missing_object, missing=missing), *_POLICIES)
+    found = (policy(pod) for policy in policies for pod in unready)
+    return next(filter(None, found), None)
 
 
 def fatal(pod: Object) -> Diagnosis | None:
-    """The component said itself what is wrong."""
-    for container in _containers(pod):
-        terminated = _failure(pod, container)
-        if terminated and (lines := FATAL.findall(terminated.get("message") or "")):
+    """Return what a component of a pod that is not ready reported to be wrong before it ended."""
+    for _, terminated in _failures(pod):
+        if lines := FATAL.findall(terminated.get("message") or ""):
             reason, message = lines[-1]
             return Diagnosis(reason, f"{message} (pod {pod['metadata']['name']})")
     return None
@@ -70,56 +63,44 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
         return None
     for reference, where in references(pod).items():
         if reference in missing:
-            text = (
-                f"{reference.kind} {reference.name} does not exist in its namespace ({where}); it waits until it does"
-            )
-            return Diagnosis(f"{reference.kind}NotFound", f"pod {pod['metadata']['name']}: {text}")
+            what = f"pod {pod['metadata']['name']}: {reference.kind} {reference.name}"
+            text = f"{what} does not exist in its namespace ({where}); it waits until it does"
+            return Diagnosis(f"{reference.kind}NotFound", text)
     return None
 
 
-def _image_pull(pod: Object) -> Diagnosis | None:
+def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
+    """Return `reason` if a container waits in one of `states`."""
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") in _IMAGE_REASONS:
+        if waiting.get("reason") in states:
             text = waiting.get("message") or waiting["reason"]
-            return Diagnosis("ImagePull", f"pod {pod['metadata']['name']} cannot get its image: {text}")
+            return Diagnosis(reason, f"pod {pod['metadata']['name']}{words}: {text}")
     return None
 
 
 def _no_capacity(pod: Object) -> Diagnosis | None:
-    for condition in pod.get("status", {}).get("conditions") or []:
-        unschedulable = condition["type"] == "PodScheduled" and condition["status"] == "False"
-        if unschedulable and condition.get("reason") == "Unschedulable":
-            text = condition.get("message") or "no node fits"
-            return Diagnosis("NoCapacity", f"pod {pod['metadata']['name']} cannot be scheduled: {text}")
-    return None
-
-
-def _volume(pod: Object) -> Diagnosis | None:
-    for container in _containers(pod):
-        waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
-            text = waiting.get("message") or waiting["reason"]
-            return Diagnosis("ContainerError", f"pod {pod['metadata']['name']}: {text}")
-    return None
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") != "False" or scheduled.get("reason") != "Unschedulable":
+        return None
+    text = scheduled.get("message") or "no node fits"
+    return Diagnosis("NoCapacity", f"pod {pod['metadata']['name']} cannot be scheduled: {text}")
 
 
 def _crash_looping(pod: Object) -> Diagnosis | None:
-    for container in _containers(pod):
+    for container, terminated in _failures(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         restarts = container.get("restartCount", 0)
         often = restarts >= (1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS)
-        terminated = _failure(pod, container)
-        if often and terminated and not _was_ready_since(pod, terminated.get("startedAt")):
-            end = _ending(terminated)
-            return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} restarted {restarts} times, last {end}")
+        if often and not _was_ready_since(pod, terminated.get("startedAt")):
+            text = f"restarted {restarts} times, last {_ending(terminated)}"
+            return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} {text}")
     return None
 
 
 def _terminated(pod: Object) -> Diagnosis | None:
-    for container in _containers(pod):
-        if terminated := _failure(pod, container):
-            return Diagnosis("ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}")
+    for _, terminated in _failures(pod):
+        return Diagnosis("ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}")
     return None
 
 
@@ -132,21 +113,21 @@ def _ended(pod: Object) -> Diagnosis | None:
     return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
 
 
-_POLICIES: tuple[Callable[[Object], Diagnosis | None], ...] = (
+_REFERENCE_FIELDS = (
+    *(("Secret", field) for field in ("secret", "secretRef", "secretKeyRef")),
+    *(("ConfigMap", field) for field in ("configMap", "configMapRef", "configMapKeyRef")),
+)
+_IMAGE_STATES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+_ERROR_STATES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_POLICIES: tuple[Policy, ...] = (
     fatal,
-    _image_pull,
-    _volume,
+    partial(_waiting, reason="ImagePull", states=_IMAGE_STATES, words=" cannot get its image"),
+    partial(_waiting, reason="ContainerError", states=_ERROR_STATES, words=""),
     _no_capacity,
     _crash_looping,
     _terminated,
     _ended,
 )
-
-
-def leaving(pod: Object) -> bool:
-    """Whether the pod is on its way out: marked as draining, or being deleted."""
-    annotations = pod["metadata"].get("annotations") or {}
-    return annotations.get(ANNOTATION_DRAINING) == "true" or bool(pod["metadata"].get("deletionTimestamp"))
 
 
 def _containers(pod: Object) -> list[Object]:
@@ -160,32 +141,30 @@ def _containers(pod: Object) -> list[Object]:
     return [*init, *(status.get("containerStatuses") or [])]
 
 
-def _failure(pod: Object, container: Object) -> Object | None:
-    """How the container of a pod that is not ready failed last, until it was ready again: to start again is no success."""
-    state = container.get("state") or {}
-    if state.get("terminated"):
-        return dict(state["terminated"])
-    last = (container.get("lastState") or {}).get("terminated")
-    running = state.get("running")
-    if not last or last.get("reason") == LOST:
-        return None
-    if running and (not last.get("exitCode") or _was_ready_since(pod, running.get("startedAt"))):
-        return None
-    return dict(last)
+def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
+    """Yield (container, how it ended last) for containers of a pod that is not ready.
+
+    A failure counts until the pod was ready again: a container that started again has not succeeded yet.
+    """
+    for container in _containers(pod):
+        state = container.get("state") or {}
+        last, running = (container.get("lastState") or {}).get("terminated"), state.get("running")
+        if state.get("terminated"):
+            yield container, state["terminated"]
+        elif not last or last.get("reason") == LOST:
+            continue
+        elif not running or (last.get("exitCode") and not _was_ready_since(pod, running.get("startedAt"))):
+            yield container, last
 
 
 def _was_ready_since(pod: Object, time: str | None) -> bool:
     """Whether a pod that is not ready was so at some moment after `time`."""
-    since = parse_time(time)
-    for condition in pod.get("status", {}).get("conditions") or []:
-        lost = parse_time(condition.get("lastTransitionTime"))
-        if condition["type"] == "Ready" and since is not None and lost is not None:
-            return lost > since
-    return False
+    since, lost = parse_time(time), parse_time(condition(pod, "Ready").get("lastTransitionTime"))
+    return since is not None and lost is not None and lost > since
 
 
 def _ending(terminated: Object) -> str:
-    """`with exit code 1: <last line>`. Who was killed could not say why: its last line is about something else."""
+    """Return `ended with exit code 1: <last line>`. The last line of a process that was killed is about something else."""
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
         return "ended because it used more memory than its limit"
@@ -193,3 +172,71 @@ def _ending(terminated: Object) -> str:
         return f"ended by signal {signal}"
     lines = (terminated.get("message") or "").strip().splitlines()
     return f"ended with exit code {code}" + (f": {lines[-1]}" if lines else "")
+
+
+def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
+    """Return how far the first of `pods` that fetches or loads the model is; one whose last attempt failed before the others."""
+    reporting = {pod["metadata"]["name"] for pod in pods} & health.keys()
+    if not reporting:
+        return None
+    name = min(reporting, key=lambda name: (not health[name].error, name))
+    found = health[name]
+    progress = f": {found.progress}" if str(found.progress or "") else ""
+    error = f": {found.error}; it tries again" if found.error else ""
+    return Diagnosis(found.reason, f"pod {name}: {found.message}{progress}{error}")
+
+
+def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
+    """Return how far the next attempt after a failure is, to be appended to its message. Empty while there is no figure."""
+    measured = {name: found for name, found in health.items() if str(found.progress or "")}
+    under_way = still_loading(pods, measured)
+    return f"; {under_way.message}" if under_way else ""
+
+
+def may_lack_objects(pod: Object) -> bool:
+    """Whether the pod is on a node, and its first container did not run yet or a container cannot be configured."""
+    status = pod.get("status") or {}
+    if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in ("Failed", "Succeeded"):
+        return False
+    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    states = [container.get("state") or {} for container in containers]
+    if any((state.get("waiting") or {}).get("reason") == "CreateContainerConfigError" for state in states):
+        return True
+    # Volumes are there before anything runs.
+    ran = any(state.get(kind) is not None for state in states for kind in ("running", "terminated"))
+    return not ran and not any(container.get("lastState") for container in containers)
+
+
+def references(pod: Object) -> dict[Reference, str]:
+    """Return what the pod cannot start without, and which part of its spec refers to it."""
+    spec = pod.get("spec") or {}
+    containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+    mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
+    # The API server makes what it mounts itself.
+    account = {mount["name"] for mount in mounts if mount["mountPath"] == str(SERVICE_ACCOUNT)}
+    sources: list[tuple[str, Object]] = []
+    for volume in spec.get("volumes") or []:
+        parts = [volume, *((volume.get("projected") or {}).get("sources") or [])]
+        sources += [(f"volume {volume['name']}", part) for part in parts if volume["name"] not in account]
+    for container in containers:
+        parts = [variable.get("valueFrom") or {} for variable in container.get("env") or []]
+        where = f"environment of container {container['name']}"
+        sources += [(where, part) for part in [*(container.get("envFrom") or []), *parts]]
+    found: dict[Reference, str] = {}
+    for where, source in sources:
+        for kind, field in _REFERENCE_FIELDS:
+            named = source.get(field)
+            if named and not named.get("optional"):
+                found.setdefault(Reference(kind, named.get("secretName") or named.get("name") or ""), where)
+    return found
+
+
+def leaving(pod: Object) -> bool:
+    """Whether the pod is on its way out: marked as draining, or being deleted."""
+    annotations = pod["metadata"].get("annotations") or {}
+    return annotations.get(ANNOTATION_DRAINING) == "true" or bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def by_name(pods: Iterable[Object]) -> list[Object]:
+    """Return the pods in the order of their names."""
+    return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))

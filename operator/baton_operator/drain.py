@@ -8,6 +8,7 @@ import aiohttp
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT
 from baton_engine.protocol.service_key import ServiceKey
+from baton_operator import names
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
@@ -22,7 +23,7 @@ class Drainer:
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
         """Unfinished requests and transfers of the engine at `host`; None if it did not answer, or has another key."""
-        authority = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        authority = f"{names.url_host(host)}:{self._port}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.post(

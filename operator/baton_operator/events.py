@@ -19,29 +19,18 @@ class Events:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    async def normal(self, service: Object, reason: str, message: str) -> None:
-        await self.emit(service, reason, message, warning=False)
-
-    async def warning(self, service: Object, reason: str, message: str) -> None:
-        await self.emit(service, reason, message, warning=True)
-
-    async def emit(self, service: Object, reason: str, message: str, *, warning: bool) -> None:
-        type_ = "Warning" if warning else "Normal"
+    async def emit(self, service: Object, reason: str, message: str, *, warning: bool = False) -> None:
+        type_, level = ("Warning", logging.WARNING) if warning else ("Normal", logging.INFO)
         metadata = service["metadata"]
         message = message[:MAX_MESSAGE]
         name = f"{metadata['name']}.{names.content_hash([metadata['uid'], type_, reason, message])}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        service_id = {field: metadata[field] for field in ("name", "namespace", "uid")}
         event = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": metadata["namespace"]},
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata["uid"],
-            },
+            "involvedObject": {"apiVersion": names.API_VERSION, "kind": names.KIND, **service_id},
             "type": type_,
             "reason": reason,
             "message": message,
@@ -50,7 +39,7 @@ class Events:
             "lastTimestamp": now,
             "count": 1,
         }
-        log.log(logging.INFO if type_ == "Normal" else logging.WARNING, "%s %s: %s", metadata["name"], reason, message)
+        log.log(level, "%s %s: %s", metadata["name"], reason, message)
         try:
             present = await self._kube.read("Event", metadata["namespace"], name)
             if present is None:
@@ -58,5 +47,5 @@ class Events:
             else:
                 again = {"count": present.get("count", 1) + 1, "lastTimestamp": now}
                 await self._kube.merge("Event", metadata["namespace"], name, again)
-        except (KubeError, OSError, TimeoutError) as error:
+        except (KubeError, OSError) as error:
             log.warning("event %s of %s could not be written: %s", reason, metadata["name"], error)

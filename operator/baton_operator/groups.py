@@ -8,10 +8,10 @@ from baton_operator.api_autoscaling import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
+from baton_operator.diagnose import Diagnosis
 from baton_operator.observe import Observation
-from baton_operator.refusals import Refusal, refusal_of_deployment
-from baton_operator.report import Group
-from baton_operator.report_route import route_problem
+from baton_operator.refusals import refusal_of_deployment
+from baton_operator.report_group import Group, diagnose_route
 from baton_operator.report_topology import GroupTopology
 from baton_operator.topology import asleep, record, recorded_for
 
@@ -22,7 +22,7 @@ def member_group(
     template: MemberTemplate,
     observed: Observation,
     autoscaling: AutoscalingStatus | None,
-    refusal: Refusal | None,
+    refusal: Diagnosis | None,
 ) -> Group:
     """`refusal`: why the API server takes no further pod of the group."""
     coordinators: list[Object] = []
@@ -56,7 +56,7 @@ def gateway_group(owner: Owner, desired: Desired, observed: Observation, *, has_
         updated=deployment is not None and _is_rolled_out(deployment),
         template_revision=_revision(desired),
         refusal=refusal_of_deployment(deployment) if deployment else None,
-        route=route_problem(route) if route else None,
+        route=diagnose_route(route) if route else None,
         missing=observed.missing,
     )
 

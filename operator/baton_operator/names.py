@@ -114,6 +114,11 @@ def members_service_name(service: str) -> str:
     return f"{service}-members"
 
 
+def url_host(host: str) -> str:
+    """Return `host` as URLs have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def content_hash(content: Any) -> str:
     """Ten hex digits that change when the JSON value `content` does."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Collection, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,10 +28,16 @@ from baton_operator.history import held_back, kept_spec
 from baton_operator.kube import Kube
 from baton_operator.names import Key
 from baton_operator.plan import Member
-from baton_operator.references import Reference
 
 #: The scheduler's words for nodes on which other pods use what the pod needs. A selector that no node matches is another matter.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
+
+
+class Reference(NamedTuple):
+    """A Secret or ConfigMap that a pod needs."""
+
+    kind: str
+    name: str
 
 
 class Observation(msgspec.Struct, kw_only=True):
@@ -222,10 +228,14 @@ def member(pod: Object) -> Member:
     )
 
 
-def condition(pod: Object, type_: str) -> Object:
-    """Return the condition of this type; an empty one if the pod has none."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    return next((each for each in conditions if each["type"] == type_), {})
+def conditions(obj: Object) -> dict[str, Object]:
+    """Return the conditions of an object's status by type."""
+    return {each["type"]: each for each in (obj.get("status") or {}).get("conditions") or []}
+
+
+def condition(obj: Object, type_: str) -> Object:
+    """Return the condition of this type; an empty one if the object has none."""
+    return conditions(obj).get(type_, {})
 
 
 def unready_since(pod: Object) -> datetime | None:

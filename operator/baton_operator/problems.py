@@ -8,12 +8,10 @@ from baton_kube.client import KubeError
 class Problem(Exception):  # noqa: N818 - the reason of the condition
     """Its class name is the condition's reason, its text the message."""
 
-    #: Whether the step is tried again soon. If not, it takes an edit, or a change of another object.
-    is_retried = False
-    #: Whether the spec is the cause, so that the one rolled out before can still be kept up.
-    is_of_spec = False
-    #: Whether it ends when somebody changes the cluster, of which no watch tells.
-    is_conflict = False
+    is_retried = False  # soon. If not, it takes an edit, or a change of another object
+    is_of_spec = False  # the spec is the cause, so the one rolled out before can still be kept up
+    is_conflict = False  # it ends when somebody changes the cluster, of which no watch tells
+    has_event = True
 
     @property
     def reason(self) -> str:
@@ -32,6 +30,8 @@ class InvalidSpec(Problem):
 class Paused(Problem):
     """Nothing is to be done."""
 
+    has_event = False
+
 
 class NameConflict(Problem):
     """An object with a name that the service needs belongs to somebody else."""
@@ -39,9 +39,8 @@ class NameConflict(Problem):
     is_conflict = True
 
     def __init__(self, kind: str, name: str) -> None:
-        super().__init__(
-            f"{kind} {name} exists and is not controlled by this LLMService; delete it, or rename the service"
-        )
+        what = f"{kind} {name} exists and is not controlled by this LLMService"
+        super().__init__(f"{what}; delete it, or rename the service")
 
 
 class GatewayAPIMissing(Problem):
@@ -50,10 +49,8 @@ class GatewayAPIMissing(Problem):
     is_conflict = True
 
     def __init__(self) -> None:
-        super().__init__(
-            "spec.gateway.httpRoute: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API, or use "
-            "spec.gateway.ingress"
-        )
+        what = "the cluster has no gateway.networking.k8s.io/v1"
+        super().__init__(f"spec.gateway.httpRoute: {what}; install the Gateway API, or use spec.gateway.ingress")
 
 
 class ServiceKeyUnusable(Problem):
@@ -69,6 +66,7 @@ class ReconcileError(Problem):
     """The API server refused or did not answer. Mostly over before anybody looks."""
 
     is_retried = True
+    has_event = False
 
 
 class InternalError(Problem):
@@ -83,20 +81,12 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, Problem):
         return error
     problem: Problem
-    match error:
-        case KubeError():
-            problem = ReconcileError(str(error))
-        case OSError():
-            problem = ReconcileError(f"the API server did not answer: {error or type(error).__name__}")
-        case _:
-            problem = InternalError(
-                "a defect of the operator, please report it with the traceback in its log; "
-                f"{type(error).__name__}: {error}"
-            )
+    if isinstance(error, KubeError):
+        problem = ReconcileError(str(error))
+    elif isinstance(error, OSError):
+        problem = ReconcileError(f"the API server did not answer: {error or type(error).__name__}")
+    else:
+        what = "a defect of the operator, please report it with the traceback in its log"
+        problem = InternalError(f"{what}; {type(error).__name__}: {error}")
     problem.__cause__ = error
     return problem
-
-
-def is_news(reason_before: str | None, problem: Problem) -> bool:
-    """Whether the problem is worth an Event. `reason_before`: of the condition Ready as it was written last."""
-    return not isinstance(problem, (Paused, ReconcileError)) and problem.reason != reason_before

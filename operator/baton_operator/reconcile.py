@@ -33,16 +33,15 @@ from baton_operator.groups import gateway_group, member_group
 from baton_operator.history import kept_spec, recorded_name
 from baton_operator.history import record as record_spec
 from baton_operator.kube import Kube
-from baton_operator.loading import LoadingPods, will_tell
 from baton_operator.names import Key
 from baton_operator.observe import Observation, observe
-from baton_operator.peers import KVPeers
 from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.problems import InvalidSpec, Paused, Problem, is_news, problem_of
+from baton_operator.problems import InvalidSpec, Paused, Problem, problem_of
 from baton_operator.refusals import Refusals
-from baton_operator.report import Group, new_failures, previous_reason, report, report_defect
+from baton_operator.report import is_news, new_failures, report, report_defect
+from baton_operator.report_group import Group
 from baton_operator.report_topology import operation_events
-from baton_operator.status_probes import StatusProbes
+from baton_operator.status_probes import StatusProbes, is_progress_expected
 from baton_operator.topology import of_the_key, recorded_for
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class _Step:
         if any(problem.is_conflict for problem in self.problems):
             revisits = revisits or [CONFLICT_REVISIT_S]
         if not self.is_ready:
-            is_loading = will_tell(self.observed.pods, self.observed.loading)
+            is_loading = is_progress_expected(self.observed.pods, self.observed.loading)
             revisits = [*revisits, LOADING_REVISIT_S if is_loading else UNSETTLED_REVISIT_S]
         return Outcome(min(revisits, default=None))
 
@@ -102,7 +101,7 @@ class Reconciler:
     Args:
         operator_namespace: namespace of the operator's pod, for network policies. None: the operator is not a pod.
         autoscaler: None keeps the sizes of the spec.
-        loading, peers: None sends no status probes to pods.
+        probes: None sends no status probes to pods.
     """
 
     def __init__(
@@ -113,8 +112,7 @@ class Reconciler:
         operator_namespace: str | None = None,
         autoscaler: Autoscaler | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-        loading: LoadingPods | None = None,
-        peers: KVPeers | None = None,
+        probes: StatusProbes | None = None,
     ) -> None:
         self._kube = kube
         self._drainer = drainer
@@ -122,7 +120,7 @@ class Reconciler:
         self._operator_namespace = operator_namespace
         self._autoscaler = autoscaler or Autoscaler()
         self._clock = clock
-        self._probes = StatusProbes(kube, loading, peers)
+        self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
         self._refusals = Refusals()
         #: By service: content hash of the objects beside the members when all of them were last as desired.
@@ -294,7 +292,7 @@ class Reconciler:
         observed.topology = await self._coordinators.ask_for(observed.coordinator, request, observed.service_key)
         if observed.topology is not None:
             words = f"operation {request.operation_id}: the topology shall be {', '.join(request.members)}"
-            await self._events.normal(observed.service, "TopologyRequested", words)
+            await self._events.emit(observed.service, "TopologyRequested", words)
 
     async def _collect(self, step: _Step) -> None:
         """Delete configuration that no pod needs any more, and mark the objects as verified."""
@@ -322,10 +320,10 @@ class Reconciler:
         await self._write_status(service, status)
         for news in self._autoscaler.take_news(owner) if owner is not None else ():
             await self._events.emit(service, news.reason, news.message, warning=news.warning)
-        if problem is not None and is_news(previous_reason(service, "Ready"), problem):
-            await self._events.warning(service, problem.reason, str(problem))
+        if problem is not None and is_news(service, problem):
+            await self._events.emit(service, problem.reason, str(problem), warning=True)
         for condition in new_failures(service, status):
-            await self._events.warning(service, condition.reason, condition.message)
+            await self._events.emit(service, condition.reason, condition.message, warning=True)
         if owner is not None and owner.coordinator is not None and status.decode is not None:
             before = recorded_for(service, owner.coordinator)
             for warning, reason, message in operation_events(before, status.decode.topology):
@@ -338,7 +336,7 @@ class Reconciler:
         observed, owner, desired = step.observed, step.owner, step.desired
         if owner is None or desired is None:
             return groups
-        await self._probes.ask(observed, owner)
+        await self._probes.ask(self._kube, observed, owner)
         for role, template in desired.members.items():
             refusal = self._refusals.of(observed.key, role)
             groups[role] = member_group(owner, role, template, observed, self._autoscaler.status(owner, role), refusal)
@@ -354,8 +352,8 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 await self._write_status(service, report_defect(service, problem, self._clock()))
-                if is_news(previous_reason(service, "Ready"), problem):
-                    await self._events.warning(service, problem.reason, str(problem))
+                if is_news(service, problem):
+                    await self._events.emit(service, problem.reason, str(problem), warning=True)
         except Exception:
             log.exception("%s: the defect could not be reported in the status", key)
 

@@ -6,16 +6,12 @@ import msgspec
 
 from baton_engine.protocol.topology import OperationPhase, RankPhase
 from baton_operator import api
+from baton_operator.diagnose import Verdict
 from baton_operator.topology import ACTIVE
-
-Verdict = tuple[str, str, str]
-"""status, reason, message of a condition."""
 
 AT_REST = "AtRest"
 SCALE_FAILED = "ScaleFailed"
 UNREACHABLE = "CoordinatorUnreachable"
-STATIONS = {"Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"}
-"""Reasons of a group that is on its way."""
 _ACTIVE = {str(phase) for phase in ACTIVE}
 _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"}
 
@@ -25,8 +21,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
     status: api.TopologyStatus | None
     reachable: bool
-    asked_for: frozenset[str] = frozenset()
-    """Names that the coordinator was asked for last."""
+    asked_for: frozenset[str] = frozenset()  # names of the last request to the coordinator
 
     @property
     def serving(self) -> frozenset[str]:
@@ -45,60 +40,54 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if not topology.reachable:
         return "Unknown", UNREACHABLE, "the coordinator does not answer; ranks serve on, and no member is removed"
     status = topology.status
-    operation = status.operation if status else None
+    operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
         return "False", AT_REST, "no ranks are wanted"
     if operation and operation.phase in _ACTIVE:
-        return "True", _reason(operation, ranks, topology.asked_for), _message(operation, topology.asked_for)
+        members = ", ".join(sorted(topology.asked_for))
+        message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
+        return "True", _reason(operation, ranks, topology.asked_for), message + _after(": ", operation.reason)
     if operation and operation.phase == OperationPhase.FAILED:
-        serving = f"generation {status.generation if status else 0} goes on with {len(ranks)} ranks"
-        return (
-            "False",
-            SCALE_FAILED,
-            f"{operation.kind}: {operation.reason or 'it did not say why'}; {serving}; it is tried again",
-        )
+        why = f"{operation.kind}: {operation.reason or 'it did not say why'}"
+        serving = f"generation {generation} goes on with {len(ranks)} ranks"
+        return "False", SCALE_FAILED, f"{why}; {serving}; it is tried again"
     if len(ranks) < desired:
-        what = "ScalingUp" if ranks else "Forming"
-        return "True", what, f"waits for pods: {len(ranks)} of {desired} are ranks"
+        reason = "ScalingUp" if ranks else "Forming"
+        return "True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks"
     if len(ranks) > desired:
         return "True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted"
-    return "False", AT_REST, f"generation {status.generation if status else 0} with {len(ranks)} ranks"
+    return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
 
 
 def _reason(operation: api.OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
-    if (
-        operation.kind == "scale" and ranks == asked_for
-    ):  # some have adopted it already: who came or went is not to be seen
+    if operation.kind != "scale":
+        return _KINDS.get(operation.kind, "ScalingUp")
+    if ranks == asked_for:  # some have committed it already: which members come or go cannot be seen any more
         return "Committing"
-    if operation.kind == "scale":
-        return "ScalingUp" if asked_for - ranks else "ScalingDown"
-    return _KINDS.get(operation.kind, "ScalingUp")
+    return "ScalingUp" if asked_for - ranks else "ScalingDown"
 
 
-def _message(operation: api.OperationStatus, asked_for: frozenset[str]) -> str:
-    members = ", ".join(sorted(asked_for))
-    number = f" generation {operation.generation}" if operation.generation else ""
-    why = f": {operation.reason}" if operation.reason else ""
-    return f"{operation.phase}{number} with {members}{why}"
+def _after(words: str, value: str | int | None) -> str:
+    """Return `value` after `words`; nothing if there is none."""
+    return f"{words}{value}" if value else ""
 
 
 def operation_events(before: api.TopologyStatus | None, now: api.TopologyStatus | None) -> list[tuple[bool, str, str]]:
-    """(warning, reason, message) of each event that is due: an operation began, ended, or failed."""
+    """Return (warning, reason, message) of each event that is due: an operation began, ended, or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []
-    begun = (operation.id, operation.kind, operation.generation)
-    seen = known is not None and (known.id, known.kind) == begun[:2] and known.generation in (0, operation.generation)
-    words = f"operation {operation.id} ({operation.kind})"
-    to = f" to generation {operation.generation}" if operation.generation else ""
+    is_same = known is not None and (known.id, known.kind) == (operation.id, operation.kind)
+    if known is not None and not (is_same and known.generation in (0, operation.generation)):
+        known = None  # another operation, or an earlier attempt at this one
+    is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
+    what = f"operation {operation.id} ({operation.kind}){_after(' to generation ', operation.generation)}"
     events: list[tuple[bool, str, str]] = []
-    if not seen or (known is not None and known.phase not in _ACTIVE and operation.phase in _ACTIVE):
-        events.append((False, "TopologyOperationStarted", f"{words}{to} began"))
-    ended = operation.phase not in _ACTIVE and not (seen and known is not None and known.phase == operation.phase)
-    if ended and operation.phase == OperationPhase.FAILED:
-        events.append((True, "TopologyOperationFailed", f"{words}{to}: {operation.reason}"))
-    elif ended:
-        why = f": {operation.reason}" if operation.reason else ""
-        events.append((False, "TopologyOperationEnded", f"{words}{to}: {operation.phase}{why}"))
+    if known is None or (is_active and not was_active):
+        events.append((False, "TopologyOperationStarted", f"{what} began"))
+    if not is_active and (known is None or known.phase != operation.phase):
+        failed = True, "TopologyOperationFailed", f"{what}: {operation.reason}"
+        ended = False, "TopologyOperationEnded", f"{what}: {operation.phase}{_after(': ', operation.reason)}"
+        events.append(failed if operation.phase == OperationPhase.FAILED else ended)
     return events

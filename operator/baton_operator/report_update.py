@@ -6,112 +6,83 @@ service is paused, and when a new revision does not get on. `Ready` is True only
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
-from typing import Any
+from typing import NamedTuple
 
-import msgspec
-
-from baton_operator import names
-from baton_operator.diagnose import Diagnosis, diagnose, leaving
+from baton_kube.client import Object
+from baton_operator.api import Spec
+from baton_operator.diagnose import Diagnosis, Verdict, by_name, diagnose, leaving
 from baton_operator.observe import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan import STUCK_TERMINATING
-from baton_operator.references import Reference
-from baton_operator.refusals import QUOTA_EXCEEDED, Refusal
-from baton_operator.report_topology import Verdict
-
-Object = dict[str, Any]
+from baton_operator.refusals import QUOTA_EXCEEDED
+from baton_operator.report_group import Group
 
 UP_TO_DATE = "UpToDate"
 PAUSED = "Paused"
 STALLED = "RolloutStalled"
 REFUSED = "PodRefused"
-_ORDER = (STALLED, REFUSED, "WaitingForCapacity", "Draining", "Starting", "Replacing")
-"""Of reasons, the most telling first."""
+NO_ROOM = "WaitingForCapacity"
+_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")  # of reasons, the most telling first
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One role: its pods of earlier revisions, and those that are to follow them."""
+class _Rollout(NamedTuple):
+    """The pods of one group that exist, those that leave included."""
 
-    role: names.Role
-    desired: int
+    group: Group
     newest: list[Object]
     old: list[Object]
-    """Pods; those that leave included."""
-    refusal: Refusal | None = None
-    """Why the API server takes no further pod."""
-    missing: frozenset[Reference] = frozenset()
-    """Secrets and ConfigMaps that pods wait for and that do not exist."""
 
 
-def rollout(
-    role: names.Role,
-    desired: int,
-    pods: list[Object],
-    newest: list[Object],
-    now: datetime,
-    refusal: Refusal | None = None,
-    missing: frozenset[Reference] = frozenset(),
-) -> Rollout:
-    """`newest`: those of `pods` that are of the newest revision."""
-    alive = [pod for pod in pods if _exists(pod, now)]
-    return Rollout(
-        role=role,
-        desired=desired,
-        newest=[pod for pod in alive if pod in newest],
-        old=[pod for pod in alive if pod not in newest],
-        refusal=refusal,
-        missing=missing,
-    )
-
-
-def updating_verdict(
-    rollouts: list[Rollout], *, progress_deadline_s: float, paused: bool, held_back: tuple[str, ...], now: datetime
-) -> Verdict:
-    """status, reason, message of `Updating`. `held_back`: fields whose edits wait for the end of the pause."""
-    under_way = [each for each in rollouts if each.old]
-    counts = "; ".join(_counts(each) for each in under_way)
-    if paused:
+def updating_verdict(spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime) -> Verdict:
+    """Judge how far the rollout is. `held_back`: fields whose edits wait for the end of the pause."""
+    under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
+    counts = "; ".join(map(_counts, under_way))
+    if spec.paused:
         edits = f"edits of {', '.join(held_back)} wait" if held_back else "no edit waits; one would"
         return "False", PAUSED, f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}"
     if not under_way:
         return "False", UP_TO_DATE, "no pod of an earlier revision exists"
-    waits = [_waits_for(each, progress_deadline_s, now) for each in under_way]
-    reason, message = min(waits, key=lambda wait: _ORDER.index(wait[0]))
-    return "False" if reason == STALLED else "True", reason, f"{message}; {counts}"
+    obstacles = [(each.group.role, _obstacle(each, spec.progress_deadline_seconds, now)) for each in under_way]
+    role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
+    return "False" if first.reason == STALLED else "True", first.reason, f"{role}: {first.message}; {counts}"
 
 
-def _waits_for(each: Rollout, progress_deadline_s: float, now: datetime) -> tuple[str, str]:
-    unready = [pod for pod in each.newest if not is_ready(pod) and not leaving(pod)]
-    diagnosis = diagnose(unready, each.missing)
+def _rollout(group: Group, now: datetime) -> _Rollout:
+    alive = [pod for pod in group.pods if _exists(pod, now)]
+    newest = [pod for pod in alive if group.is_newest(pod)]
+    return _Rollout(group, newest, old=[pod for pod in alive if not group.is_newest(pod)])
+
+
+def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
+    """Return what the next step of the rollout waits for."""
+    group, unready = rollout.group, [pod for pod in rollout.newest if not is_ready(pod) and not leaving(pod)]
+    found = diagnose(unready, group.missing)
     late = [pod for pod in unready if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)]
     if late:
-        why = diagnosis or Diagnosis("", f"pod {_names(late)} is not ready")
-        since = f"not within {progress_deadline_s:g} s"
-        return STALLED, f"{each.role}: {why.message}; {since}; pods of the earlier revision serve on"
+        why = found.message if found else f"pod {_names(late)} is not ready"
+        return Diagnosis(STALLED, f"{why}; not within {progress_deadline_s} s; pods of the earlier revision serve on")
     if any(map(no_room_since, unready)):
-        return "WaitingForCapacity", f"{each.role}: no node has room for pod {_names(unready)}"
-    if each.refusal is not None:
-        has_room = each.refusal.reason != QUOTA_EXCEEDED
-        return REFUSED if has_room else "WaitingForCapacity", f"{each.role}: {each.refusal.message}"
-    if going := [pod for pod in each.old if leaving(pod)]:
-        return "Draining", f"{each.role}: waits for {_names(going)} to finish and go"
+        return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
+    if group.refusal is not None:
+        return Diagnosis(NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message)
+    if going := [pod for pod in rollout.old if leaving(pod)]:
+        return Diagnosis("Draining", f"waits for {_names(going)} to finish and go")
     if unready:
-        return (
-            "Starting",
-            f"{each.role}: {diagnosis.message if diagnosis else f'waits for {_names(unready)} to be ready'}",
-        )
-    return "Replacing", f"{each.role}: {_names(each.old)} is to be replaced"
+        return Diagnosis("Starting", found.message if found else f"waits for {_names(unready)} to be ready")
+    return Diagnosis("Replacing", f"{_names(rollout.old)} is to be replaced")
 
 
-def _counts(each: Rollout) -> str:
-    ready = sum(map(is_ready, each.newest))
-    old_ready = sum(is_ready(pod) and not leaving(pod) for pod in each.old)
-    newest = f"{len(each.newest)} of {each.desired} {each.role} pods are of the newest revision, {ready} of them ready"
-    return f"{newest}, {len(each.old)} of earlier ones, {old_ready} of them ready"
+def _counts(rollout: _Rollout) -> str:
+    newest, group = rollout.newest, rollout.group
+    num_old_ready = sum(is_ready(pod) and not leaving(pod) for pod in rollout.old)
+    counts = f"{len(newest)} of {group.desired} {group.role} pods are of the newest revision"
+    old_counts = f"{len(rollout.old)} of earlier ones, {num_old_ready} of them ready"
+    return f"{counts}, {sum(map(is_ready, newest))} of them ready, {old_counts}"
 
 
 def _exists(pod: Object, now: datetime) -> bool:
-    """Not one that failed, or hangs on a node that is gone."""
+    """Whether the pod did not end, and does not hang on a node that is gone."""
     if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))
@@ -119,4 +90,4 @@ def _exists(pod: Object, now: datetime) -> bool:
 
 
 def _names(pods: list[Object]) -> str:
-    return ", ".join(sorted(str(pod["metadata"]["name"]) for pod in pods))
+    return ", ".join(pod["metadata"]["name"] for pod in by_name(pods))

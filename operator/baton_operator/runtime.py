@@ -24,11 +24,10 @@ from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
 from baton_operator.freshness import Written
 from baton_operator.kube import PLURALS, Kube
-from baton_operator.loading import LoadingPods
 from baton_operator.names import Key
-from baton_operator.peers import KVPeers
 from baton_operator.reconcile import Reconciler
 from baton_operator.server import Metrics
+from baton_operator.status_probes import StatusProbes
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +165,7 @@ async def open_runtime(
             CoordinatorClient(session),
             operator_namespace,
             autoscaler,
-            loading=LoadingPods(session),
-            peers=KVPeers(session),
+            probes=StatusProbes(session),
         )
         yield Runtime(
             kube, reconciler.reconcile, metrics, partial(autoscaler.run, Scraper(session, metrics.scrapes)), resync_s

@@ -1,48 +1,152 @@
-"""Reads that only the status needs: of pods, how far they are and with whom they can exchange KV blocks; of the API server,
+"""Requests that only the status needs: to pods, how far they are and with whom they can exchange KV blocks; to the API server,
 whether the Secrets and ConfigMaps that pods wait for exist."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection, Mapping
+
+import aiohttp
+import msgspec
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_engine.protocol.kv_compatibility import KVCompatibility
+from baton_engine.protocol.progress import Health
+from baton_kube.client import KubeError, Object
 from baton_operator import names
+from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Owner
+from baton_operator.diagnose import by_name, leaving, may_lack_objects, references
 from baton_operator.kube import Kube
-from baton_operator.loading import LoadingPods
 from baton_operator.names import Key
-from baton_operator.observe import Observation, is_ready
-from baton_operator.peers import KVPeers
-from baton_operator.references import Reference, find_missing
+from baton_operator.observe import Observation, Reference, is_ready
+
+TIMEOUT_S = 1.0
+CONCURRENCY = 16  # requests at the same time to engines that serve, of all services
+MAX_ASKED = (
+    16  # pods that load, and Secrets and ConfigMaps, of one service in one reconcile: conditions name the first ones
+)
+MAX_BODY_BYTES = 16 * 2**10
+LOADING_REASONS = ("Fetching", "Loading")
 
 
 class StatusProbes:
-    """
+    """HTTP client for `GET /health` of members.
+
     Args:
-        loading, peers: None: pods are not asked.
+        session: None: pods are not asked.
     """
 
-    def __init__(self, kube: Kube, loading: LoadingPods | None, peers: KVPeers | None) -> None:
-        self._kube = kube
-        self._loading = loading
-        self._peers = peers
+    def __init__(self, session: aiohttp.ClientSession | None, port: int = ENGINE_HTTP_PORT) -> None:
+        self._session = session
+        self._port = port
+        self._slots = asyncio.Semaphore(CONCURRENCY)
+        #: Answers of engines. A process does not change its answer, so each is asked once. None: it exchanges no blocks.
+        self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
-    async def ask(self, observed: Observation, owner: Owner) -> None:
-        """Fills in `loading`, `missing` and `kv` of what was observed."""
-        if self._loading is not None:
-            observed.loading = await self._loading.ask(observed.pods)
-        observed.missing = await self._missing(observed, owner)
-        if self._peers is not None:
-            if owner.replicas("prefill"):
-                observed.kv = await self._peers.ask(observed.key, observed.pods)
-            else:
-                self._peers.forget(observed.key)
-
-    def forget(self, key: Key) -> None:
-        """The service is gone."""
-        if self._peers is not None:
-            self._peers.forget(key)
-
-    async def _missing(self, observed: Observation, owner: Owner) -> frozenset[Reference]:
-        """Return what pods wait for that does not exist. What the operator makes itself is not looked for."""
+    async def ask(self, kube: Kube, observed: Observation, owner: Owner) -> None:
+        """Fill in `loading`, `missing` and `kv` of what was observed."""
+        observed.loading = await self.loading(observed.pods)
+        # What the operator makes itself is not looked for.
         known = {Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"}
         known.add(Reference("Secret", names.service_key_name(owner.name)))
-        pods = [pod for pod in observed.pods if not is_ready(pod)]
-        return await find_missing(self._kube, owner.namespace, pods, known)
+        unready = [pod for pod in observed.pods if not is_ready(pod)]
+        observed.missing = await find_missing(kube, owner.namespace, unready, known)
+        if owner.replicas("prefill"):
+            observed.kv = await self.kv(observed.key, observed.pods)
+        else:
+            self.forget(observed.key)
+
+    def forget(self, key: Key) -> None:
+        """The service is gone, or has no prefill pods."""
+        self._known.pop(key, None)
+
+    async def loading(self, pods: list[Object]) -> dict[str, Health]:
+        """Return the answers of members that fetch or load the model, by pod name."""
+        asked = by_name(filter(_may_load, pods))[:MAX_ASKED]
+        answers = await asyncio.gather(*map(self._health, asked))
+        return {
+            pod["metadata"]["name"]: health
+            for pod, health in zip(asked, answers, strict=True)
+            if health is not None and health.reason in LOADING_REASONS
+        }
+
+    async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
+        """Return with whom the service's members that are ready can exchange KV blocks, by pod name, as far as they answered."""
+        asked = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
+        known = {process: kv for process, kv in self._known.get(key, {}).items() if process in asked}
+        new = [process for process in asked if process not in known]
+        answers = await asyncio.gather(*(self._health_in_turn(asked[process]) for process in new))
+        known |= {process: health.kv for process, health in zip(new, answers, strict=True) if health is not None}
+        self._known[key] = known
+        return {asked[process]["metadata"]["name"]: kv for process, kv in known.items() if kv is not None}
+
+    async def _health_in_turn(self, pod: Object) -> Health | None:
+        async with self._slots:
+            return await self._health(pod)
+
+    async def _health(self, pod: Object) -> Health | None:
+        """Return the pod's answer; None if there is none, or none that can be read: it starts, or is another kind of process."""
+        host = (pod.get("status") or {}).get("podIP")
+        if self._session is None or not host:
+            return None
+        url, timeout = f"http://{names.url_host(host)}:{self._port}/health", aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with self._session.get(url, timeout=timeout) as response:
+                return msgspec.json.decode(await response.content.read(MAX_BODY_BYTES), type=Health)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return None
+
+
+def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
+    """Whether another request may soon bring news that no watch event carries.
+
+    That is so if a pod reported progress, or has begun to run and not reported any yet.
+    """
+    return bool(loading) or any(_may_load(pod) and _begins(pod) for pod in pods)
+
+
+async def find_missing(
+    kube: Kube, namespace: str, pods: list[Object], known: Collection[Reference]
+) -> frozenset[Reference]:
+    """Return what `pods` wait for that does not exist. What is `known` to exist is not asked for.
+
+    Only metadata is requested: the contents of a Secret never come here.
+    """
+    wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
+    asked = sorted(wanted - set(known))[:MAX_ASKED]
+    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in asked))
+    return frozenset(reference for reference, there in zip(asked, exists, strict=True) if not there)
+
+
+async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
+    """True also if that cannot be known: nothing is claimed then."""
+    try:
+        return await kube.exists(reference.kind, namespace, reference.name)
+    except (KubeError, OSError):
+        return True
+
+
+def _is_member(pod: Object) -> bool:
+    return pod["metadata"]["labels"].get(names.LABEL_ROLE) in names.MEMBER_ROLES
+
+
+def _may_load(pod: Object) -> bool:
+    has_address = bool((pod.get("status") or {}).get("podIP"))
+    return _is_member(pod) and has_address and not is_ready(pod) and not leaving(pod)
+
+
+def _begins(pod: Object) -> bool:
+    """Whether a fetcher runs, or an engine that has not passed its startup probe, which requests /health like this module."""
+    status = pod.get("status") or {}
+    engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
+    containers = [*(status.get("initContainerStatuses") or []), *engines]
+    return any((each.get("state") or {}).get("running") is not None for each in containers)
+
+
+def _process(pod: Object) -> str:
+    """Identify the process of the pod's engine."""
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
+    engine: Object = next((each for each in containers if each["name"] == CONTAINER), {})
+    started = ((engine.get("state") or {}).get("running") or {}).get("startedAt", "")
+    return f"{pod['metadata'].get('uid', '')} {engine.get('restartCount', 0)} {started}"

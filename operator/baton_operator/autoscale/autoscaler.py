@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton_operator import names, report
+from baton_operator import names, report_group
 from baton_operator.api_autoscaling import AutoscalingStatus
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.history import History
@@ -119,7 +119,9 @@ class Autoscaler:
                 self._change_settings(known, role, settings[role])
         return msgspec.structs.replace(owner, sizes=known.sizes)
 
-    def observe(self, owner: Owner, groups: Mapping[names.Role, report.Group], pods: list[dict[str, Any]]) -> None:
+    def observe(
+        self, owner: Owner, groups: Mapping[names.Role, report_group.Group], pods: list[dict[str, Any]]
+    ) -> None:
         """What the same reconcile saw.
 
         Args:

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
-from baton_operator import names, report
+from baton_operator import names, report_group
 from baton_operator.autoscale.policy import Group
 from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
@@ -20,7 +20,7 @@ _ACTIVE = {str(phase) for phase in ACTIVE}
 
 
 def groups_of(
-    owner: Owner, seen: Mapping[names.Role, report.Group], settings: Mapping[names.MemberRole, Settings]
+    owner: Owner, seen: Mapping[names.Role, report_group.Group], settings: Mapping[names.MemberRole, Settings]
 ) -> dict[names.MemberRole, Group]:
     """The groups to size, as they are."""
     alone = owner.replicas("prefill") == 0
@@ -38,7 +38,7 @@ def groups_of(
     }
 
 
-def _operation(owner: Owner, group: report.Group) -> str:
+def _operation(owner: Owner, group: report_group.Group) -> str:
     """What must end before the group is sized anew; empty: nothing."""
     operation = group.topology.status.operation if group.topology and group.topology.status else None
     if operation is not None and operation.phase in _ACTIVE:

@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client import Counter
 
 from baton_operator.autoscale.windows import Sample, sample
-from baton_operator.names import MemberRole
+from baton_operator.names import MemberRole, url_host
 
 CONCURRENCY = 32
 """Scrapes at the same time, of all services."""
@@ -32,8 +32,7 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}/metrics"
+        return f"{'https' if self.tls else 'http'}://{url_host(self.host)}:{self.port}/metrics"
 
 
 class Scraped(msgspec.Struct, frozen=True):

@@ -94,11 +94,10 @@ def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
         return ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=stages)
     if owner.coordinator is None:
         raise ValueError("the coordinator's Service has no address yet")
-    host = f"[{owner.coordinator}]" if ":" in owner.coordinator else owner.coordinator
     return ParallelConfig(
         tensor_parallel_size=size,
         enable_expert_parallel=True,
-        coordinator=f"{host}:{COORDINATOR_PORT}",
+        coordinator=f"{names.url_host(owner.coordinator)}:{COORDINATOR_PORT}",
         num_redundant_experts=owner.spec.decode.parallelism.redundant_experts,
     )
 

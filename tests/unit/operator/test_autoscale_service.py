@@ -20,7 +20,8 @@ from baton_operator.autoscale.settings import SCRAPE_S, WAKEFUL_SCRAPE_S, scrape
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
 from baton_operator.names import ANNOTATION_DRAINING, Key
-from baton_operator.report import Group, autoscaling_verdict, group_verdict
+from baton_operator.report import autoscaling_verdict
+from baton_operator.report_group import Group, group_verdict
 from baton_operator.report_topology import GroupTopology
 
 KEY = Key("default", "demo")

@@ -18,9 +18,10 @@ from baton_operator.api import Model
 from baton_operator.api_model import MODEL_URI
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.loading import LoadingPods, will_tell
 from baton_operator.problems import Problem, ReconcileError
-from baton_operator.report import Group, new_failures, report
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group
+from baton_operator.status_probes import StatusProbes, is_progress_expected
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
@@ -366,8 +367,8 @@ async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> 
             each["status"]["podIP"] = f"127.0.0.{min(i + 1, 2) if i < 2 else 1}"
         pods[2]["metadata"]["deletionTimestamp"] = NOW.isoformat()
         async with aiohttp.ClientSession() as session:
-            told = await LoadingPods(session, port).ask(pods)
-            assert await LoadingPods(session, 1).ask(pods) == {}
+            told = await StatusProbes(session, port).loading(pods)
+            assert await StatusProbes(session, 1).loading(pods) == {}
     finally:
         await runner.cleanup()
     assert told == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
@@ -386,14 +387,14 @@ async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> 
 def test_who_begins_to_run_is_asked_again_soon(state: Object, started: bool, expected: bool) -> None:
     member = pod(state=state, status={"podIP": "10.0.0.1"})
     member["status"]["containerStatuses"][0]["started"] = started
-    assert will_tell([member], {}) is expected
-    assert will_tell([member], ON_THE_WAY), "somebody tells"
+    assert is_progress_expected([member], {}) is expected
+    assert is_progress_expected([member], ON_THE_WAY), "somebody tells"
     ready = pod(ready=True, state=RUNNING, status={"podIP": "10.0.0.1"})
-    assert not will_tell([ready], {})
+    assert not is_progress_expected([ready], {})
 
 
 def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
     """Else the first it says is heard twenty seconds later."""
     waiting = {"waiting": {"reason": "PodInitializing"}}
-    assert will_tell([fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {})
-    assert not will_tell([fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {})
+    assert is_progress_expected([fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {})
+    assert not is_progress_expected([fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {})

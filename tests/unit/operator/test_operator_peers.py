@@ -14,8 +14,9 @@ from services import NOW, Object, owner, pod, service
 from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
 from baton_engine.protocol.progress import Health
 from baton_operator.names import Key
-from baton_operator.peers import KVPeers
-from baton_operator.report import Group, new_failures, report
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group
+from baton_operator.status_probes import StatusProbes
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(
@@ -191,25 +192,25 @@ async def test_each_engine_that_serves_is_asked_once(engines: Engines) -> None:
         at("127.0.0.5", "gateway", 0),
     ]
     async with aiohttp.ClientSession() as session:
-        peers = KVPeers(session, engines.port)
+        peers = StatusProbes(session, engines.port)
         expected = {"demo-prefill-0": KV, "demo-decode-0": LARGE_BLOCKS}
-        assert await peers.ask(KEY, pods) == expected
-        assert await peers.ask(KEY, pods) == expected
+        assert await peers.kv(KEY, pods) == expected
+        assert await peers.kv(KEY, pods) == expected
         assert sorted(engines.asked) == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 
         restarted = at("127.0.0.3", "decode", 0, restarts=1)
         engines.answers["127.0.0.3"] = body(KV)
-        assert await peers.ask(KEY, [pods[0], restarted]) == {"demo-prefill-0": KV, "demo-decode-0": KV}
+        assert await peers.kv(KEY, [pods[0], restarted]) == {"demo-prefill-0": KV, "demo-decode-0": KV}
         assert engines.asked[3:] == ["127.0.0.3"], "another process, and only that"
         peers.forget(KEY)
-        assert await peers.ask(KEY, pods[:1]) == {"demo-prefill-0": KV}
+        assert await peers.kv(KEY, pods[:1]) == {"demo-prefill-0": KV}
         assert engines.asked[4:] == ["127.0.0.1"]
 
 
 async def test_who_does_not_answer_is_asked_again(engines: Engines) -> None:
     silent = at("127.0.0.1", "prefill", 0)
     async with aiohttp.ClientSession() as session:
-        peers = KVPeers(session, engines.port)
-        assert await peers.ask(KEY, [silent]) == {}
+        peers = StatusProbes(session, engines.port)
+        assert await peers.kv(KEY, [silent]) == {}
         engines.answers["127.0.0.1"] = body(KV)
-        assert await peers.ask(KEY, [silent]) == {"demo-prefill-0": KV}
+        assert await peers.kv(KEY, [silent]) == {"demo-prefill-0": KV}

@@ -12,10 +12,12 @@ from services import NOW, Object, owner, pod, service
 from simulated_api_server import NAMESPACE
 
 from baton_kube.client import KubeError
+from baton_operator.diagnose import Diagnosis
 from baton_operator.names import Key
 from baton_operator.plan import GroupPlan
-from baton_operator.refusals import LAST_PAUSE_S, Refusal, Refusals, refusal_of, refusal_of_deployment
-from baton_operator.report import Group, new_failures, report
+from baton_operator.refusals import LAST_PAUSE_S, Refusals, refusal_of, refusal_of_deployment
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group
 
 QUOTA = (
     'pods "demo-decode-2" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '
@@ -106,18 +108,18 @@ def test_a_refused_pod_is_asked_for_ever_more_rarely(simulated: Service) -> None
 def test_another_template_is_tried_at_once_and_what_is_not_wanted_is_forgotten() -> None:
     key, wanted = Key(NAMESPACE, "demo"), GroupPlan(create=[0])
     refusals = Refusals()
-    assert refusals.note(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW) == 1.0
+    assert refusals.note(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW) == 1.0
     held = refusals.hold_back(key, "decode", "a", wanted, NOW)
     assert (held.create, held.revisit_s) == ([], 1.0)
     assert refusals.hold_back(key, "decode", "a", wanted, NOW + timedelta(seconds=1)) == wanted
     assert refusals.hold_back(key, "decode", "b", wanted, NOW) == wanted
     assert refusals.of(key, "decode") is None
     for _ in range(40):
-        pause_s = refusals.note(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
+        pause_s = refusals.note(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW)
     assert pause_s == LAST_PAUSE_S
     assert refusals.hold_back(key, "decode", "a", GroupPlan(revisit_s=0.5), NOW).revisit_s == 0.5
     assert refusals.of(key, "decode") is None
-    refusals.note(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
+    refusals.note(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW)
     refusals.forget(key)
     assert refusals.of(key, "decode") is None
 
@@ -159,7 +161,7 @@ def test_pods_of_a_deployment_are_refused_too() -> None:
 def test_what_a_pod_itself_says_is_told_first() -> None:
     fatal = {"terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}}
     group = Group(
-        role="decode", desired=2, pods=[pod(state=fatal)], revision="new", refusal=Refusal("QuotaExceeded", QUOTA)
+        role="decode", desired=2, pods=[pod(state=fatal)], revision="new", refusal=Diagnosis("QuotaExceeded", QUOTA)
     )
     status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
     (ready,) = [each for each in status.conditions or [] if each.type == "DecodeReady"]

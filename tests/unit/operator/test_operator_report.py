@@ -10,7 +10,8 @@ from services import NOW, Object, owner, pod, service
 
 from baton_operator.api import Condition
 from baton_operator.problems import InvalidSpec, Problem
-from baton_operator.report import Group, group_verdict, new_failures, report
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group, group_verdict
 
 FATAL = {"exitCode": 78, "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist"}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from services import NOW, Object, owner, pod, service
 
-from baton_operator.report import Group, new_failures, report
-from baton_operator.report_route import route_problem
+from baton_operator.report import new_failures, report
+from baton_operator.report_group import Group, diagnose_route
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:
@@ -51,13 +51,13 @@ CASES: dict[str, tuple[Object, str | None, str]] = {
 
 @pytest.mark.parametrize(("given", "reason", "text"), CASES.values(), ids=CASES.keys())
 def test_route(given: Object, reason: str | None, text: str) -> None:
-    found = route_problem(given)
+    found = diagnose_route(given)
     assert (found.reason if found else None) == reason
     assert found is None or text in found.message
 
 
 def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
-    group = Group(role="gateway", desired=1, pods=[pod("g", ready=ready)], route=route_problem(given))
+    group = Group(role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given))
     status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
     (found,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     return found, [each.reason for each in new_failures(service(), status)]

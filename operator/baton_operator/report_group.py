@@ -1,0 +1,186 @@
+"""One group of pods, and whether it serves as it should: PrefillReady, DecodeReady, GatewayReady. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
+from baton_engine.protocol.progress import Health
+from baton_kube.client import Object
+from baton_operator import names
+from baton_operator.api import AutoscalingStatus
+from baton_operator.diagnose import PROGRESS_REASONS, Diagnosis, Verdict, diagnose, leaving, still_loading, tries_again
+from baton_operator.observe import Reference, is_ready
+from baton_operator.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict
+
+INCOMPATIBLE = "IncompatiblePeers"
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of pods, as `report` judges it."""
+
+    role: names.Role
+    desired: int
+    pods: list[Object]
+    revision: str | None = None  # of members that are up to date. None: a Deployment's pods, judged by `updated`
+    updated: bool = True  # whether the Deployment has no pod of an old revision left
+    template_revision: str | None = None  # of the Deployment's newest pods
+    topology: GroupTopology | None = None  # of an expert-parallel group: its ranks serve, not its pods
+    autoscaling: AutoscalingStatus | None = None  # of a group that the autoscaler sizes
+    loading: Mapping[str, Health] = {}  # answers of pods that fetch or load the model, by name
+    refusal: Diagnosis | None = None  # why the API server takes no further pod
+    missing: frozenset[Reference] = frozenset()  # Secrets and ConfigMaps that pods wait for and that do not exist
+    coordinators: list[Object] = []  # pods of an expert-parallel group's coordinator: without it no rank serves
+    route: Diagnosis | None = None  # of a gateway: why nothing comes in through its HTTPRoute
+
+    @property
+    def current(self) -> list[Object]:
+        """Pods that are to stay."""
+        ended = ("Failed", "Succeeded")  # evicted, say: its replacement counts
+        return [pod for pod in self.pods if not leaving(pod) and pod.get("status", {}).get("phase") not in ended]
+
+    @property
+    def current_names(self) -> set[str]:
+        return {pod["metadata"]["name"] for pod in self.current}
+
+    @property
+    def ready(self) -> int:
+        """Number of pods that serve, of any revision."""
+        if self.topology is not None and self.topology.reachable:
+            return len(self.current_names & self.topology.serving)
+        return sum(map(is_ready, self.current))
+
+    @property
+    def newest_revision(self) -> str | None:
+        return self.revision or self.template_revision
+
+    @property
+    def newest(self) -> list[Object]:
+        """Pods of the newest revision that are to stay; all that are to stay, if that revision is not known."""
+        return [pod for pod in self.current if self.is_newest(pod)]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether pods of an earlier revision are to be replaced. Of a Deployment: once enough pods serve."""
+        if self.revision is None:
+            return not self.updated and self.ready >= self.desired
+        return len(self.newest) < len(self.current)
+
+    def is_newest(self, pod: Object) -> bool:
+        return self.newest_revision in (None, pod["metadata"]["labels"].get(names.LABEL_REVISION))
+
+
+def group_verdict(group: Group) -> Verdict:
+    """Whether a group serves with all its pods, all of the newest revision."""
+    if group.desired == 0:
+        return _verdict_without_pods(group)
+    what = "ranks serve" if group.topology is not None else "pods are ready"
+    counts = f"{group.ready} of {group.desired} {group.role} {what}"
+    if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
+        if group.route is not None:
+            return "False", group.route.reason, f"{group.route.message}; {counts}"
+        return "True", "PodsReady", counts
+    obstacle = next(_obstacles(group), None)
+    return ("False", obstacle.reason, f"{obstacle.message}; {counts}") if obstacle else ("False", "Starting", counts)
+
+
+def _verdict_without_pods(group: Group) -> Verdict:
+    if group.role == "prefill":
+        return "True", "NotRequested", "no prefill pods are wanted: decode pods prefill for themselves"
+    if group.autoscaling is not None:
+        return "True", "ScaledToZero", f"no {group.role} pods are wanted: the next request starts one"
+    return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
+
+
+def _obstacles(group: Group) -> Iterator[Diagnosis]:
+    """Yield what keeps a group from serving, the most telling first."""
+    # A member that failed tells why its successor may fail, too. A Deployment leaves its failed pods behind: old news.
+    judged = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+    if found := diagnose([*judged, *group.coordinators], group.missing):
+        yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
+    if group.refusal is not None:
+        yield group.refusal
+    if group.topology is not None:
+        status, reason, message = scaling_verdict(group.topology, group.desired)
+        is_lost = reason == UNREACHABLE and group.topology.has_ranks  # not one that only starts
+        if status == "True" or reason == SCALE_FAILED or is_lost:
+            yield Diagnosis(reason, message)
+    if going := len(group.pods) - len(group.current):
+        yield Diagnosis("Draining", f"pods on the way out: {going}")
+    if group.outdated:
+        yield Diagnosis("Progressing", "pods of an earlier revision are being replaced")
+    if under_way := still_loading(group.current, group.loading):
+        yield under_way
+
+
+def prefill_verdict(
+    verdict: Verdict, updating: Verdict, prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]
+) -> Verdict:
+    """Return PrefillReady: `verdict` of the group, unless all it lacks is decode pods that can take its KV blocks.
+
+    Requests succeed without: decode pods prefill for themselves. So it is the prefill group that is not as it should be, for its
+    pods do nothing. While a rollout gets on, pods of two revisions need not fit; what is left when it stands still must.
+
+    Args:
+        updating: the condition Updating.
+        kv: with whom engines can exchange KV blocks, by pod name; of pods that are missing nothing is known.
+    """
+    status, reason, message = verdict
+    has_failed = status != "True" and reason not in PROGRESS_REASONS
+    if has_failed or updating[0] == "True":
+        return verdict
+    problem = _incompatible(prefill, decode, kv)
+    return ("False", INCOMPATIBLE, f"{problem}; {message}") if problem else verdict
+
+
+def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
+    """Return which pods have no peer; empty if all have one, or not enough is known."""
+    givers, takers = ([name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode))
+    if not givers or not takers:
+        return ""
+    for ours, theirs, can_not in (
+        (givers, takers, "prefill pods can hand KV blocks to no decode pod"),
+        (takers, givers, "decode pods can take KV blocks from no prefill pod"),
+    ):
+        alone = [name for name in ours if all(differences(kv[name], kv[other], "", "") for other in theirs)]
+        if alone:
+            why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
+            return f"{len(alone)} of {len(ours)} {can_not}, so decode pods prefill for themselves: {why}"
+    return ""
+
+
+def diagnose_route(route: Object) -> Diagnosis | None:
+    """Return why no request comes in through an HTTPRoute. None: at least one Gateway has accepted the route as it is now."""
+    metadata = route["metadata"]
+    complaints = []
+    for parent in (route.get("status") or {}).get("parents") or []:
+        current = [each for each in parent.get("conditions") or [] if _is_current(each, metadata)]
+        conditions = {each["type"]: each for each in current if each["type"] in ("Accepted", "ResolvedRefs")}
+        wrong = [each for each in conditions.values() if each["status"] == "False"]
+        if not wrong and conditions.get("Accepted", {}).get("status") == "True":
+            return None
+        complaints += [f"{_parent_name(parent.get('parentRef') or {})}: {_complaint(each)}" for each in wrong]
+    if complaints:
+        text = f"no Gateway takes HTTPRoute {metadata['name']}: {'; '.join(sorted(complaints))}"
+        return Diagnosis("RouteNotAccepted", text)
+    wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
+    return Diagnosis("RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}")
+
+
+def _is_current(entry: Object, metadata: Object) -> bool:
+    """Whether a condition is about the newest spec of the object."""
+    generation = metadata.get("generation", 0)
+    return bool(entry.get("observedGeneration", generation) >= generation)
+
+
+def _complaint(entry: Object) -> str:
+    message = f": {entry['message']}" if entry.get("message") else ""
+    return f"{entry['type']} is False, {entry.get('reason') or 'it does not say why'}{message}"
+
+
+def _parent_name(reference: Object) -> str:
+    namespace = f"{reference['namespace']}/" if reference.get("namespace") else ""
+    section = f" (section {reference['sectionName']})" if reference.get("sectionName") else ""
+    return f"{reference.get('kind', 'Gateway')} {namespace}{reference.get('name', '')}{section}"
