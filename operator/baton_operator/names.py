@@ -100,11 +100,6 @@ def service_key_name(service: str) -> str:
     return f"{service}-key"
 
 
-def former_secret_name(service: str) -> str:
-    """Of the Secret that engines shared before there was a key for all."""
-    return f"{service}-kv-token"
-
-
 def engine_account_name(service: str) -> str:
     """Of the ServiceAccount of engines and coordinator."""
     return f"{service}-engine"

@@ -55,7 +55,7 @@ def cluster_role() -> Object:
         ([GROUP], [f"{PLURAL}/finalizers"], ["update"]),  # to set blockOwnerDeletion
         ([""], ["pods", "services", "configmaps"], owned),
         # Of services' keys, by names that follow from the services': never listed or watched. RBAC knows no patterns of names.
-        ([""], ["secrets"], ["get", "create", "delete"]),
+        ([""], ["secrets"], ["get", "create"]),
         ([""], ["serviceaccounts"], kept),
         ([""], ["events"], ["get", "create", "patch"]),
         (["apps"], ["deployments"], owned),
