@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 import msgspec
 
 from baton_operator import names
-from baton_operator.api_update import surge_and_unavailable
+from baton_operator.api_groups import surge_and_unavailable
 from baton_operator.builders.owner import Owner
 
 STUCK_TERMINATING = timedelta(seconds=30)

@@ -11,7 +11,8 @@ import msgspec
 from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.protocol.progress import Health
 from baton_operator import names
-from baton_operator.api import AutoscalingStatus, Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
+from baton_operator.api import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
+from baton_operator.api_groups import AutoscalingStatus
 from baton_operator.builders import access
 from baton_operator.builders.owner import Owner
 from baton_operator.diagnose import PROGRESS_REASONS, diagnose, leaving

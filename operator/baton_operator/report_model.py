@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from baton_engine.protocol.progress import Health
-from baton_operator.api import Model
-from baton_operator.api_model import ModelStatus, is_fetched
+from baton_operator.api_model import Model, ModelStatus, is_fetched
 from baton_operator.builders.model import FETCHER
 from baton_operator.diagnose import fatal, leaving
 from baton_operator.observe import is_ready

@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from baton_operator.api import DecodeParallelism, Gateway, Model, Spec, decode_spec
-from baton_operator.api_autoscaling import AutoscalingBounds, DecodeAutoscaling
-from baton_operator.api_model import is_fetched
+from baton_operator.api import Spec, decode_spec
+from baton_operator.api_access import Gateway
+from baton_operator.api_groups import AutoscalingBounds, DecodeAutoscaling, DecodeParallelism
+from baton_operator.api_model import Model, is_fetched
 
 
 class Rule(msgspec.Struct, frozen=True):
