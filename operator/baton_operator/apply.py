@@ -14,7 +14,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.events import Events
-from baton_operator.former import Former
+from baton_operator.history import Former
 from baton_operator.kube import Kube
 from baton_operator.observe import Observation, controlled_by
 from baton_operator.plan import GroupPlan

@@ -48,6 +48,7 @@ ConfiguredRole = Literal["prefill", "decode", "gateway"]
 """Roles whose component reads a file; the coordinator's needs none."""
 MemberRole = Literal["prefill", "decode"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
+CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
 
 
 def labels(service: str, role: Role | None = None) -> dict[str, str]:
