@@ -1,7 +1,7 @@
-"""The LLMService resource, v1alpha1, as typed structs; those of `spec.model`, of the groups and of access are in `api_*.py`.
+"""The LLMService resource, v1alpha1, as typed structs. Those of the model, the groups and access are in `api_*.py`.
 
-`crd.py` turns them into the CRD's schema. Docstrings and the `#:` comments of fields become descriptions, `Meta` bounds and
-defaults defaults, so what the API server refuses is written here and nowhere else.
+`crd.py` turns them into the CRD's schema: docstrings and the `#:` comments of fields become descriptions, types, `Meta`
+and defaults become bounds and defaults. What the API server refuses is written here and in `rules.py`.
 
 Only what the engine can do is accepted; a bound that will be lifted says so in its description.
 """
@@ -25,11 +25,12 @@ MAX_NAME_LENGTH = 40
 class KVTransfer(ApiStruct, frozen=True):
     """How KV blocks travel from prefill to decode pods."""
 
-    #: ucx: over UCX, one-sided where the fabric can. nixl: the NIXL library, which the image must hold.
+    #: ucx: over UCX, one-sided where the fabric supports it. nixl: the NIXL library, which the image must contain.
     transport: Literal["ucx", "nixl"] = "ucx"
-    #: pull: decode pods read what prefill published. push: prefill writes it while it computes on.
+    #: pull: decode pods read the blocks that prefill published. push: prefill writes blocks while it computes the next
+    #: ones.
     mode: Literal["pull", "push"] = "pull"
-    #: What a decode pod does about blocks that did not arrive whole: compute them, or fail the request.
+    #: What a decode pod does about blocks that did not arrive intact: compute them, or fail the request.
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
 
@@ -41,7 +42,7 @@ class Engine(ApiStruct, frozen=True):
     #: KV blocks per engine; unset: what kvCacheMemory holds.
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
     kv_cache_memory: Quantity | None = None  #: KV memory of one engine on a CPU, for example 512Mi.
-    #: Host memory of one engine for prefix blocks that its cache evicts; they are copied back when wanted.
+    #: Host memory of one engine for prefix blocks that its cache evicts. They are copied back when needed.
     offload_memory: Quantity | None = None
     enable_prefix_caching: bool | None = None  #: Keep and share the blocks of equal prefixes.
     #: Token budget of one step; longer prompts are chunked.
@@ -49,7 +50,7 @@ class Engine(ApiStruct, frozen=True):
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = None  #: Sequences that run at the same time.
     #: Waiting requests per engine; more are refused as overload.
     max_queue: Annotated[int, Meta(ge=1, le=10**6)] | None = None
-    #: Compute threads per engine. Engines that share a machine must share.
+    #: Compute threads per engine. Engines on one machine must divide its cores among them.
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
 
@@ -65,13 +66,13 @@ class Spec(ApiStruct, frozen=True):
     gateway: Gateway = Gateway()
     engine: Engine = Engine()
     security: Security = Security()
-    #: How long a member that leaves may take to finish what it runs, before it is deleted.
+    #: How long a draining pod may take to finish its requests before it is deleted.
     drain_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] = 120
     update_strategy: UpdateStrategy = UpdateStrategy()
-    #: A pod of a new revision that is not ready for so long counts as stalled: condition Updating is False with reason
-    #: RolloutStalled, and the pods that are left of the earlier revision serve on.
+    #: A pod of a new revision that is not ready for this long counts as stalled. Condition Updating is then False with
+    #: reason RolloutStalled, and the remaining pods of the earlier revision keep serving.
     progress_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 600
-    #: true: edits wait, but for replicas, and pods that die are replaced by what was asked for before the pause.
+    #: true: edits wait, except those of replicas, and pods that die are replaced by pods of the spec before the pause.
     paused: bool = False
 
 
@@ -83,7 +84,7 @@ class Condition(ApiStruct, frozen=True):
     reason: Annotated[str, Meta(min_length=1, max_length=1024)]  #: Why, in one word for programs.
     message: Annotated[str, Meta(max_length=32768)]  #: Why, for people: what is wrong and where.
     last_transition_time: Time  #: When the status changed last.
-    observed_generation: Count  #: metadata.generation of the spec that was judged.
+    observed_generation: Count  #: metadata.generation of the spec that it is about.
 
 
 class GroupStatus(ApiStruct, frozen=True):
@@ -91,8 +92,8 @@ class GroupStatus(ApiStruct, frozen=True):
 
     desired: Count  #: Pods wanted.
     ready: Count  #: Pods that serve, of any revision.
-    updated: Count = 0  #: Pods of that revision, those that are not ready included.
-    revision: str | None = None  #: Of the newest pods, a hash of all that they are made of.
+    updated: Count = 0  #: Pods of the newest revision, ready or not.
+    revision: str | None = None  #: The newest revision: a hash over template and configuration of its pods.
 
 
 class PrefillStatus(GroupStatus, frozen=True):
@@ -102,38 +103,39 @@ class PrefillStatus(GroupStatus, frozen=True):
 
 
 class RankStatus(ApiStruct, frozen=True):
-    """One rank of the present generation."""
+    """One rank of the current generation."""
 
-    name: str  #: Of the pod.
+    name: str  #: Name of the pod.
     rank: Count  #: Its number in this generation.
     phase: str  #: loading, standby, serving or broken.
 
 
 class OperationSeconds(ApiStruct, frozen=True):
-    """How long each phase took; what is under way is not counted yet."""
+    """How long each phase took. A phase that has not ended is missing."""
 
-    waiting: Annotated[float, Meta(ge=0)] | None = None  #: For its members, or for the operation before it.
-    preparing: Annotated[float, Meta(ge=0)] | None = None  #: The next generation, beside the one that serves.
-    committing: Annotated[float, Meta(ge=0)] | None = None  #: Until all members had adopted it.
+    waiting: Annotated[float, Meta(ge=0)] | None = None  #: Until its members existed and the operation before it ended.
+    #: Until the next generation was ready, beside the one that serves.
+    preparing: Annotated[float, Meta(ge=0)] | None = None
+    committing: Annotated[float, Meta(ge=0)] | None = None  #: Until all members had committed the generation.
 
 
 class OperationStatus(ApiStruct, frozen=True):
     """The operation on the topology that runs, or ran last."""
 
-    id: str  #: As it was asked for by; - if the ranks did so by themselves.
+    id: str  #: Id of the request for it; - if the ranks began it by themselves.
     kind: str  #: form, scale, recover or rebalance.
     phase: str  #: waiting, preparing, committing, done, failed or superseded.
-    generation: Count  #: That it leads to; 0: not drawn yet.
+    generation: Count  #: Generation that it leads to; 0: none has been assigned yet.
     seconds: OperationSeconds
     reason: str | None = None  #: Why it failed, or what it waits for.
 
 
 class TopologyStatus(ApiStruct, frozen=True):
-    """The expert-parallel group as its coordinator reports it; what was reported last while it does not answer."""
+    """The expert-parallel group as its coordinator reported it last."""
 
     coordinator: str  #: Address that the ranks report to.
-    generation: Count  #: Number of the present topology; 0: none was formed yet.
-    ranks: list[RankStatus]  #: Members of that topology, and pods that are to be.
+    generation: Count  #: Number of the current topology; 0: none was formed yet.
+    ranks: list[RankStatus]  #: Members of that topology, and pods that are to become members.
     operation: OperationStatus | None = None
 
 
@@ -141,11 +143,11 @@ class DecodeStatus(ApiStruct, frozen=True):
     """Pods of the decode group, as the scale subresource reads them."""
 
     desired: Count  #: Pods wanted.
-    ready: Count  #: With expert: ranks that serve in the present generation.
-    replicas: Count  #: Pods that exist, those that drain included.
-    selector: str  #: Finds the decode pods; for autoscalers.
-    updated: Count = 0  #: Pods of that revision, those that are not ready included.
-    revision: str | None = None  #: Of the newest pods, a hash of all that they are made of.
+    ready: Count  #: With expert: ranks that serve in the current generation.
+    replicas: Count  #: Pods that exist, draining ones included.
+    selector: str  #: Label selector of the decode pods, for autoscalers.
+    updated: Count = 0  #: Pods of the newest revision, ready or not.
+    revision: str | None = None  #: The newest revision: a hash over template and configuration of its pods.
     topology: TopologyStatus | None = None
     autoscaling: AutoscalingStatus | None = None
 
@@ -161,9 +163,9 @@ class Status(ApiStruct, frozen=True):
     ingress_endpoint: str | None = None  #: URL through the Ingress, if one was asked for.
     #: What is as it should be and what is not; Ready sums up the others.
     conditions: Annotated[list[Condition], Meta(extra_json_schema=_BY_TYPE)] | None = None
-    spec_revision: str | None = None  #: ControllerRevision that holds the spec that was rolled out last.
-    #: ControllerRevision of the spec with which all pods were ready last. Pods that die in a pause, or while a rollout
-    #: stalls, are made of it.
+    spec_revision: str | None = None  #: ControllerRevision with the spec that was rolled out last.
+    #: ControllerRevision with the last spec of which all pods were ready. It replaces pods that die in a pause, or
+    #: while a rollout stalls.
     served_revision: str | None = None
     model: ModelStatus | None = None
     prefill: PrefillStatus | None = None

@@ -1,4 +1,4 @@
-"""`spec.gateway` and `spec.security`: how clients reach the service, what one of them may take, who may reach its pods."""
+"""`spec.gateway` and `spec.security`: how clients reach the service, their limits, which peers may reach its pods."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Ingress(ApiStruct, frozen=True):
     host: DNSName  #: Host name clients use.
     #: IngressClass; the cluster's default if unset.
     class_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Of the Ingress: what its controller or cert-manager wants to be told, such as that the gateway speaks HTTPS
-    #: itself where gateway.tls is set.
+    #: Annotations of the Ingress, for its controller or cert-manager. For example that the backend serves HTTPS, where
+    #: gateway.tls is set.
     annotations: dict[str, str] | None = None
     tls: TLS | None = None  #: The Ingress ends TLS for the host with the certificate of this Secret. Unset: HTTP.
 
@@ -34,7 +34,7 @@ class ParentReference(ApiStruct, frozen=True):
     """A Gateway of the Gateway API, or one listener of it."""
 
     name: DNSName  #: Name of the Gateway.
-    #: Of the Gateway; the service's own if unset.
+    #: Namespace of the Gateway; the service's own if unset.
     namespace: Annotated[str, Meta(pattern=DNS_NAME, max_length=63)] | None = None
     section_name: DNSName | None = None  #: One listener; all that match if unset.
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None  #: Only listeners on this port.
@@ -50,29 +50,30 @@ class HTTPRoute(ApiStruct, frozen=True):
 
 
 class APIKeys(ApiStruct, frozen=True):
-    """Only clients with a key (`Authorization: Bearer KEY`) are served. Others get 401, but for /health, /ready and /metrics."""
+    """Clients without a key (`Authorization: Bearer KEY`) get 401, except on /health, /ready and /metrics."""
 
-    #: Name of a Secret in the service's namespace. The value of every entry is a key, its name what logs and metrics
-    #: call the client. Changes are taken up while the gateway runs; without an entry nobody is served.
+    #: Name of a Secret in the service's namespace. The value of every entry is a key, its name is the client's name in
+    #: logs and metrics. Changes apply while the gateway runs. Without an entry every request is refused.
     secret_name: DNSName
 
 
 class Limits(ApiStruct, frozen=True):
-    """What one client, or one request, may take."""
+    """Limits of one client or one request."""
 
     #: Sequences of one API key that a gateway pod serves at once; more are answered 429 with Retry-After. Needs
     #: apiKeys.
     max_concurrent_per_key: Requests | None = None
     max_prompt_tokens: Tokens | None = None  #: Longer prompts are answered 400; the model's limit if unset.
-    #: Who asks for a longer answer gets 400, who names no length as much at most; the model's limit if unset.
+    #: Requests for a longer answer are answered 400. Requests without a length get at most this many tokens. The
+    #: model's limit if unset.
     max_completion_tokens: Tokens | None = None
 
 
 class Routing(ApiStruct, frozen=True):
     """Which engine a request goes to."""
 
-    #: leastLoaded: the engine with the fewest requests, of several the one with the most free KV memory. There is no
-    #: other one yet.
+    #: leastLoaded: the engine with the fewest requests, of several the one with the most free KV memory. It is the only
+    #: policy so far.
     policy: Literal["leastLoaded"] = "leastLoaded"
 
 
@@ -82,9 +83,9 @@ class Gateway(ApiStruct, frozen=True):
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1  #: Pods of the gateway Deployment.
     ingress: Ingress | None = None
     http_route: HTTPRoute | None = None
-    #: The gateway itself speaks HTTPS, on port 443 of its Service, with the certificate of this Secret; a renewed one
-    #: is taken up while it runs. Unset: HTTP on port 80. While this is switched, either port leads to the pods that
-    #: speak its protocol, until the last old one is gone.
+    #: The gateway itself serves HTTPS, on port 443 of its Service, with the certificate of this Secret. It reloads a
+    #: renewed certificate while it runs. Unset: HTTP on port 80. While this is switched, each port leads to the pods
+    #: that serve its protocol, until the last old pod is gone.
     tls: TLS | None = None
     api_keys: APIKeys | None = None
     limits: Limits = Limits()
@@ -97,12 +98,12 @@ class Gateway(ApiStruct, frozen=True):
 
 
 class Security(ApiStruct, frozen=True):
-    """Who may reach the pods of the service."""
+    """Which peers may reach the pods of the service."""
 
-    #: true: NetworkPolicies let engines be reached by the service's own gateways, by each other and by the operator
-    #: only, and the coordinator by its ranks and the operator. The gateway is not restricted. It takes a network plugin
-    #: that enforces them.
+    #: true: NetworkPolicies admit only the service's own gateways, its engines and the operator to engines, and only
+    #: its ranks and the operator to the coordinator. The gateway is not restricted. Needs a network plugin that
+    #: enforces NetworkPolicies.
     network_policy: bool = True
-    #: Who else may reach the HTTP port of engines and coordinator, to collect metrics; for example [{namespaceSelector:
-    #: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]. Empty: nobody.
+    #: Further peers that may reach the HTTP port of engines and coordinator, to collect metrics. For example
+    #: [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]. Empty: none.
     metrics_from: Annotated[list[Peer], Meta(max_length=16)] = msgspec.field(default_factory=list)

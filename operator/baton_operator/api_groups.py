@@ -1,4 +1,4 @@
-"""`spec.prefill`, `spec.decode` and `spec.updateStrategy`: size, parallelism, autoscaling and replacement of the groups."""
+"""`spec.prefill`, `spec.decode` and `spec.updateStrategy`: size, parallelism, autoscaling and updates of groups."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ class PrefillParallelism(ApiStruct, frozen=True):
 class DecodeParallelism(PrefillParallelism, frozen=True):
     """How decode ranks are spread over devices."""
 
-    #: Pipeline stages: the layers are spread over so many times as many workers of the pod. Not together with prefill,
-    #: whose KV blocks only workers with all layers can take, nor with expert.
+    #: Pipeline-parallel size: stages over which the layers are spread. A pod has tensor x pipeline workers. Not with
+    #: prefill, whose KV blocks only workers with all layers can take, and not with expert.
     pipeline: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: true: the ranks are one group over which the experts of a mixture-of-experts model are spread, and editing
-    #: replicas is an elastic operation without a lost request. false: every rank is an engine of its own.
+    #: true: the ranks are one expert-parallel group, for a mixture-of-experts model, and editing replicas is an elastic
+    #: operation without a lost request. false: every rank is an independent engine.
     expert: bool = False
-    #: With expert: copies of experts in each sparse layer of the group beyond one of each, for balance and for when a
-    #: rank dies. They cost memory on every rank.
+    #: With expert: additional copies of experts in each sparse layer of the group, for load balance and for the death
+    #: of a rank. They cost memory on every rank.
     redundant_experts: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
     """What both groups have in common."""
 
-    min_replicas: Replicas = 1  #: 0: the group goes when nobody has wanted anything for idleSeconds.
+    min_replicas: Replicas = 1  #: 0: all pods of the group are removed after idleSeconds without a request.
     max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: The group never has more pods.
-    #: Of the latencies that are compared with the targets, over a minute.
+    #: Percentile of the latencies of one minute that is compared with the targets.
     percentile: Annotated[int, Meta(ge=50, le=99)] = 95
-    #: A target is missed so far above it, and met with a margin so far below it.
+    #: A latency this far above a target misses it. One this far below meets it with a margin.
     tolerance_percent: Annotated[int, Meta(ge=0, le=50)] = 10
-    #: The group grows only to what was recommended all that time.
+    #: The group grows only to the smallest size that was recommended during this time.
     scale_up_stabilization_seconds: StabilizationSeconds = 30
-    #: The group shrinks only to what was enough all that time.
+    #: The group shrinks only to the largest size that was recommended during this time.
     scale_down_stabilization_seconds: StabilizationSeconds = 300
-    #: With minReplicas 0: the group goes after so long without a request.
+    #: With minReplicas 0: all pods of the group are removed after this long without a request.
     idle_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
 
 
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group itself, by the time to the first token. replicas is the size that it begins with."""
+    """The operator sizes the group, by the time to the first token. replicas is the size that it begins with."""
 
     ttft_milliseconds: Milliseconds  #: Target: from the engine's receipt of a request to its first token.
     busy_percent: Percent = 80  #: The group does not shrink so far that its engines would be busier than this.
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group itself, by the time between tokens. replicas is the size that it begins with."""
+    """The operator sizes the group, by the time between tokens. replicas is the size that it begins with."""
 
     itl_milliseconds: Milliseconds  #: Target: from one token of a sequence to the next.
     #: Target for the first token while there are no prefill pods; unset: it does not count.
     ttft_milliseconds: Milliseconds | None = None
     kv_usage_percent: Percent = 80  #: Target for the KV blocks in use, so that sequences can grow.
-    #: With minReplicas 0: the gateway holds a request so long while the first pod starts, 300 if unset; then it answers
-    #: 503 with Retry-After. Longer than the model takes to load.
+    #: With minReplicas 0: the gateway holds a request for this long while the first pod starts, 300 if unset. Then it
+    #: answers 503 with Retry-After. Set it longer than the model takes to load.
     hold_seconds: Annotated[int, Meta(ge=1, le=3600)] | None = None
 
 
 class AutoscalingStatus(ApiStruct, frozen=True):
     """What the autoscaler decided last for the group."""
 
-    size: Count  #: Of the group, by its decision; spec's replicas does not count.
+    size: Count  #: Size of the group that it decided on. The spec's replicas does not count.
     recommended: Count  #: What the measurements ask for, before stabilisation, steps and bounds.
     reason: Annotated[str, Meta(min_length=1, max_length=1024)]  #: One word for the message.
     message: Annotated[str, Meta(max_length=32768)]  #: The decision and its figures.
@@ -87,7 +87,7 @@ class AutoscalingStatus(ApiStruct, frozen=True):
 
 
 class Prefill(ApiStruct, frozen=True):
-    """The group that runs the first leg of a request."""
+    """The group that runs the prefill stage of requests."""
 
     replicas: Replicas = 1  #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
     autoscaling: PrefillAutoscaling | None = None
@@ -97,7 +97,7 @@ class Prefill(ApiStruct, frozen=True):
 
 
 class Decode(ApiStruct, frozen=True):
-    """The group that generates; the scale subresource points here."""
+    """The group that generates tokens. The scale subresource sets its replicas."""
 
     replicas: Replicas = 1  #: Data-parallel ranks, one pod each.
     autoscaling: DecodeAutoscaling | None = None
@@ -107,27 +107,27 @@ class Decode(ApiStruct, frozen=True):
 
 
 class RollingUpdate(ApiStruct, frozen=True):
-    """How the members of one group are replaced by those of a new revision."""
+    """How the pods of one group are replaced by those of a new revision."""
 
-    #: Pods beyond replicas that may exist meanwhile: a number, or a share of replicas such as 25%, rounded up.
+    #: Pods beyond replicas that may exist during a rollout: a number, or a share of replicas such as 25%, rounded up.
     max_surge: IntOrPercent = 1
-    #: How many fewer than replicas may serve meanwhile: a number, or a share of replicas, rounded down. If both are
-    #: zero, it is one.
+    #: How many fewer pods than replicas may serve during a rollout: a number, or a share of replicas, rounded down. If
+    #: maxSurge is zero too, it is at least one.
     max_unavailable: IntOrPercent = 0
-    #: A new pod for which no node has had room for so long takes the place of an old one, which drains first: one fewer
-    #: serves meanwhile. Give it more where new nodes are started on demand.
+    #: A new pod for which no node has had room for this long takes the place of an old one, which drains first. One pod
+    #: fewer serves until the new one is ready. Set it longer where new nodes are started on demand.
     surge_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] = 30
 
 
 class UpdateStrategy(ApiStruct, frozen=True):
-    """How pods are replaced when what they are made of changes. Those of a role whose pods would be the same are left alone."""
+    """How pods are replaced when their template or configuration changes. Other groups keep their pods."""
 
     prefill: RollingUpdate = RollingUpdate()
     decode: RollingUpdate = RollingUpdate()
 
 
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
-    """Both as numbers of pods; never both zero, for then nothing could be replaced."""
+    """Return both as numbers of pods. They are never both zero, because then no pod could be replaced."""
     surge = math.ceil(_pods(strategy.max_surge, replicas))
     unavailable = min(math.floor(_pods(strategy.max_unavailable, replicas)), replicas)
     return surge, unavailable if surge or unavailable else 1

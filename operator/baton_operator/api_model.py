@@ -1,4 +1,4 @@
-"""`spec.model`: where the model comes from and how long it stays, and what the status says of it."""
+"""`spec.model`: where the model comes from and where it is kept, and its status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def is_fetched(uri: str) -> bool:
 
 
 class ModelCache(ApiStruct, frozen=True):
-    """Where models of a hub or an object store are kept. Without hostPath or claim: in each pod, for as long as it lives."""
+    """Where models of a hub or object store are kept. Without hostPath or claim: in each pod, until it is deleted."""
 
     #: Folder of every node, writable for user or group 65532, that its pods share: each node fetches once.
     host_path: Annotated[str, Meta(pattern=r"^/.+", max_length=1024)] | None = None
-    #: PersistentVolumeClaim of the namespace that all pods share, so of access mode ReadWriteMany where there are
-    #: several nodes: it is fetched once.
+    #: PersistentVolumeClaim of the namespace that all pods share: the model is fetched once. On several nodes it needs
+    #: access mode ReadWriteMany.
     claim: ObjectName | None = None
     #: A larger model is not fetched. Without hostPath and claim it also limits the pod's own volume.
     size_limit: Quantity | None = None
@@ -41,16 +41,16 @@ class Model(ApiStruct, frozen=True):
     #: and newer, where image volumes are enabled).
     uri: Annotated[str, Meta(pattern=MODEL_URI, max_length=2048)]
     cache: ModelCache | None = None
-    #: Secret of the namespace whose entries are the environment of what fetches the model, and of nothing else:
-    #: HF_TOKEN, HF_ENDPOINT, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...
+    #: Secret of the namespace. Its entries are environment variables of the container that fetches the model, and of no
+    #: other: HF_TOKEN, HF_ENDPOINT, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...
     credentials_secret: ObjectName | None = None
     #: Name clients use; the resource's own name if unset.
     served_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
-    #: Engines of different dtypes hand nothing to each other: set it where their machines differ.
+    #: Type of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
+    #: Engines of different dtypes exchange no KV blocks: set it where their machines differ.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: int8: engines on CPUs multiply by weights rounded to eight bits; those on GPUs refuse. If unset, weights stay as
-    #: they are.
+    #: int8: engines on CPUs multiply by weights rounded to eight bits; engines on GPUs refuse it. Unset: weights stay
+    #: as they are.
     quantization: Literal["int8"] | None = None
     max_model_len: Tokens | None = None  #: Prompt plus generated tokens; the model's own maximum if unset.
 
@@ -58,6 +58,6 @@ class Model(ApiStruct, frozen=True):
 class ModelStatus(ApiStruct, frozen=True):
     """The model that pods had last; kept while none runs."""
 
-    uri: str  #: As it was asked for.
-    #: Of one that was fetched, what it was then: a commit of a hub, or a hash over what a store said of its objects.
+    uri: str  #: As spec.model.uri named it.
+    #: Of a model that was fetched: the commit on the hub, or a hash over the object store's metadata of its objects.
     revision: str | None = None

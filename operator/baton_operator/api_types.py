@@ -12,7 +12,7 @@ _FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 class ApiStruct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    """An object of the API. The `#:` comments of its fields are their descriptions in the CRD, its docstring is its own."""
+    """An object of the API. Its docstring and the `#:` comments of its fields are their descriptions in the CRD."""
 
 
 Count = Annotated[int, Meta(ge=0)]

@@ -1,7 +1,8 @@
 """The CustomResourceDefinition, made from the structs of `api.py`.
 
-The schema is structural; the CEL rules of `rules.py` are in it. API servers before Kubernetes 1.25 drop them, but their server-side
-apply, and clients that validate against their schema, refuse them: there it is applied without, or with `--validate=false`.
+The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop the rules, but their
+server-side apply, and clients that validate against their schema, refuse them: there the CRD is applied without rules,
+or with `--validate=false`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REF = "#/$defs/"
 
 
 def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
-    """The CustomResourceDefinition of LLMService, ready to apply. `rules`: False for a server that does not know them."""
+    """Return the CustomResourceDefinition of LLMService. `rules`: False for a server that does not know them."""
     schema = _service_schema()
     if rules:
         add_rules(schema["properties"]["spec"])
@@ -77,7 +78,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
 
 
 def _service_schema() -> dict[str, Any]:
-    """The structural schema of LLMService: references inlined, null left out, every node typed and described."""
+    """Return the structural schema of LLMService: references inlined, null left out, every node typed and described."""
     (root,), definitions = msgspec.json.schema_components([api.LLMService], ref_template=_REF + "{name}")
     _describe(ApiStruct, {}, definitions)
     return _structural(root, definitions)
@@ -139,13 +140,13 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """As a structural schema says it: bounds hold for numbers, patterns for strings."""
+    """Return the structural form of integer or string, in which bounds hold for numbers and patterns for strings."""
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
     return {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}], **bounds}
 
 
 def _ordered(node: dict[str, Any]) -> dict[str, Any]:
-    """Description and type first: the generated file is read by people."""
+    """Put description and type first, for readers of the generated file."""
     first = {key: node[key] for key in ("description", "type", "default", "required") if key in node}
     return first | {key: value for key, value in node.items() if key not in first}
 

@@ -76,7 +76,7 @@ def desired(
     configured = [role for role in roles if role != "prefill" or owner.has_prefill]
     has_policies = owner.spec.security.network_policy
     has_coordinator = owner.is_expert_parallel or keep_coordinator
-    # Each part is an object, or (kind, name) of one that must not exist. What keeps others out comes before what is to be kept.
+    # Each part is an object, or (kind, name) of one that must not exist. Policies come before what they protect.
     parts: list[Object | tuple[str, str]] = [config.config_map(owner, role) for role in configured]
     for policy, is_wanted in (
         (network_policy.members_policy(owner, operator_namespace), has_policies),

@@ -1,10 +1,11 @@
-"""What a service was before: the specs that were rolled out, as ControllerRevisions, and the members that one of them makes.
+"""What a service was before: the specs that were rolled out, as ControllerRevisions, and the members that one makes.
 
-`status.specRevision` names the record of the last one. A pause keeps to it, a service at rest costs no request, and a user can go
-back to any record (docs/operations.md). `status.servedRevision` names the record of the last spec with which the whole service was
-ready: the former revision, while another one is rolled out. `plan.py` says when members of it are made again.
+`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps to that record, and
+a user can go back to any one (docs/operations.md). `status.servedRevision` names the record of the last spec with which
+the whole service was ready. While another spec is rolled out, that is the former revision: `plan.py` says when members
+of it are made again.
 
-Sizes are no part of what is compared: they change without a rollout, and in a pause they still follow the user or an autoscaler.
+Sizes are not compared. They change without a rollout, and in a pause they still follow the user or an autoscaler.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     newest = max((each["revision"] for each in known.values()), default=0)
     present = known.pop(name, None)
     if present is not None and present["revision"] != newest:  # the service went back to it
-        # Deleted and created: API servers compare the data byte by byte, and refuse a patch that writes the same in another
-        # order of fields.
+        # Not patched: API servers compare the data byte by byte, and refuse the same fields in another order.
         await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
         present = None
     if present is None:
@@ -79,7 +79,7 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return a copy of `recorded` with the fields of `wanted` that no pod is made of: sizes, update strategy and `paused`."""
+    """Return `recorded` with the fields of `wanted` that no pod is made of: sizes, update strategy and `paused`."""
     spec = _pod_fields(recorded) | _set_fields(wanted, _OF_NO_POD)
     for group in names.CONFIGURED_ROLES:
         if isinstance(spec.get(group), dict):
@@ -88,7 +88,7 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
-    """Edits that a pause keeps waiting: fields, such as `image` and `decode.template`, in which the specs would make other pods."""
+    """Return the fields whose edits a pause holds back, like `image` and `decode.template`: pods are made of them."""
     with contextlib.suppress(
         ValueError
     ):  # a field that is left out and one that is written as the default are the same

@@ -1,6 +1,6 @@
 """Writes the manifests that are made from code: `python -m baton_operator.manifests DIR`; `--check` only compares.
 
-The Helm chart beside DIR (`../charts/baton`) gets what it shares with them: the CRD and the operator's rights have one source.
+The Helm chart beside DIR (`../charts/baton`) gets the CRD and the operator's rights from the same source.
 """
 
 from __future__ import annotations

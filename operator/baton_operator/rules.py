@@ -1,11 +1,12 @@
 """What can never work although every field by itself is right: one list, for the API server and for the operator.
 
-Each rule is written twice: in CEL for the CRD's schema, where the API server refuses what breaks it, and in Python for the
-operator, which reports InvalidSpec where the API server knows no CEL (before Kubernetes 1.25) or the object is older than the
-rule. A test holds the two to the same verdict over random specs.
+Each rule is written twice: in CEL for the CRD's schema, where the API server refuses what breaks it, and in Python for
+the operator, which reports InvalidSpec where the API server knows no CEL (before Kubernetes 1.25) or the object is
+older than the rule. A test compares the two over random specs.
 
-No rule compares with the old object: every edit has a way. Pods of a new revision replace those of the old one; an expert group
-that becomes another one (another model, or independent engines) is scaled to nothing and formed again (`plan_expert_group`).
+No rule compares with the old object, because every edit can be rolled out. Pods of a new revision replace those of the
+old one. An expert group that becomes another one (another model, or independent engines) is scaled to zero and formed
+again (`plan_expert_group`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ RULES = (
     ),
     Rule(
         "",
-        "engine.numBlocks is needed with decode.parallelism.expert on device cuda: what experts leave of a GPU depends on the "
-        "group's size",
-        "!self.decode.parallelism.expert || !has(self.engine.device) || self.engine.device != 'cuda' || has(self.engine.numBlocks)",
+        "engine.numBlocks is needed with decode.parallelism.expert on device cuda: what experts leave of a GPU depends "
+        "on the group's size",
+        "!self.decode.parallelism.expert || !has(self.engine.device) || self.engine.device != 'cuda' || "
+        "has(self.engine.numBlocks)",
         lambda spec: (
             not spec.decode.parallelism.expert or spec.engine.device != "cuda" or spec.engine.num_blocks is not None
         ),
@@ -79,8 +81,8 @@ RULES = (
     ),
     Rule(
         "model",
-        "uri must not be /, /tmp, /etc, /etc/baton, /etc/baton-api-keys, /etc/baton-tls or in one of the last three: a folder of "
-        "the node is mounted at its own path, and pods have folders of their own there",
+        "uri must not be /, /tmp, /etc, /etc/baton, /etc/baton-api-keys, /etc/baton-tls or in one of the last three: a "
+        "folder of the node is mounted at its own path, and pods have folders of their own there",
         "!self.uri.matches('^file:/(/[.]?)*/([.]|tmp|etc(/([.]?/)*baton(-api-keys|-tls)?(/.*)?)?)?(/[.]?)*$')",
         lambda model: _is_free_folder(model.uri),
     ),
@@ -110,7 +112,7 @@ RULES = (
     ),
     Rule(
         "gateway",
-        "limits.maxConcurrentPerKey needs apiKeys: without keys nobody is told apart",
+        "limits.maxConcurrentPerKey needs apiKeys: without keys clients cannot be told apart",
         "!has(self.limits.maxConcurrentPerKey) || has(self.apiKeys)",
         lambda gateway: gateway.limits.max_concurrent_per_key is None or gateway.api_keys is not None,
     ),
