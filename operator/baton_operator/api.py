@@ -164,8 +164,8 @@ class Status(ApiStruct, frozen=True):
     #: What is as it should be and what is not; Ready sums up the others.
     conditions: Annotated[list[Condition], Meta(extra_json_schema=_BY_TYPE)] | None = None
     spec_revision: str | None = None  #: ControllerRevision with the spec that was rolled out last.
-    #: ControllerRevision with the last spec of which all pods were ready. It replaces pods that die in a pause, or
-    #: while a rollout stalls.
+    #: ControllerRevision with the last spec of which all pods were ready. Pods that die in a pause, or while a rollout
+    #: stalls, are replaced by pods of it.
     served_revision: str | None = None
     model: ModelStatus | None = None
     prefill: PrefillStatus | None = None

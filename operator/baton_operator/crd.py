@@ -85,7 +85,7 @@ def _service_schema() -> dict[str, Any]:
 
 
 def _describe(struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]) -> None:
-    """Add the comments of fields to the definitions of `struct` and of what is derived from it."""
+    """Add the comments of fields to the definitions of `struct` and of the structs derived from it."""
     comments = {**inherited, **_comments(struct)}
     if struct.__name__ in definitions:
         properties = definitions[struct.__name__]["properties"]

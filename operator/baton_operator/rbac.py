@@ -16,7 +16,7 @@ RBAC = "rbac.authorization.k8s.io/v1"
 
 
 def objects() -> list[Object]:
-    """Everything, in the order of creation."""
+    """Return all objects, in the order of creation."""
     return [namespace(), service_account(), cluster_role(), cluster_role_binding(), lease_role(), lease_role_binding()]
 
 
