@@ -1,4 +1,4 @@
-"""What the structs of the LLMService resource have in common: their base, free-form fields and patterns."""
+"""What the structs of the LLMService resource share: their base, and types with bounds or free form."""
 
 from __future__ import annotations
 
@@ -7,24 +7,49 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
-QUANTITY = r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 DNS_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+_FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 class ApiStruct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    pass
+    """An object of the API. Its docstring and the `#:` comments of its fields are their descriptions in the CRD."""
 
 
-def _object(description: str) -> Meta:
-    return Meta(description=description, extra_json_schema=FREE_FORM)
-
-
-Resources = Annotated[dict[str, Any], _object("Container resources: requests and limits, as in a pod.")]
-Template = Annotated[
+Count = Annotated[int, Meta(ge=0)]
+Tokens = Annotated[int, Meta(ge=1, le=2**24)]
+Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
+ObjectName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+DNSName = Annotated[str, Meta(pattern=DNS_NAME, max_length=253)]
+Hostname = Annotated[
+    str, Meta(pattern=r"^(\*\.)?" + DNS_NAME[1:], max_length=253, description="A name, or *.DOMAIN for those below it.")
+]
+#: A peer of a NetworkPolicy.
+Peer = Annotated[
     dict[str, Any],
-    _object(
-        "Pod template overlay (metadata, spec), merged over what the operator builds; lists of named items merge by name. "
-        "The container is called engine in prefill and decode pods, gateway in gateway pods."
+    Meta(
+        min_length=1,
+        description="As in a NetworkPolicy: podSelector, namespaceSelector, ipBlock. At least one of them.",
+        extra_json_schema=_FREE_FORM,
     ),
 ]
+Resources = Annotated[
+    dict[str, Any],
+    Meta(description="Container resources: requests and limits, as in a pod.", extra_json_schema=_FREE_FORM),
+]
+Template = Annotated[
+    dict[str, Any],
+    Meta(
+        description="Pod template overlay (metadata, spec), merged over what the operator builds; lists of named items "
+        "merge by name. The container is called engine in prefill and decode pods, gateway in gateway pods.",
+        extra_json_schema=_FREE_FORM,
+    ),
+]
+
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """`512Mi` as bytes. `quantity` is a valid Quantity."""
+    digits = quantity.rstrip("KMGTki")
+    return int(digits) * _UNITS[quantity[len(digits) :]]

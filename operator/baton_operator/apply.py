@@ -15,7 +15,7 @@ from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.diagnose import Diagnosis
 from baton_operator.events import Events
-from baton_operator.former import Former
+from baton_operator.history import Former
 from baton_operator.kube import Kube
 from baton_operator.observe import Observation, controlled_by
 from baton_operator.plan import GroupPlan
@@ -64,10 +64,6 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
     """
     name = names.service_key_name(owner.name)
     if present is None:
-        # The Secret that engines shared before there was a key for all goes now: it is looked for only once.
-        former = await kube.read("Secret", owner.namespace, names.former_secret_name(owner.name))
-        if former is not None and controlled_by(former, owner.uid):
-            await kube.delete("Secret", owner.namespace, former["metadata"]["name"], former["metadata"]["uid"])
         present = await kube.create(service_key.secret(owner, service_key.draw()))
     if not controlled_by(present, owner.uid):
         raise NameConflict("Secret", name)

@@ -1,16 +1,20 @@
 """The CustomResourceDefinition, made from the structs of `api.py`.
 
-The schema is structural; the CEL rules of `rules.py` are in it. API servers before Kubernetes 1.25 drop them, but their server-side
-apply, and clients that validate against their schema, refuse them: there it is applied without, or with `--validate=false`.
+The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop the rules, but their
+server-side apply, and clients that validate against their schema, refuse them: there the CRD is applied without rules,
+or with `--validate=false`.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import msgspec
 
 from baton_operator import api
+from baton_operator.api_types import ApiStruct
 from baton_operator.names import GROUP, KIND, PLURAL, VERSION
 from baton_operator.rules import add_rules
 
@@ -19,8 +23,8 @@ _REF = "#/$defs/"
 
 
 def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
-    """The CustomResourceDefinition of LLMService, ready to apply. `rules`: False for a server that does not know them."""
-    schema = openapi_schema(api.LLMService)
+    """Return the CustomResourceDefinition of LLMService. `rules`: False for a server that does not know them."""
+    schema = _service_schema()
     if rules:
         add_rules(schema["properties"]["spec"])
     schema["properties"] = {
@@ -73,10 +77,37 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
     }
 
 
-def openapi_schema(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The structural schema of `struct`: references inlined, null left out, every node typed."""
-    (root,), definitions = msgspec.json.schema_components([struct], ref_template=_REF + "{name}")
+def _service_schema() -> dict[str, Any]:
+    """Return the structural schema of LLMService: references inlined, null left out, every node typed and described."""
+    (root,), definitions = msgspec.json.schema_components([api.LLMService], ref_template=_REF + "{name}")
+    _describe(ApiStruct, {}, definitions)
     return _structural(root, definitions)
+
+
+def _describe(struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]) -> None:
+    """Add the comments of fields to the definitions of `struct` and of the structs derived from it."""
+    comments = {**inherited, **_comments(struct)}
+    if struct.__name__ in definitions:
+        properties = definitions[struct.__name__]["properties"]
+        for field in msgspec.structs.fields(struct):
+            if field.name in comments:
+                properties[field.encode_name]["description"] = comments[field.name]
+    for derived in struct.__subclasses__():
+        _describe(derived, comments, definitions)
+
+
+def _comments(struct: type[ApiStruct]) -> dict[str, str]:
+    """Return the `#:` comments of the struct's own fields: on the lines before a field, or behind it."""
+    comments: dict[str, str] = {}
+    lines: list[str] = []
+    for line in inspect.getsource(struct).splitlines():
+        code, mark, comment = line.partition("#:")
+        lines += [comment.strip()] if mark else []
+        if field := re.match(r" {4}(\w+): ", code):
+            if lines:
+                comments[field[1]] = " ".join(lines)
+            lines = []
+    return comments
 
 
 def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -109,13 +140,13 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """As a structural schema says it: bounds hold for numbers, patterns for strings."""
+    """Return the structural form of integer or string, in which bounds hold for numbers and patterns for strings."""
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
     return {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}], **bounds}
 
 
 def _ordered(node: dict[str, Any]) -> dict[str, Any]:
-    """Description and type first: the generated file is read by people."""
+    """Put description and type first, for readers of the generated file."""
     first = {key: node[key] for key in ("description", "type", "default", "required") if key in node}
     return first | {key: value for key, value in node.items() if key not in first}
 

@@ -25,12 +25,9 @@ from baton_operator.rules import valid_spec
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one service."""
 
-    objects: list[Object]
-    """In the order of creation: what others refer to comes first."""
-    absent: list[tuple[str, str]]
-    """(kind, name) of what must not exist any more."""
-    members: dict[names.MemberRole, MemberTemplate]
-    """A role that is missing is not to be touched yet."""
+    objects: list[Object]  #: In the order of creation: what others refer to comes first.
+    absent: list[tuple[str, str]]  #: (kind, name) of what must not exist any more.
+    members: dict[names.MemberRole, MemberTemplate]  #: A role that is missing is not to be touched yet.
 
     @property
     def config_maps(self) -> set[str]:
@@ -74,54 +71,40 @@ def desired(
     Raises:
         ValueError: a template overlay cannot be merged.
     """
-    roles: list[names.ConfiguredRole] = ["prefill", "decode", "gateway"] if owner.has_prefill else ["decode", "gateway"]
-    postponed = owner.is_expert_parallel and owner.coordinator is None
-    objects: list[Object] = [config.config_map(owner, role) for role in roles if not (role == "decode" and postponed)]
-    absent: list[tuple[str, str]] = []
-    # What keeps others out comes before what is to be kept.
+    is_postponed = owner.is_expert_parallel and owner.coordinator is None
+    roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
+    configured = [role for role in roles if role != "prefill" or owner.has_prefill]
+    has_policies = owner.spec.security.network_policy
     has_coordinator = owner.is_expert_parallel or keep_coordinator
-    for policy, wanted in (
-        (network_policy.members_policy(owner, operator_namespace), True),
-        (network_policy.coordinator_policy(owner, operator_namespace), has_coordinator),
+    # Each part is an object, or (kind, name) of one that must not exist. Policies come before what they protect.
+    parts: list[Object | tuple[str, str]] = [config.config_map(owner, role) for role in configured]
+    for policy, is_wanted in (
+        (network_policy.members_policy(owner, operator_namespace), has_policies),
+        (network_policy.coordinator_policy(owner, operator_namespace), has_policies and has_coordinator),
     ):
-        if wanted and owner.spec.security.network_policy:
-            objects.append(policy)
-        else:
-            absent.append((policy["kind"], policy["metadata"]["name"]))
-    objects.append(engine_account.service_account(owner))
+        parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
+    parts.append(engine_account.service_account(owner))
     if owner.is_expert_parallel:
-        objects += [coordinator.service(owner), coordinator.deployment(owner)]
+        parts += [coordinator.service(owner), coordinator.deployment(owner)]
     elif not keep_coordinator:
-        name = names.coordinator_name(owner.name)
-        absent += [("Deployment", name), ("Service", name)]
-    objects += [
+        parts += [(kind, names.coordinator_name(owner.name)) for kind in ("Deployment", "Service")]
+    parts += [
         gateway.service_account(owner),
         gateway.role(owner),
         gateway.role_binding(owner),
         members_service.service(owner),
         gateway.service(owner),
         gateway.deployment(owner),
+        access.ingress(owner) or ("Ingress", names.gateway_name(owner.name)),
     ]
-    if ingress := access.ingress(owner):
-        objects.append(ingress)
-    else:
-        absent.append(("Ingress", names.gateway_name(owner.name)))
     if http_routes:
-        if route := access.http_route(owner):
-            objects.append(route)
-        else:
-            absent.append(("HTTPRoute", names.gateway_name(owner.name)))
+        parts.append(access.http_route(owner) or ("HTTPRoute", names.gateway_name(owner.name)))
     if policy_api:
-        budgeted: tuple[names.ConfiguredRole, ...] = ("prefill", "decode", "gateway")
-        for role in budgeted:
-            if budget := disruption_budget(owner, role, policy_api):
-                objects.append(budget)
-            else:
-                absent.append(("PodDisruptionBudget", f"{owner.name}-{role}"))
+        for role in names.CONFIGURED_ROLES:
+            budget = disruption_budget(owner, role, policy_api)
+            parts.append(budget or ("PodDisruptionBudget", f"{owner.name}-{role}"))
     return Desired(
-        objects=objects,
-        absent=absent,
-        members={
-            role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES if not (role == "decode" and postponed)
-        },
+        objects=[part for part in parts if isinstance(part, dict)],
+        absent=[part for part in parts if isinstance(part, tuple)],
+        members={role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES if role in roles},
     )

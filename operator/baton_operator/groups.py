@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api_autoscaling import AutoscalingStatus
+from baton_operator.api_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired

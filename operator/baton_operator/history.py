@@ -1,14 +1,16 @@
-"""What a service was before: the specs that were rolled out, as ControllerRevisions.
+"""What a service was before: the specs that were rolled out, as ControllerRevisions, and the members that one makes.
 
-A pause keeps to the newest of them, and a user can go back to one (docs/operations.md). Sizes are no part of what is compared: they
-change without a rollout, and are the user's or an autoscaler's in a pause, too. `status.specRevision` names what was recorded last,
-so a service at rest costs no request.
+`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps to that record, and
+a user can go back to any one (docs/operations.md). `status.servedRevision` names the record of the last spec with which
+the whole service was ready. While another spec is rolled out, that is the former revision: `plan.py` says when members
+of it are made again.
+
+Sizes are not compared. They change without a rollout, and in a pause they still follow the user or an autoscaler.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import contextlib
 from typing import Any
 
 import msgspec
@@ -16,124 +18,159 @@ import msgspec
 from baton_kube.client import KubeError
 from baton_operator import names
 from baton_operator.api import decode_spec
-from baton_operator.builders.owner import Owner, controlled_by
+from baton_operator.builders.config import config_map
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Object, Owner, controlled_by
 from baton_operator.kube import Kube
+from baton_operator.rules import valid_spec
 
-Object = dict[str, Any]
-
-LIMIT = 10
-"""Older ones are deleted."""
-
-_NEVER_ROLLED_OUT = (
-    ("paused",),
-    ("updateStrategy",),
-    ("progressDeadlineSeconds",),
-    *((group, field) for group in ("prefill", "decode", "gateway") for field in ("replicas", "autoscaling")),
-)
-"""Fields that no pod is made of."""
+LIMIT = 10  #: Older records are deleted.
+#: Fields that no pod is made of: of the spec, and of each of its groups.
+_OF_NO_POD = ("paused", "updateStrategy", "progressDeadlineSeconds")
+_SIZES = ("replicas", "autoscaling")
 
 
-def name_of(service: Object) -> str:
-    """Of the record of its spec: the same for specs that would make the same pods."""
-    spec = copy.deepcopy(service["spec"])
-    for path in _NEVER_ROLLED_OUT:
-        _put(spec, path, None)
-    return f"{service['metadata']['name']}-{names.content_hash(spec)}"
+class Former(msgspec.Struct, frozen=True):
+    """What a member of the former revision is made of."""
+
+    template: MemberTemplate
+    config_map: Object
 
 
 async def record(kube: Kube, owner: Owner, service: Object) -> str:
-    """Makes the spec the newest of the recorded ones, and forgets those beyond LIMIT.
+    """Make the spec the newest of the recorded ones, and delete those beyond LIMIT.
 
     Returns:
-        Its name, for `status.specRevision`.
+        Its name, for `status.specRevision`: the same for specs that would make the same pods.
 
     Raises:
         KubeError: it could not be written.
     """
-    name = name_of(service)
+    name = f"{owner.name}-{names.content_hash(_pod_fields(service['spec']))}"
     if recorded_name(service) == name:
         return name
-    known = await _recorded(kube, service)
-    newest = known[-1]["revision"] if known else 0
-    present = next((each for each in known if each["metadata"]["name"] == name), None)
+    known = await _records(kube, service)
+    newest = max((each["revision"] for each in known.values()), default=0)
+    present = known.pop(name, None)
     if present is not None and present["revision"] != newest:  # the service went back to it
-        # Made anew: API servers compare the data byte by byte, and refuse a patch that writes the same in another order of fields.
+        # Not patched: API servers compare the data byte by byte, and refuse the same fields in another order.
         await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
-        known.remove(present)
         present = None
     if present is None:
         await _create(kube, owner, name, newest + 1, service["spec"])
-    others = [each["metadata"] for each in known if each is not present]
-    for metadata in others[: max(0, len(others) + 1 - LIMIT)]:
+    for metadata in [each["metadata"] for each in known.values()][: -(LIMIT - 1)]:
         await kube.delete("ControllerRevision", owner.namespace, metadata["name"], metadata["uid"])
     return name
 
 
 async def kept_spec(kube: Kube, service: Object) -> Object | None:
-    """The spec of a paused service: what was rolled out last, in the sizes wanted now. None: nothing was, or its record is gone.
+    """Return the spec of a paused service: the last one that was rolled out, in the sizes wanted now.
+
+    None: nothing was rolled out, or the record is gone.
 
     Raises:
         KubeError: the records cannot be read.
     """
-    known = await _recorded(kube, service)
-    if not known or recorded_name(service) not in (None, *(each["metadata"]["name"] for each in known)):
+    known = await _records(kube, service)
+    if not known or recorded_name(service) not in (None, *known):
         return None
+    newest = list(known.values())[-1]["data"]["spec"]
     # A role that the spec no longer has keeps its size.
     size = ((service.get("status") or {}).get("prefill") or {}).get("desired", 0)
-    return with_sizes(known[-1]["data"]["spec"], {"prefill": {"replicas": size}, **service["spec"]})
+    return with_sizes(newest, {"prefill": {"replicas": size}, **service["spec"]})
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return a copy of `recorded` with the sizes, the update strategy and `paused` of `wanted`: no pod is made of them."""
-    spec = copy.deepcopy(recorded)
-    for path in _NEVER_ROLLED_OUT:
-        if path[0] in wanted or len(path) == 1:
-            _put(spec, path, _get(wanted, path))
-    return dict(spec)
+    """Return `recorded` with the fields of `wanted` that no pod is made of: sizes, update strategy and `paused`."""
+    spec = _pod_fields(recorded) | _set_fields(wanted, _OF_NO_POD)
+    for group in names.CONFIGURED_ROLES:
+        if isinstance(spec.get(group), dict):
+            spec[group] |= _set_fields((wanted if group in wanted else recorded)[group], _SIZES)
+    return spec
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
-    """Edits that a pause keeps waiting: fields, such as `image` and `decode.template`, in which the specs would make other pods."""
-    try:  # what is left out and what is written as the default are the same
+    """Return the fields whose edits a pause holds back, like `image` and `decode.template`: pods are made of them."""
+    with contextlib.suppress(
+        ValueError
+    ):  # a field that is left out and one that is written as the default are the same
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
-    except ValueError:  # msgspec.ValidationError is one
-        kept, wanted = copy.deepcopy(kept), copy.deepcopy(wanted)
-    for path in _NEVER_ROLLED_OUT:
-        _put(kept, path, None)
-        _put(wanted, path, None)
-    return tuple(sorted(_differences(kept, wanted)))
-
-
-def _differences(kept: Object, wanted: Object, above: str = "") -> Iterator[str]:
-    """Two levels deep."""
+    kept, wanted = _pod_fields(kept), _pod_fields(wanted)
+    fields = set()
     for field in kept.keys() | wanted.keys():
         ours, theirs = kept.get(field), wanted.get(field)
-        if ours == theirs:
-            continue
-        if isinstance(ours, dict) and isinstance(theirs, dict) and not above:
-            yield from _differences(ours, theirs, f"{field}.")
-        else:
-            yield f"{above}{field}"
-
-
-async def recorded_spec(kube: Kube, service: Object, name: str) -> Object | None:
-    """That of the record of this name; None if it was forgotten. Raises KubeError."""
-    known = await _recorded(kube, service)
-    return next((dict(each["data"]["spec"]) for each in known if each["metadata"]["name"] == name), None)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            fields |= {f"{field}.{each}" for each in ours.keys() | theirs.keys() if ours.get(each) != theirs.get(each)}
+        elif ours != theirs:
+            fields.add(field)
+    return tuple(sorted(fields))
 
 
 def recorded_name(service: Object) -> str | None:
-    """As its status says."""
+    """The newest record, as the service's status says."""
     return (service.get("status") or {}).get("specRevision")
 
 
-async def _recorded(kube: Kube, service: Object) -> list[Object]:
-    """In the order in which they were rolled out."""
+async def find_former(
+    kube: Kube, owner: Owner, service: Object, newest: str | None, templates: dict[names.MemberRole, MemberTemplate]
+) -> dict[names.MemberRole, Former]:
+    """Return what members of the former revision are made of; see `former_of`.
+
+    Args:
+        newest: name of the record of the spec that is rolled out.
+        templates: of the newest revision.
+
+    Raises:
+        KubeError: the records cannot be read.
+    """
+    name = (service.get("status") or {}).get("servedRevision")
+    found = {} if name in (None, newest) else await _records(kube, service)
+    return former_of(owner, found[name]["data"]["spec"], templates) if name in found else {}
+
+
+def former_of(
+    owner: Owner, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
+) -> dict[names.MemberRole, Former]:
+    """By role; a role that is missing is not changed by the rollout, or its former members cannot be made again. Pure.
+
+    Ranks of expert-parallel groups have none: a rank that is made must be able to join the topology.
+    """
+    former: dict[names.MemberRole, Former] = {}
+    try:
+        owner = msgspec.structs.replace(owner, spec=valid_spec(spec))
+        for role, newest in templates.items():
+            is_rank = newest.expert_group or owner.expert_group(role)
+            if is_rank or (role == "prefill" and not owner.has_prefill):
+                continue
+            template = MemberTemplate(owner, role)
+            if template.revision != newest.revision:
+                former[role] = Former(template, config_map(owner, role))
+    except ValueError:  # another version of the operator recorded it
+        return {}
+    return former
+
+
+def _pod_fields(spec: Object) -> Object:
+    """Return a copy of `spec` without the fields that no pod is made of."""
+    fields = {field: value for field, value in spec.items() if field not in _OF_NO_POD}
+    for group in names.CONFIGURED_ROLES:
+        if isinstance(fields.get(group), dict):
+            fields[group] = {field: value for field, value in fields[group].items() if field not in _SIZES}
+    return fields
+
+
+def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
+    """Return those of `fields` that `node` has; none if it is no object."""
+    return {field: node[field] for field in fields if node.get(field) is not None} if isinstance(node, dict) else {}
+
+
+async def _records(kube: Kube, service: Object) -> dict[str, Object]:
+    """By name, in the order in which they were rolled out."""
     metadata = service["metadata"]
-    mine = {names.LABEL_SERVICE: metadata["name"]}
-    found = await kube.list_all("ControllerRevision", metadata["namespace"], mine)
+    found = await kube.list_all("ControllerRevision", metadata["namespace"], {names.LABEL_SERVICE: metadata["name"]})
     usable = [each for each in found if controlled_by(each, metadata["uid"]) and "spec" in (each.get("data") or {})]
-    return sorted(usable, key=lambda each: (each["revision"], each["metadata"]["name"]))
+    usable.sort(key=lambda each: (each["revision"], each["metadata"]["name"]))
+    return {each["metadata"]["name"]: each for each in usable}
 
 
 async def _create(kube: Kube, owner: Owner, name: str, revision: int, spec: Object) -> None:
@@ -149,22 +186,3 @@ async def _create(kube: Kube, owner: Owner, name: str, revision: int, spec: Obje
     except KubeError as error:
         if error.reason != "AlreadyExists":  # someone else's, which is not used, or ours that a lost answer hid
             raise
-
-
-def _get(spec: Any, path: tuple[str, ...]) -> Any:
-    for field in path:
-        spec = spec.get(field) if isinstance(spec, dict) else None
-    return spec
-
-
-def _put(spec: Any, path: tuple[str, ...], value: Any) -> None:
-    """None removes the field; a parent that is missing stays so."""
-    *parents, field = path
-    for parent in parents:
-        spec = spec.get(parent) if isinstance(spec, dict) else None
-    if not isinstance(spec, dict):
-        return
-    if value is None:
-        spec.pop(field, None)
-    else:
-        spec[field] = value

@@ -1,4 +1,4 @@
-"""Names, labels and annotations that the rooms agreed on (docs/architecture.md, section Pods)."""
+"""Names, labels and annotations that the components share (docs/architecture.md, section Pods)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "LLMService"
 PLURAL = "llmservices"
 
-MANAGER = "baton-operator"
-"""Field manager of server-side apply, value of the managed-by label, source of Events."""
+MANAGER = "baton-operator"  #: Field manager of server-side apply, value of the managed-by label, source of Events.
 
 LABEL_SERVICE = f"{GROUP}/service"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
-LABEL_MEMBER = f"{GROUP}/member"
-"""On member pods of either role: what the headless Service selects."""
+LABEL_MEMBER = f"{GROUP}/member"  #: On member pods of either role. The headless Service selects it.
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
+#: On ranks of an expert-parallel group: names those that can be in one topology. Absent: an independent engine.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-"""On ranks of an expert-parallel group: names those that can be in one topology. Absent: an engine of its own."""
-ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
-"""On pods: names the service's key that they were made with."""
+ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"  #: On pods: names the service's key that they were made with.
+#: Hash of what was last applied: tells a field that the operator no longer sets from one that another client added.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
-"""Hash of what was last applied: tells a field we stopped setting from one that someone else added."""
 
 
 class Key(NamedTuple):
-    """Names one service."""
+    """The namespace and name of one service."""
 
     namespace: str
     name: str
@@ -44,14 +41,14 @@ class Key(NamedTuple):
 
 
 Role = Literal["prefill", "decode", "gateway", "coordinator"]
-ConfiguredRole = Literal["prefill", "decode", "gateway"]
-"""Roles whose component reads a file; the coordinator's needs none."""
+ConfiguredRole = Literal["prefill", "decode", "gateway"]  #: Roles whose component reads a configuration file.
 MemberRole = Literal["prefill", "decode"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
+CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
 
 
 def labels(service: str, role: Role | None = None) -> dict[str, str]:
-    """Labels of every object made for `service`; `role` for those that belong to one group."""
+    """Return the labels of every object made for `service`; `role` for objects of one group."""
     common = {
         "app.kubernetes.io/name": "baton",
         "app.kubernetes.io/instance": service,
@@ -64,12 +61,12 @@ def labels(service: str, role: Role | None = None) -> dict[str, str]:
 
 
 def selector(service: str, role: Role) -> dict[str, str]:
-    """The labels that find the pods of one group, and nothing else."""
+    """Return the labels that select the pods of one group, and no other object."""
     return {LABEL_SERVICE: service, LABEL_ROLE: role}
 
 
 def serialized(match: dict[str, str]) -> str:
-    """`{"a": "b", "c": "d"}` as `a=b,c=d`, the form of the API's labelSelector parameter."""
+    """Return `{"a": "b", "c": "d"}` as `a=b,c=d`, the form of the API's labelSelector parameter."""
     return ",".join(f"{key}={value}" for key, value in match.items())
 
 
@@ -78,12 +75,12 @@ def member_name(service: str, role: MemberRole, ordinal: int) -> str:
 
 
 def ordinal_of(member: str) -> int:
-    """The ordinal in a member's name. Raises ValueError if `member` is not such a name."""
+    """Return the ordinal in a member's name. Raises ValueError if `member` is not such a name."""
     return int(member.rpartition("-")[2])
 
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
-    """Whether a member of this role has this name, whatever its ordinal."""
+    """Whether it is the name of a member of this role."""
     return role in MEMBER_ROLES and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
 
 
@@ -96,17 +93,12 @@ def coordinator_name(service: str) -> str:
 
 
 def service_key_name(service: str) -> str:
-    """Of the Secret."""
+    """Return the name of the Secret."""
     return f"{service}-key"
 
 
-def former_secret_name(service: str) -> str:
-    """Of the Secret that engines shared before there was a key for all."""
-    return f"{service}-kv-token"
-
-
 def engine_account_name(service: str) -> str:
-    """Of the ServiceAccount of engines and coordinator."""
+    """Return the name of the ServiceAccount of engines and coordinator."""
     return f"{service}-engine"
 
 
@@ -120,6 +112,6 @@ def url_host(host: str) -> str:
 
 
 def content_hash(content: Any) -> str:
-    """Ten hex digits that change when the JSON value `content` does."""
+    """Return ten hex digits that change when the JSON value `content` does."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(canonical, digest_size=5).hexdigest()

@@ -1,4 +1,4 @@
-"""The operator's own account and what it may do: the least with which it works, which a test reads from an API server's audit log.
+"""The operator's own account and its rights: the least with which it works. A test compares them with an audit log.
 
 With `--namespace` the same rules are Roles in these namespaces (charts/baton), and nothing is granted beyond them.
 """
@@ -16,15 +16,8 @@ RBAC = "rbac.authorization.k8s.io/v1"
 
 
 def objects() -> list[Object]:
-    """Everything, in the order of creation."""
-    return [
-        namespace(),
-        service_account(),
-        cluster_role(),
-        cluster_role_binding(),
-        lease_role(),
-        lease_role_binding(),
-    ]
+    """Return all objects, in the order of creation."""
+    return [namespace(), service_account(), cluster_role(), cluster_role_binding(), lease_role(), lease_role_binding()]
 
 
 def metadata(namespaced: bool = True) -> Object:
@@ -47,15 +40,13 @@ def service_account() -> Object:
 def cluster_role() -> Object:
     kept = ["get", "list", "watch", "create", "patch"]
     owned = [*kept, "delete"]
-    return _role(
-        "ClusterRole",
-        metadata(namespaced=False),
+    granted = (
         ([GROUP], [PLURAL], ["get", "list", "watch"]),
         ([GROUP], [f"{PLURAL}/status"], ["patch"]),
         ([GROUP], [f"{PLURAL}/finalizers"], ["update"]),  # to set blockOwnerDeletion
         ([""], ["pods", "services", "configmaps"], owned),
-        # Of services' keys, by names that follow from the services': never listed or watched. RBAC knows no patterns of names.
-        ([""], ["secrets"], ["get", "create", "delete"]),
+        # Services' keys, read by name and never listed or watched. RBAC has no patterns of names.
+        ([""], ["secrets"], ["get", "create"]),
         ([""], ["serviceaccounts"], kept),
         ([""], ["events"], ["get", "create", "patch"]),
         (["apps"], ["deployments"], owned),
@@ -63,9 +54,11 @@ def cluster_role() -> Object:
         (["networking.k8s.io"], ["ingresses", "networkpolicies"], owned),
         (["gateway.networking.k8s.io"], ["httproutes"], owned),  # where the cluster has the Gateway API
         (["policy"], ["poddisruptionbudgets"], owned),
-        # A gateway may watch the pods of its namespace: the operator hands on what it has itself, and no more.
+        # A gateway may watch the pods of its namespace. The operator can grant only rights that it has itself.
         (["rbac.authorization.k8s.io"], ["roles", "rolebindings"], kept),
     )
+    rules = [{"apiGroups": groups, "resources": resources, "verbs": verbs} for groups, resources, verbs in granted]
+    return {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": metadata(namespaced=False), "rules": rules}
 
 
 def cluster_role_binding() -> Object:
@@ -73,10 +66,10 @@ def cluster_role_binding() -> Object:
 
 
 def lease_role() -> Object:
-    """In the operator's own namespace: to be elected."""
+    """For the leader election, in the operator's own namespace."""
     leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
     rules = [
-        {**leases, "verbs": ["create"]},  # the name of what does not exist yet cannot be asked for
+        {**leases, "verbs": ["create"]},  # RBAC cannot restrict create to a name
         {**leases, "resourceNames": [MANAGER], "verbs": ["get", "update"]},
     ]
     return {"apiVersion": RBAC, "kind": "Role", "metadata": metadata() | {"name": LEASE_ROLE}, "rules": rules}
@@ -84,11 +77,6 @@ def lease_role() -> Object:
 
 def lease_role_binding() -> Object:
     return _binding("RoleBinding", metadata() | {"name": LEASE_ROLE}, "Role")
-
-
-def _role(kind: str, metadata: Object, *rules: tuple[list[str], list[str], list[str]]) -> Object:
-    written = [{"apiGroups": groups, "resources": resources, "verbs": verbs} for groups, resources, verbs in rules]
-    return {"apiVersion": RBAC, "kind": kind, "metadata": metadata, "rules": written}
 
 
 def _binding(kind: str, metadata: Object, role: str) -> Object:

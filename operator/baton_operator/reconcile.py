@@ -27,10 +27,9 @@ from baton_operator.coordinator import CoordinatorClient
 from baton_operator.desired import Desired, desired, owner_of
 from baton_operator.drain import Drainer
 from baton_operator.events import Events
-from baton_operator.former import Former, find_former
 from baton_operator.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.groups import gateway_group, member_group
-from baton_operator.history import kept_spec, recorded_name
+from baton_operator.history import Former, find_former, kept_spec, recorded_name
 from baton_operator.history import record as record_spec
 from baton_operator.kube import Kube
 from baton_operator.names import Key

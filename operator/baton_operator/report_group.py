@@ -10,7 +10,7 @@ from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
 from baton_engine.protocol.progress import Health
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api import AutoscalingStatus
+from baton_operator.api_groups import AutoscalingStatus
 from baton_operator.diagnose import PROGRESS_REASONS, Diagnosis, Verdict, diagnose, leaving, still_loading, tries_again
 from baton_operator.observe import Reference, is_ready
 from baton_operator.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_kube.client import Object
-from baton_operator.api import Model
-from baton_operator.api_model import ModelStatus, is_fetched
+from baton_operator.api_model import Model, ModelStatus, is_fetched
 from baton_operator.builders.model import FETCHER
 from baton_operator.diagnose import Verdict, by_name, fatal, still_loading, tries_again
 from baton_operator.observe import condition, is_ready

@@ -13,8 +13,7 @@ from baton_local.preview.steps import Action, ActionName, MemberRow, Preview, St
 from baton_local.preview.target import COORDINATOR, Target, field_changes, group_changes, object_changes, target_of
 from baton_operator import api, names
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.former import former_of
-from baton_operator.history import held_back, with_sizes
+from baton_operator.history import former_of, held_back, with_sizes
 from baton_operator.plan import GroupPlan, Member, update_of
 from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
 from baton_operator.topology import record

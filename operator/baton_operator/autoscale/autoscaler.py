@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from baton_operator import names, report_group
-from baton_operator.api_autoscaling import AutoscalingStatus
+from baton_operator.api_groups import AutoscalingStatus
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.history import History
 from baton_operator.autoscale.policy import Decision, Group, decide

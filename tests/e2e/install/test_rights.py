@@ -3,7 +3,6 @@ and nothing was granted that was not used."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import os
@@ -81,22 +80,9 @@ class Services:
         body = {"spec": spec}
         self.cluster.custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, SERVICE, body)
 
-    def leave_former_secret(self) -> None:
-        """What an operator of before there was a key for all has made."""
-        owner = {
-            "apiVersion": f"{GROUP}/{VERSION}",
-            "kind": "LLMService",
-            "name": SERVICE,
-            "uid": self.get()["metadata"]["uid"],
-            "controller": True,
-        }
-        metadata = {"name": f"{SERVICE}-kv-token", "ownerReferences": [owner]}
-        data = {"token": base64.b64encode(b"former").decode()}
-        self.cluster.core.create_namespaced_secret(self.namespace, {"metadata": metadata, "data": data})
-
     def secrets(self) -> set[str]:
         found = {secret.metadata.name for secret in self.cluster.core.list_namespaced_secret(self.namespace).items}
-        return {name for name in found if name in (f"{SERVICE}-key", f"{SERVICE}-kv-token")}
+        return {name for name in found if name.endswith("-key")}
 
     def members(self) -> set[str]:
         names = self.cluster.pods(self.namespace)
@@ -244,7 +230,6 @@ def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
             eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
             cluster.create_service(team, SERVICE)
             services = Services(cluster, team)
-            services.leave_former_secret()
             services.patch(
                 prefill={"replicas": 2},
                 decode={"replicas": 2},

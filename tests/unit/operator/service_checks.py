@@ -13,7 +13,7 @@ from simulated_nodes import MEMBER_NAME
 
 from baton_operator import names
 from baton_operator.api import Spec, decode_spec
-from baton_operator.api_update import surge_and_unavailable
+from baton_operator.api_groups import surge_and_unavailable
 from baton_operator.builders.owner import controlled_by
 from baton_operator.observe import member
 from baton_operator.plan import STUCK_TERMINATING, Member

@@ -12,7 +12,7 @@ from autoscale_pods import Clock, FakePod, scraper, serving
 from services import owner, service
 
 from baton_operator.api import TopologyStatus
-from baton_operator.api_autoscaling import AutoscalingStatus
+from baton_operator.api_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler, News
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.scrape import Scraper

@@ -14,8 +14,7 @@ from services import NOW, Object, owner, pod, service
 
 from baton_engine.protocol.config import EngineConfig, GatewayConfig
 from baton_engine.protocol.progress import Health, LoadProgress
-from baton_operator.api import Model
-from baton_operator.api_model import MODEL_URI
+from baton_operator.api_model import MODEL_URI, Model
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.problems import Problem, ReconcileError
