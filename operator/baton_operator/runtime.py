@@ -22,7 +22,6 @@ from baton_operator.autoscale.scrape import Scraper
 from baton_operator.controller import TIMEOUT_S, Controller, Reconcile
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
-from baton_operator.freshness import Written
 from baton_operator.kube import PLURALS, Kube
 from baton_operator.loading import LoadingPods
 from baton_operator.names import Key
@@ -62,11 +61,9 @@ class Runtime:
         self.answered_at = time.monotonic()
         self._autoscale = autoscale
         self._resync_s = resync_s
-        self._written = Written()
         #: Paths of the collections of LLMServices that are watched.
         self._service_paths: set[str] = set()
         self._loop = asyncio.get_running_loop()
-        kube.wrote = self._written.add
         kube.client.on_request = metrics.requested
         metrics.queue.set_function(lambda: self.controller.queue_depth)
         metrics.services.set_function(lambda: len(self.controller))
@@ -100,7 +97,7 @@ class Runtime:
         self._loop.call_soon_threadsafe(self._changed, key, kind, version)
 
     def _changed(self, key: Key, kind: str, version: str) -> None:
-        self.controller.observe(key, kind, version, is_own_write=version in self._written)
+        self.controller.observe(key, kind, version, is_own_write=self.kube.is_own_write(version))
 
     def watch_session(self) -> aiohttp.ClientSession:
         """Return a session for the requests of the watches. Their lists make every service due: events may be missing."""
