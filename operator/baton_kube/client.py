@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,29 +115,22 @@ class KubeClient:
             TimeoutError: nothing came for `silence_s`.
             ConnectionError: the connection broke, or ended within an event.
         """
-        query = [
-            ("watch", "true"),
-            ("allowWatchBookmarks", "true"),
-            ("resourceVersion", version),
-            ("timeoutSeconds", str(max(1, round(timeout_s)))),
-            *_given(labelSelector=label_selector, fieldSelector=field_selector),
-        ]
+        query = _given(watch="true", allowWatchBookmarks="true", resourceVersion=version)
+        query += _given(labelSelector=label_selector, fieldSelector=field_selector)
+        query.append(("timeoutSeconds", str(max(1, round(timeout_s)))))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         code = 0
         try:
-            response = await self._send("GET", path, query, {"Accept": _JSON}, timeout)
-            try:
+            with closing(await self._send("GET", path, query, {"Accept": _JSON}, timeout)) as response:
                 code = response.status
                 if code != 200:
                     raise refusal(code, await response.read(), response.headers)
                 while line := await response.content.readline():
                     yield _event(path, line)
-            finally:
-                response.close()
         except aiohttp.SocketTimeoutError as error:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
         except (aiohttp.ClientError, config.ConfigException, ValueError) as error:  # ValueError: a line over the buffer
-            raise ConnectionError(f"watch {path}: {error or type(error).__name__}") from error
+            raise ConnectionError(f"watch {path}: {str(error) or type(error).__name__}") from error
         finally:
             self.on_request("watch", path, code)
 
@@ -175,14 +168,14 @@ class KubeClient:
         Raises:
             KubeError: refused; status 404 if there is no such object, 409 if it has another uid.
         """
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
-        if propagation:
-            options["propagationPolicy"] = propagation
-        return await self._request("delete", "DELETE", path, body=options)
+        preconditions = {"uid": uid} if uid else None
+        options = {
+            "preconditions": preconditions,
+            "gracePeriodSeconds": grace_s,
+            "propagationPolicy": propagation or None,
+        }
+        body = {name: value for name, value in options.items() if value is not None}
+        return await self._request("delete", "DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **body})
 
     def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         """Return a new session with this client's TLS, proxy and credentials, and no limit on connections.
@@ -234,7 +227,7 @@ class KubeClient:
         except TimeoutError as error:
             raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, config.ConfigException) as error:
-            raise ConnectionError(f"{method} {self.server}{path}: {error or type(error).__name__}") from error
+            raise ConnectionError(f"{method} {self.server}{path}: {str(error) or type(error).__name__}") from error
         finally:
             self.on_request(verb, path, code)
         if not 200 <= code <= 299:
@@ -245,13 +238,7 @@ class KubeClient:
             raise ConnectionError(f"{method} {path}: the answer is not a JSON object: {error}") from error
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        query: Query,
-        headers: dict[str, str],
-        timeout: aiohttp.ClientTimeout,
-        body: Object | None = None,
+        self, method: str, path: str, query: Query, headers: Object, timeout: aiohttp.ClientTimeout, body: Any = None
     ) -> aiohttp.ClientResponse:
         request = await self._api.param_serialize(
             method, path, query_params=list(query), header_params=headers, body=body, auth_settings=["BearerToken"]

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
@@ -42,9 +43,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     version: str = msgspec.field(name="resourceVersion", default="")  # of the object; empty: there is none
 
 
-def monotonic() -> float:
-    """Seconds that also pass while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+#: A clock whose seconds also pass while the machine is suspended.
+monotonic = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Election:
@@ -121,7 +121,7 @@ class Elector:
                 other = self._election.other
                 state = f"{other} holds the Lease" if other else "the Lease is being taken"
             except (KubeError, OSError) as error:
-                state = f"the Lease cannot be read or written: {error or type(error).__name__}"
+                state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
             if state != logged:
                 log.info("waiting: %s", state)
                 logged = state
@@ -136,7 +136,7 @@ class Elector:
                 if not await self._write():
                     await self._read()
             except (KubeError, OSError) as error:
-                why = error or type(error).__name__
+                why = str(error) or type(error).__name__
                 log.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
         other = election.other
         raise LeaseLostError(f"{other} holds the Lease" if other else "the Lease could not be renewed in time")
@@ -149,7 +149,7 @@ class Elector:
         try:
             await self._write(release=True)
         except (KubeError, OSError) as error:
-            log.warning("the Lease was not released: %s", error or type(error).__name__)
+            log.warning("the Lease was not released: %s", str(error) or type(error).__name__)
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._election.lease_s * RETRY_SHARE * random.uniform(1.0, 1.2))

@@ -42,11 +42,7 @@ class RestartError(Exception):
 async def run(args: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT; arguments as of `cli`.
 
-    Raises:
-        ConfigException: there is no way to a cluster.
-        AddressError: see `serve`.
-        LeaseLostError: another process may work now.
-        KopfHangsError
+    Raises: ConfigException without a way to a cluster; AddressError as `serve` does; LeaseLostError; KopfHangsError.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -58,7 +54,7 @@ async def run(args: argparse.Namespace) -> None:
     ):
         if not args.leader_elect:
             runtime.metrics.leader.set(1)
-            await _run_first_of(_work(runtime, args.namespace), stop.wait())
+            await _run_first_of(runtime.run(), watch(runtime, args.namespace), stop.wait())
             return
         identity = f"{os.environ.get('POD_NAME', os.uname().nodename)}_{uuid.uuid4()}"
         election = Election(identity, args.lease_duration)
@@ -93,16 +89,10 @@ async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Work while this process holds the Lease. Raises LeaseLostError or KopfHangsError."""
+    """Watch and reconcile while this process holds the Lease. Raises LeaseLostError or KopfHangsError."""
     await elector.acquire()
-    # In this order: the Lease is renewed until the work has ended, because what is under way may still write.
-    await _run_first_of(_work(runtime, namespaces), elector.keep())
-
-
-async def _work(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Watch and reconcile until cancelled. Raises KopfHangsError."""
-    await runtime.wait_for_crd()
-    await _run_first_of(runtime.run(), watch(runtime, namespaces))
+    # In this order: the Lease is renewed until the others have ended, because what is under way may still write.
+    await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
 
 
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
@@ -137,20 +127,15 @@ async def _check(runtime: Runtime, had_routes: bool) -> None:
 
 
 async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Run kopf in a thread until cancelled.
+    """Run kopf in a thread until cancelled. Raises KopfHangsError, or what ended kopf.
 
     The thread has an event loop of its own, because kopf ends all tasks of its loop and takes the
     signals of a main thread. A thread that hangs is left behind: it ends with the process.
-
-    Raises:
-        KopfHangsError
-        Exception: what ended kopf.
     """
     kopf_loop = asyncio.new_event_loop()
     stop = asyncio.Event()  # of kopf's loop: for a flag of another kind kopf keeps a thread, which waits without end
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
-    operating = asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop)
-    ended = asyncio.wrap_future(operating)
+    ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop))
     try:
         await asyncio.shield(ended)
     finally:

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT
 from baton_kube.client import KubeError, connect
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
@@ -33,8 +32,7 @@ log = logging.getLogger(__name__)
 
 RESYNC_S = 300.0
 CRD_POLL_S = 1.0
-STUCK_S = TIMEOUT_S + 60.0
-"""A reconcile this old was not even ended by its timeout."""
+STUCK_S = TIMEOUT_S + 60.0  # a reconcile this old was not even ended by its timeout
 
 
 class Runtime:
@@ -57,12 +55,10 @@ class Runtime:
         self.kube = kube
         self.metrics = metrics
         self.controller = Controller(metrics.measured(reconcile), retried=metrics.retries.inc)
-        #: When the API server last answered a request of the watches, by the monotonic clock.
-        self.answered_at = time.monotonic()
+        self.answered_at = time.monotonic()  # when the API server last answered a request of the watches
         self._autoscale = autoscale
         self._resync_s = resync_s
-        #: Paths of the collections of LLMServices that are watched.
-        self._service_paths: set[str] = set()
+        self._service_paths: set[str] = set()  # of the collections of LLMServices that are watched
         self._loop = asyncio.get_running_loop()
         kube.client.on_request = metrics.requested
         metrics.queue.set_function(lambda: self.controller.queue_depth)
@@ -94,19 +90,20 @@ class Runtime:
 
     def changed(self, key: Key, kind: str, version: str) -> None:
         """A watch showed `version` of an object of `kind` that belongs to the service. May be called from any thread."""
-        self._loop.call_soon_threadsafe(self._changed, key, kind, version)
 
-    def _changed(self, key: Key, kind: str, version: str) -> None:
-        self.controller.observe(key, kind, version, is_own_write=self.kube.is_own_write(version))
+        def observe() -> None:
+            self.controller.observe(key, kind, version, is_own_write=self.kube.is_own_write(version))
+
+        self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
         """Return a session for the requests of the watches. Their lists make every service due: events may be missing."""
 
         async def record(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-            path = request.url.path
-            is_list = path.rpartition("/")[2] in PLURALS
-            verb = "watch" if request.url.query.get("watch") == "true" else "list" if is_list else "get"
-            code = 0
+            path, code = request.url.path, 0
+            verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
+            if request.url.query.get("watch") == "true":
+                verb = "watch"
             try:
                 response = await handler(request)
                 code = response.status
@@ -157,15 +154,10 @@ async def open_runtime(
     """
     async with connect(kubeconfig) as client, aiohttp.ClientSession() as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
+        drainer, coordinators = Drainer(session), CoordinatorClient(session)
+        loading, peers = LoadingPods(session), KVPeers(session)
         reconciler = Reconciler(
-            kube,
-            Drainer(session, ENGINE_HTTP_PORT),
-            CoordinatorClient(session),
-            operator_namespace,
-            autoscaler,
-            loading=LoadingPods(session),
-            peers=KVPeers(session),
+            kube, drainer, coordinators, operator_namespace, autoscaler, loading=loading, peers=peers
         )
-        yield Runtime(
-            kube, reconciler.reconcile, metrics, partial(autoscaler.run, Scraper(session, metrics.scrapes)), resync_s
-        )
+        autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
+        yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)
