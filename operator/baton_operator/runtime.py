@@ -18,10 +18,11 @@ from baton_kube.client import KubeError, connect
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
-from baton_operator.controller import TIMEOUT_S, Controller, Reconcile
+from baton_operator.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
-from baton_operator.kube import PLURALS, Kube
+from baton_operator.freshness import Freshness
+from baton_operator.kube import PLURALS, Kube, resource_of
 from baton_operator.loading import LoadingPods
 from baton_operator.names import Key
 from baton_operator.peers import KVPeers
@@ -54,13 +55,14 @@ class Runtime:
     ) -> None:
         self.kube = kube
         self.metrics = metrics
-        self.controller = Controller(metrics.measured(reconcile), retried=metrics.retries.inc)
+        self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
         self.answered_at = time.monotonic()  # when the API server last answered a request of the watches
+        self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
         self._service_paths: set[str] = set()  # of the collections of LLMServices that are watched
         self._loop = asyncio.get_running_loop()
-        kube.client.on_request = metrics.requested
+        kube.client.on_request = self._count
         metrics.queue.set_function(lambda: self.controller.queue_depth)
         metrics.services.set_function(lambda: len(self.controller))
 
@@ -72,6 +74,21 @@ class Runtime:
             while True:
                 await asyncio.sleep(self._resync_s * random.uniform(0.9, 1.1))
                 await self.resync()
+
+    async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+        """Reconcile one service, counted and timed."""
+        result = "error"
+        try:
+            with self.metrics.seconds.time():
+                outcome = await self._step(key, freshness)
+            result = "ok"
+            return outcome
+        finally:
+            self.metrics.reconciles.labels(result).inc()
+
+    def _count(self, verb: str, path: str, code: int) -> None:
+        """Count a request. Code 0: there was no answer."""
+        self.metrics.requests.labels(verb, resource_of(path), code).inc()
 
     async def wait_for_crd(self) -> None:
         """Return when the API server answers and serves LLMServices."""
@@ -108,7 +125,7 @@ class Runtime:
                 response = await handler(request)
                 code = response.status
             finally:
-                self.metrics.requested(verb, path, code)
+                self._count(verb, path, code)
             if code == 200:
                 self.answered_at = time.monotonic()
                 if verb == "list":

@@ -9,11 +9,6 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from baton_operator.controller import Outcome, Reconcile
-from baton_operator.freshness import Freshness
-from baton_operator.kube import resource_of
-from baton_operator.names import Key
-
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -22,37 +17,18 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._reconciles = Counter("baton_operator_reconciles", "Reconciles by result", ["result"], registry=registry)
-        self._seconds = Histogram(
+        self.reconciles = Counter("baton_operator_reconciles", "Reconciles by result", ["result"], registry=registry)
+        self.seconds = Histogram(
             "baton_operator_reconcile_seconds", "Duration of one reconcile", buckets=_BUCKETS_S, registry=registry
         )
         labels, meaning = ["verb", "resource", "code"], "Requests to the API server; code 0: no answer"
-        self._requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
+        self.requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
         self.retries = Counter("baton_operator_retries", "Reconciles that failed and are repeated", registry=registry)
         self.services = Gauge("baton_operator_services", "LLMServices as far as is known", registry=registry)
         self.queue = Gauge("baton_operator_queue_depth", "Keys that wait for a worker", registry=registry)
         meaning = "Scrapes of pods for the autoscaler by result"
         self.scrapes = Counter("baton_operator_scrapes", meaning, ["result"], registry=registry)
         self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=registry)
-
-    def requested(self, verb: str, path: str, code: int) -> None:
-        """Count a request. Code 0: there was no answer."""
-        self._requests.labels(verb, resource_of(path), code).inc()
-
-    def measured(self, reconcile: Reconcile) -> Reconcile:
-        """Return `reconcile`, counted and timed."""
-
-        async def timed(key: Key, freshness: Freshness) -> Outcome:
-            result = "error"
-            try:
-                with self._seconds.time():
-                    outcome = await reconcile(key, freshness)
-                result = "ok"
-                return outcome
-            finally:
-                self._reconciles.labels(result).inc()
-
-        return timed
 
 
 class AddressError(Exception):
