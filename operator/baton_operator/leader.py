@@ -167,16 +167,14 @@ class Elector:
         record = Record(
             holder="" if release else election.identity,
             duration_s=1 if release else math.ceil(election.lease_s),
-            acquired=seen.acquired if is_renewal else now,
+            acquired=seen.acquired if is_renewal and seen.acquired else now,
             renewed=now,
             transitions=seen.transitions + (1 if seen.version and not is_renewal else 0),
+            version=seen.version,
         )
-        lease = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": self._name, "namespace": self._namespace, "resourceVersion": seen.version},
-            "spec": msgspec.to_builtins(record),
-        }
+        spec = msgspec.to_builtins(record)
+        metadata = {"name": self._name, "namespace": self._namespace, "resourceVersion": spec.pop("resourceVersion")}
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
         sent_at = election.now()
         try:
             async with asyncio.timeout(election.lease_s * RENEW_SHARE):
