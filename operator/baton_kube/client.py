@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
-# An object of the Kubernetes API as JSON. Any: its shape is the API's schema, which the server checks.
+#: An object of the Kubernetes API as JSON. Any: its shape is the API's schema, which the server checks.
 Object = dict[str, Any]
+Query = Sequence[tuple[str, str]]
 
 REQUEST_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 10.0
@@ -23,9 +23,8 @@ PAGE_SIZE = 500
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _READ_BUFFER = 2**21  # bytes, as in kubernetes.aio: a watch event is one line and may exceed aiohttp's default
-_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
-
-Query = Sequence[tuple[str, str]]
+_JSON = "application/json"
+_METADATA_ONLY = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
 
 
 class KubeError(Exception):
@@ -39,9 +38,7 @@ class KubeError(Exception):
 
     def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.status = status
-        self.reason = reason
-        self.retry_after_s = retry_after_s
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
 
 class WritesForbiddenError(OSError):
@@ -71,8 +68,7 @@ class KubeClient:
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
         """Return the object at `path`. With `metadata_only` the server sends a PartialObjectMetadata."""
-        accept = _METADATA_ONLY if metadata_only else "application/json"
-        return await self._request("get", "GET", path, query=query, accept=accept)
+        return await self._request("get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON)
 
     async def list(
         self, path: str, *, label_selector: str = "", field_selector: str = "", not_older_than: str | None = None
@@ -86,29 +82,27 @@ class KubeClient:
         Raises:
             KubeError: refused; status 410 if the list's version expired between two pages.
         """
-        selectors = _selectors(label_selector, field_selector)
-        paged = [("limit", str(PAGE_SIZE))] if not_older_than is None else []
-        query = paged
-        if not_older_than is not None:
-            query = [("resourceVersion", not_older_than), ("resourceVersionMatch", "NotOlderThan")]
+        query = _given(labelSelector=label_selector, fieldSelector=field_selector)
+        query += [("limit", str(PAGE_SIZE))] if not_older_than is None else []
+        match = _given(resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan")
         items: list[Object] = []
         while True:
-            page = await self._request("list", "GET", path, query=[*selectors, *query])
+            page = await self._request("list", "GET", path, query=[*query, *match])
             items += page.get("items") or []
             metadata = page.get("metadata") or {}
             if not metadata.get("continue"):
                 return items, metadata.get("resourceVersion") or ""
-            query = [*paged, ("continue", metadata["continue"])]  # the token carries the version
+            match = [("continue", metadata["continue"])]  # the token carries the version
 
     async def watch(
         self,
         path: str,
         version: str,
         *,
-        label_selector: str = "",
-        field_selector: str = "",
         timeout_s: float,
         silence_s: float,
+        label_selector: str = "",
+        field_selector: str = "",
     ) -> AsyncGenerator[tuple[str, Object], None]:
         """Yield (type, object) for each event after `version`, bookmarks included, until the server ends the watch.
 
@@ -121,35 +115,28 @@ class KubeClient:
             TimeoutError: nothing came for `silence_s`.
             ConnectionError: the connection broke, or ended within an event.
         """
-        query = [
-            ("watch", "true"),
-            ("allowWatchBookmarks", "true"),
-            ("resourceVersion", version),
-            ("timeoutSeconds", str(max(1, round(timeout_s)))),
-            *_selectors(label_selector, field_selector),
-        ]
+        query = _given(watch="true", allowWatchBookmarks="true", resourceVersion=version)
+        query += _given(labelSelector=label_selector, fieldSelector=field_selector)
+        query.append(("timeoutSeconds", str(max(1, round(timeout_s)))))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         code = 0
         try:
-            response = await self._send("GET", path, query=query, timeout=timeout)
-            try:
+            with closing(await self._send("GET", path, query, {"Accept": _JSON}, timeout)) as response:
                 code = response.status
                 if code != 200:
                     raise refusal(code, await response.read(), response.headers)
                 while line := await response.content.readline():
                     yield _event(path, line)
-            finally:
-                response.close()
         except aiohttp.SocketTimeoutError as error:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
         except (aiohttp.ClientError, config.ConfigException, ValueError) as error:  # ValueError: a line over the buffer
-            raise ConnectionError(f"watch {path}: {error or type(error).__name__}") from error
+            raise ConnectionError(f"watch {path}: {str(error) or type(error).__name__}") from error
         finally:
             self.on_request("watch", path, code)
 
     async def create(self, path: str, obj: Object, *, field_manager: str = "") -> Object:
         """POST `obj` to its collection. Raises: KubeError, with status 409 if the name is taken."""
-        return await self._request("create", "POST", path, body=obj, query=_field_manager(field_manager))
+        return await self._request("create", "POST", path, body=obj, query=_given(fieldManager=field_manager))
 
     async def replace(self, path: str, obj: Object) -> Object:
         """PUT the whole object. Raises: KubeError, with status 409 if its resourceVersion is not the current one."""
@@ -157,14 +144,8 @@ class KubeClient:
 
     async def merge(self, path: str, patch: Object, *, field_manager: str = "") -> Object:
         """Apply a JSON merge patch (RFC 7386)."""
-        return await self._request(
-            "patch",
-            "PATCH",
-            path,
-            body=patch,
-            query=_field_manager(field_manager),
-            content_type="application/merge-patch+json",
-        )
+        query, content_type = _given(fieldManager=field_manager), "application/merge-patch+json"
+        return await self._request("patch", "PATCH", path, body=patch, query=query, content_type=content_type)
 
     async def apply(self, path: str, obj: Object, *, field_manager: str, strict: bool = False) -> Object:
         """Apply `obj` with server-side apply. `field_manager` takes over fields that other managers own.
@@ -172,15 +153,9 @@ class KubeClient:
         Args:
             strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
         """
-        validation = [("fieldValidation", "Strict")] if strict else []
-        return await self._request(
-            "apply",
-            "PATCH",
-            path,
-            body=obj,
-            query=[*_field_manager(field_manager), ("force", "true"), *validation],
-            content_type="application/apply-patch+yaml",  # JSON is YAML
-        )
+        query = _given(fieldManager=field_manager, force="true", fieldValidation="Strict" if strict else "")
+        content_type = "application/apply-patch+yaml"  # JSON is YAML
+        return await self._request("apply", "PATCH", path, body=obj, query=query, content_type=content_type)
 
     async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None, propagation: str = "") -> Object:
         """Delete an object; return its last state, or a Status.
@@ -193,14 +168,14 @@ class KubeClient:
         Raises:
             KubeError: refused; status 404 if there is no such object, 409 if it has another uid.
         """
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
-        if propagation:
-            options["propagationPolicy"] = propagation
-        return await self._request("delete", "DELETE", path, body=options)
+        preconditions = {"uid": uid} if uid else None
+        options = {
+            "preconditions": preconditions,
+            "gracePeriodSeconds": grace_s,
+            "propagationPolicy": propagation or None,
+        }
+        body = {name: value for name, value in options.items() if value is not None}
+        return await self._request("delete", "DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **body})
 
     def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         """Return a new session with this client's TLS, proxy and credentials, and no limit on connections.
@@ -234,79 +209,56 @@ class KubeClient:
         *,
         body: Object | None = None,
         query: Query = (),
-        content_type: str = "application/json",
-        accept: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> Object:
         timeout_s = REQUEST_TIMEOUT_S
         if method != "GET":
             timeout_s = min(timeout_s, self.write_timeout_s())
             if timeout_s <= 0:
                 raise WritesForbiddenError(f"{method} {path}: not sent, this process may not write any more")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Accept": accept, "Content-Type": content_type}
         code = 0
         try:
-            response = await self._send(
-                method, path, body=body, query=query, content_type=content_type, accept=accept, timeout=timeout
-            )
+            response = await self._send(method, path, query, headers, aiohttp.ClientTimeout(total=timeout_s), body)
             async with response:
                 data = await response.read()
             code = response.status
         except TimeoutError as error:
             raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, config.ConfigException) as error:
-            raise ConnectionError(f"{method} {self.server}{path}: {error or type(error).__name__}") from error
+            raise ConnectionError(f"{method} {self.server}{path}: {str(error) or type(error).__name__}") from error
         finally:
             self.on_request(verb, path, code)
         if not 200 <= code <= 299:
             raise refusal(code, data, response.headers)
         try:
-            answer = msgspec.json.decode(data)
+            return msgspec.json.decode(data, type=Object)
         except ValueError as error:  # for example a proxy's page while the server is away
-            raise ConnectionError(f"{method} {path}: the answer is not JSON: {error}") from error
-        if not isinstance(answer, dict):
-            raise ConnectionError(f"{method} {path}: the answer is not a JSON object")
-        return answer
+            raise ConnectionError(f"{method} {path}: the answer is not a JSON object: {error}") from error
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Object | None = None,
-        query: Query = (),
-        content_type: str = "application/json",
-        accept: str = "application/json",
-        timeout: aiohttp.ClientTimeout,
+        self, method: str, path: str, query: Query, headers: Object, timeout: aiohttp.ClientTimeout, body: Any = None
     ) -> aiohttp.ClientResponse:
         request = await self._api.param_serialize(
-            method,
-            path,
-            query_params=list(query),
-            header_params={"Accept": accept, "Content-Type": content_type},
-            body=body,
-            auth_settings=["BearerToken"],
+            method, path, query_params=list(query), header_params=headers, body=body, auth_settings=["BearerToken"]
         )
         answer = await self._api.call_api(*request, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
         return response
 
 
-def _field_manager(name: str) -> list[tuple[str, str]]:
-    return [("fieldManager", name)] if name else []
-
-
-def _selectors(label: str, field: str) -> list[tuple[str, str]]:
-    return [(key, value) for key, value in (("labelSelector", label), ("fieldSelector", field)) if value]
+def _given(**options: str | None) -> list[tuple[str, str]]:
+    """Return the options of a query that are not empty."""
+    return [(name, value) for name, value in options.items() if value]
 
 
 def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
     """Return the error of an answer that is not 2xx: its metav1.Status, or whatever text the server sent."""
     text = body.decode(errors="replace")
     try:
-        status = json.loads(text)
+        status = msgspec.json.decode(text, type=Object)
     except ValueError:
-        status = None
-    if not isinstance(status, dict):
         status = {"message": text}
     error = _status_error(code, status, text or f"HTTP {code}")
     with suppress(KeyError, ValueError):  # ValueError: a date, which API servers do not send
@@ -334,12 +286,12 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
 
 @asynccontextmanager
 async def connect(
-    kubeconfig: Path | str | None = None, *, service_account: Path | None = None
+    kubeconfig: Path | str | None = None, *, service_account: Path = SERVICE_ACCOUNT
 ) -> AsyncIterator[KubeClient]:
     """Yield a client of the API server that `kubeconfig` names, or else of the pod's own cluster.
 
     Args:
-        service_account: the folder with the pod's `token` and `ca.crt`; None: SERVICE_ACCOUNT.
+        service_account: the folder with the pod's `token` and `ca.crt`.
 
     Raises:
         kubernetes.aio.config.ConfigException: the kubeconfig or the service account is missing or not usable.
@@ -352,8 +304,8 @@ async def connect(
                 raise config.ConfigException(f"kubeconfig {kubeconfig} does not exist")
             await config.load_kube_config(str(kubeconfig), client_configuration=configuration, persist_config=False)
         else:
-            folder = service_account or SERVICE_ACCOUNT
-            InClusterConfigLoader(str(folder / "token"), str(folder / "ca.crt")).load_and_set(configuration)
+            token, certificate = str(service_account / "token"), str(service_account / "ca.crt")
+            InClusterConfigLoader(token, certificate).load_and_set(configuration)
         api = client.ApiClient(configuration)
     except config.ConfigException:
         raise

@@ -33,13 +33,7 @@ class Reflector:
     """
 
     def __init__(
-        self,
-        kube: KubeClient,
-        path: str,
-        *,
-        label_selector: str = "",
-        field_selector: str = "",
-        relist_s: float = 60.0,
+        self, kube: KubeClient, path: str, *, label_selector: str = "", field_selector: str = "", relist_s: float = 60.0
     ) -> None:
         self.objects: dict[str, Object] = {}
         self.synced = asyncio.Event()
@@ -98,10 +92,8 @@ class Reflector:
         listed, version = await self._kube.list(self._path, **self._selectors, not_older_than=not_older_than)
         # Items of a list carry neither kind nor apiVersion; objects of events carry both.
         items = {key_of(item): item for item in listed}
-        for key in [key for key in self.objects if key not in items]:
-            self._set(key, None)
-        for key, item in items.items():
-            self._set(key, item)
+        for key in [*(self.objects.keys() - items.keys()), *items]:
+            self._set(key, items.get(key))
         self.synced.set()
         return version
 
@@ -122,6 +114,5 @@ class Reflector:
 
 def key_of(obj: Object) -> str:
     """Return `namespace/name`, or the name alone for an object without a namespace."""
-    metadata = obj["metadata"]
-    namespace = metadata.get("namespace")
-    return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])
+    namespace, name = obj["metadata"].get("namespace"), obj["metadata"]["name"]
+    return f"{namespace}/{name}" if namespace else str(name)

@@ -22,10 +22,8 @@ log = logging.getLogger(__name__)
 
 CONCURRENCY = 4
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
-TIMEOUT_S = 300.0
-"""A reconcile that takes longer is cancelled and counts as failed."""
-MAX_PAUSE_S = 60.0
-"""Longest pause that an API server can ask for with Retry-After."""
+TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
+MAX_PAUSE_S = 60.0  # longest pause that an API server can ask for with Retry-After
 
 
 class Outcome(NamedTuple):
@@ -33,12 +31,11 @@ class Outcome(NamedTuple):
 
     #: Look again after this many seconds even without an event. None: an event or the resync is enough.
     revisit_s: float | None = None
-    #: The service does not exist any more.
-    is_gone: bool = False
+    is_gone: bool = False  # the service does not exist any more
 
 
+#: Brings one service a step closer to its desired state. Raises to be repeated.
 Reconcile = Callable[[Key, Freshness], Awaitable[Outcome]]
-"""Brings one service a step closer to its desired state. Raises to be repeated."""
 
 
 @dataclass(eq=False)
@@ -46,11 +43,9 @@ class _Service:
     """One service that exists, as far as is known."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Of the next reconcile.
-    freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))
+    freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))  # of the next reconcile
     failures: int = 0
-    #: When the reconcile under way began, by the monotonic clock.
-    began: float | None = None
+    began: float | None = None  # when the reconcile under way began, by the monotonic clock
 
 
 class Controller:
@@ -88,8 +83,8 @@ class Controller:
         """Reconcile until cancelled. Reconciles under way are cancelled with it."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for key, service in self._services.items():
-                    self._start(key, service)
+                for key in self._services:
+                    self._start(key)
                 await asyncio.Event().wait()
         finally:
             self._tasks = None
@@ -117,15 +112,14 @@ class Controller:
             service.due.set()
 
     def _get(self, key: Key) -> _Service:
-        service = self._services.get(key)
-        if service is None:
-            service = self._services[key] = _Service()
-            self._start(key, service)
-        return service
+        if key not in self._services:
+            self._services[key] = _Service()
+            self._start(key)
+        return self._services[key]
 
-    def _start(self, key: Key, service: _Service) -> None:
+    def _start(self, key: Key) -> None:
         if self._tasks is not None:
-            self._tasks.create_task(self._keep(key, service), name=f"reconcile {key}")
+            self._tasks.create_task(self._keep(key, self._services[key]), name=f"reconcile {key}")
 
     async def _keep(self, key: Key, service: _Service) -> None:
         """Reconcile one service whenever it is due, until it is gone."""

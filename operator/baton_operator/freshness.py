@@ -8,21 +8,17 @@ list of a watch, a failure or the resync interval, because then events may be mi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 
-from baton_kube.client import KubeError, Object
+from baton_kube.client import KubeError
 
-OLDEST = "0"
-"""Resource version that every cache is at least as new as."""
-GATEWAY_TIMEOUT = 504
-"""HTTP code of an API server whose cache did not catch up within a few seconds."""
-MAX_WRITTEN = 4096
+OLDEST = "0"  # resource version that every cache is at least as new as
+GATEWAY_TIMEOUT = 504  # HTTP code of an API server whose cache did not catch up within a few seconds
+#: Kinds whose status the operator reads. Objects of other kinds change only when somebody writes them.
 MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRoute"})
-"""Kinds whose status the operator reads. Objects of other kinds change only when somebody writes them."""
 
 
 class StaleReadError(Exception):
@@ -61,20 +57,3 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
         """Raises StaleReadError if reads may come from a cache."""
         if not self.is_consistent:
             raise StaleReadError
-
-
-class Written:
-    """Resource versions that the operator's own writes returned. An event that shows one of them is no news."""
-
-    def __init__(self) -> None:
-        self._versions: OrderedDict[str, None] = OrderedDict()
-
-    def add(self, obj: Object) -> None:
-        """Record the answer to a write."""
-        if version := (obj.get("metadata") or {}).get("resourceVersion"):
-            self._versions[version] = None
-            if len(self._versions) > MAX_WRITTEN:
-                self._versions.popitem(last=False)
-
-    def __contains__(self, version: str) -> bool:
-        return version in self._versions

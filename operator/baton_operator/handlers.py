@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -19,10 +20,9 @@ from baton_operator.names import Key
 from baton_operator.runtime import open_runtime
 
 REQUEST_TIMEOUT_S = 30.0
+#: After which the API server is asked to end a watch, which goes on where it was: every watch shows that it lives.
 WATCH_S = 240
-"""After which the API server is asked to end a watch, which goes on where it was: every watch shows that it lives."""
-INACTIVITY_S = 70.0
-"""API servers send a bookmark every minute."""
+INACTIVITY_S = 70.0  # API servers send a bookmark every minute
 LOGIN_INTERVAL_S = 2.0
 STOP_S = 30.0
 LAST_BACKOFF_S = 10.0
@@ -103,10 +103,7 @@ class Backoffs:
     """Seconds between retries of kopf's requests, without end: a request that fails for good would end kopf."""
 
     def __iter__(self) -> Iterator[float]:
-        backoff_s = 0.5
-        while True:
-            yield backoff_s
-            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        return itertools.chain([0.5, 1.0, 2.0, 4.0, 8.0], itertools.repeat(LAST_BACKOFF_S))
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -5,7 +5,8 @@ The table of kinds is short and fixed, so a request needs no discovery. Only ver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from typing import Any
 
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_operator import names
@@ -25,61 +26,60 @@ _RESOURCES = {
     "Lease": ("coordination.k8s.io/v1", "leases"),
     "Role": ("rbac.authorization.k8s.io/v1", "roles"),
     "RoleBinding": ("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
 }
-PLURALS = frozenset({plural for _, plural in _RESOURCES.values()} | {"poddisruptionbudgets", "httproutes"})
-_HTTP_ROUTES = ("gateway.networking.k8s.io/v1", "httproutes")
-_POLICY_VERSIONS = ("policy/v1", "policy/v1beta1")
+PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
+MAX_OWN_WRITES = 4096
 
 
 class Kube:
-    """Objects by kind. Every method raises KubeError when refused, and OSError or TimeoutError when there is no answer.
+    """Objects by kind. Every method raises KubeError when refused, and OSError when there is no answer."""
 
-    Args:
-        wrote: called with each object as a write returned it.
-    """
-
-    def __init__(self, client: KubeClient, wrote: Callable[[Object], None] = lambda obj: None) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self.client = client
-        self.wrote = wrote
         #: Version of the policy API that the server has, None if none. Set by `discover`.
         self.policy_api: str | None = None
         #: Whether the server has the Gateway API's HTTPRoutes. Set by `discover` and `serves_http_routes`.
         self.http_routes = False
+        self._own_writes: OrderedDict[str, None] = OrderedDict()
 
     async def discover(self) -> bool:
         """Find out which optional APIs the server has. False while the CRD of LLMService is not installed."""
-        served = [version for version in _POLICY_VERSIONS if await self._serves(version, "poddisruptionbudgets")]
+        versions = ("policy/v1", "policy/v1beta1")
+        served = [version for version in versions if await self._serves(version, "poddisruptionbudgets")]
         self.policy_api = served[0] if served else None
         await self.serves_http_routes()
-        return await self._serves(names.API_VERSION, names.PLURAL)
+        return await self._serves(*self.resource(names.KIND))
 
     async def serves_http_routes(self) -> bool:
         """Whether the server has HTTPRoutes. The server is asked until it has."""
-        self.http_routes = self.http_routes or await self._serves(*_HTTP_ROUTES)
+        self.http_routes = self.http_routes or await self._serves(*self.resource("HTTPRoute"))
         return self.http_routes
 
     async def _serves(self, api_version: str, plural: str) -> bool:
+        found = await self._find(f"/apis/{api_version}")
+        return found is not None and any(resource["name"] == plural for resource in found["resources"])
+
+    async def _find(self, path: str, **options: Any) -> Object | None:
+        """Return what is at `path`, None if nothing is; options as of `KubeClient.get`."""
         try:
-            resources = await self.client.get(f"/apis/{api_version}")
+            return await self.client.get(path, **options)
         except KubeError as error:
             if error.status == 404:
-                return False
+                return None
             raise
-        return any(resource["name"] == plural for resource in resources["resources"])
 
     def path(self, kind: str, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         """Return `/apis/apps/v1/namespaces/x/deployments/y`. Without a namespace: of all namespaces."""
         version, plural = self.resource(kind)
-        parts = ["/apis" if "/" in version else "/api", version]
-        if namespace is not None:
-            parts += ["namespaces", namespace]
-        return "/".join([*parts, plural, *(part for part in (name, subresource) if part)])
+        parts = ["apis" if "/" in version else "api", version, namespace and f"namespaces/{namespace}", plural]
+        return "/" + "/".join(part for part in (*parts, name, subresource) if part)
 
     def resource(self, kind: str) -> tuple[str, str]:
         """Return (apiVersion, plural) of `kind`. Raises KeyError for a kind that the operator does not use."""
-        if kind == "PodDisruptionBudget":
-            return self.policy_api or _POLICY_VERSIONS[0], "poddisruptionbudgets"
-        return _HTTP_ROUTES if kind == "HTTPRoute" else _RESOURCES[kind]
+        version, plural = _RESOURCES[kind]
+        return (self.policy_api or version) if kind == "PodDisruptionBudget" else version, plural
 
     async def read(self, kind: str, namespace: str, name: str, not_older_than: str | None = None) -> Object | None:
         """Return one object, None if it does not exist.
@@ -88,37 +88,21 @@ class Kube:
             not_older_than: resource version from which on the API server's watch cache is enough. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
-        try:
-            return await self.client.get(self.path(kind, namespace, name), query=query)
-        except KubeError as error:
-            if error.status == 404:
-                return None
-            raise
+        return await self._find(self.path(kind, namespace, name), query=query)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Whether the object exists. Only its metadata is sent."""
-        try:
-            await self.client.get(self.path(kind, namespace, name), metadata_only=True)
-        except KubeError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+        return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(self, kind: str, namespace: str | None, selector: dict[str, str] | None = None) -> list[Object]:
         """Return all objects of `kind`, read consistently."""
-        return (await self.list_versioned(kind, namespace, selector))[0]
+        return (await self.list_versioned(kind, namespace, selector or {}))[0]
 
     async def list_versioned(
-        self,
-        kind: str,
-        namespace: str | None,
-        selector: dict[str, str] | None = None,
-        not_older_than: str | None = None,
+        self, kind: str, namespace: str | None, selector: dict[str, str], not_older_than: str | None = None
     ) -> tuple[list[Object], str]:
         """Return all objects of `kind` and the resource version of the list; `not_older_than` as in `read`."""
-        selected = names.serialized(selector or {})
-        path = self.path(kind, namespace)
+        path, selected = self.path(kind, namespace), names.serialized(selector)
         items, version = await self.client.list(path, label_selector=selected, not_older_than=not_older_than)
         api_version, _ = self.resource(kind)
         return [{"apiVersion": api_version, "kind": kind, **item} for item in items], version  # items carry neither
@@ -130,8 +114,7 @@ class Kube:
 
     async def apply(self, obj: Object) -> Object:
         """Apply on the server: the fields in `obj` become the operator's."""
-        path = self.path(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
-        return self._wrote(await self.client.apply(path, obj, field_manager=names.MANAGER))
+        return self._wrote(await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER))
 
     async def merge(
         self, kind: str, namespace: str, name: str, patch: Object, subresource: str | None = None
@@ -142,8 +125,7 @@ class Kube:
 
     async def replace(self, obj: Object) -> Object:
         """Write the whole object over the version that it carries. Raises KubeError with status 409 if that is not the newest."""
-        path = self.path(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
-        return self._wrote(await self.client.replace(path, obj))
+        return self._wrote(await self.client.replace(self._path_of(obj), obj))
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> bool:
         """Delete the object with this uid. False if it is gone, or another one has its name."""
@@ -155,8 +137,18 @@ class Kube:
             raise
         return True
 
+    def is_own_write(self, version: str) -> bool:
+        """Whether a write of the operator returned this resource version. An event that shows it is no news."""
+        return version in self._own_writes
+
+    def _path_of(self, obj: Object) -> str:
+        return self.path(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
+
     def _wrote(self, obj: Object) -> Object:
-        self.wrote(obj)
+        if version := (obj.get("metadata") or {}).get("resourceVersion"):
+            self._own_writes[version] = None
+            if len(self._own_writes) > MAX_OWN_WRITES:
+                self._own_writes.popitem(last=False)
         return obj
 
 

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
 
 import msgspec
 
@@ -24,11 +24,8 @@ from baton_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 
-RENEW_SHARE = 2 / 3
-"""Of the Lease's duration: so long after a renewal its holder goes on without another one."""
-RETRY_SHARE = 2 / 15
-"""Of the Lease's duration: between two looks, or two renewals."""
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+RENEW_SHARE = 2 / 3  # of the Lease's duration: so long after a renewal its holder goes on without another one
+RETRY_SHARE = 2 / 15  # of the Lease's duration: between two looks, or two renewals
 
 
 class LeaseLostError(Exception):
@@ -38,19 +35,16 @@ class LeaseLostError(Exception):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A Lease as it is stored."""
 
-    holder: str
-    """Empty: nobody."""
-    duration_s: float
-    acquired: str | None = None
-    renewed: str | None = None
-    transitions: int = 0
-    version: str = ""
-    """The object's resource version."""
+    holder: str = msgspec.field(name="holderIdentity", default="")  # empty: nobody
+    duration_s: float = msgspec.field(name="leaseDurationSeconds", default=0)
+    acquired: str = msgspec.field(name="acquireTime", default="")
+    renewed: str = msgspec.field(name="renewTime", default="")
+    transitions: int = msgspec.field(name="leaseTransitions", default=0)
+    version: str = msgspec.field(name="resourceVersion", default="")  # of the object; empty: there is none
 
 
-def monotonic() -> float:
-    """Seconds that also pass while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+#: A clock whose seconds also pass while the machine is suspended.
+monotonic = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Election:
@@ -65,19 +59,15 @@ class Election:
     def __init__(self, identity: str, lease_s: float, clock: Callable[[], float] = monotonic) -> None:
         self.identity = identity
         self.lease_s = lease_s
-        self._clock = clock
-        self._seen: Record | None = None
+        self.now = clock
+        self.seen: Record | None = None  # the Lease as it was last read or written; None: there is none
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
 
     @property
-    def seen(self) -> Record | None:
-        return self._seen
-
-    @property
     def held_s(self) -> float:
         """For how long from now this process may believe that it holds the Lease; 0 or less: it does not."""
-        return self._held_until - self._clock()
+        return self._held_until - self.now()
 
     @property
     def may_write_s(self) -> float:
@@ -85,26 +75,25 @@ class Election:
         held_s = self.held_s
         return held_s + self.lease_s * (1 - RENEW_SHARE) / 2 if held_s > 0 else 0.0
 
-    def now(self) -> float:
-        return self._clock()
+    @property
+    def other(self) -> str:
+        """The process that holds the Lease, as it was seen last. Empty: none, or this one."""
+        return self.seen.holder if self.seen and self.seen.holder != self.identity else ""
 
     def observe(self, record: Record | None) -> None:
-        """The Lease as it was read; None: there is none."""
-        if record != self._seen:
-            self._seen, self._seen_at = record, self._clock()
+        """Record the Lease as it was read. None: there is none."""
+        if record != self.seen:
+            self.seen, self._seen_at = record, self.now()
         if record is None or record.holder != self.identity:
-            self._held_until = float("-inf")
+            self.resign()
 
     def may_take(self) -> bool:
         """Whether to write a record of our own over the one seen last, or to create one."""
-        seen = self._seen
-        if seen is None or seen.holder in ("", self.identity):
-            return True
-        return self._clock() >= self._seen_at + seen.duration_s
+        return self.seen is None or not self.other or self.now() >= self._seen_at + self.seen.duration_s
 
     def wrote(self, record: Record, sent_at: float) -> None:
         """Our record was stored; `sent_at`: a moment before the request for it left."""
-        self._seen, self._seen_at = record, self._clock()
+        self.seen, self._seen_at = record, self.now()
         self._held_until = sent_at + self.lease_s * RENEW_SHARE
 
     def resign(self) -> None:
@@ -119,77 +108,77 @@ class Elector:
         self._election = election
         self._namespace = namespace
         self._name = name
-        self._retry_s = election.lease_s * RETRY_SHARE
 
     async def acquire(self) -> None:
-        """Returns once this process holds the Lease."""
-        told = ""
+        """Return once this process holds the Lease."""
+        logged = ""
         while True:
             try:
-                await self._look()
+                await self._read()
                 if self._election.may_take() and await self._write():
                     log.info("holds the Lease %s/%s as %s", self._namespace, self._name, self._election.identity)
                     return
-                seen = self._election.seen
-                state = f"{seen.holder} holds the Lease" if seen and seen.holder else "the Lease is being taken"
-            except (KubeError, OSError, TimeoutError) as error:
-                state = f"the Lease cannot be read or written: {error or type(error).__name__}"
-            if state != told:
+                other = self._election.other
+                state = f"{other} holds the Lease" if other else "the Lease is being taken"
+            except (KubeError, OSError) as error:
+                state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
+            if state != logged:
                 log.info("waiting: %s", state)
-                told = state
+                logged = state
             await self._pause()
 
     async def keep(self) -> None:
-        """Renews the Lease until it is lost. Raises LeaseLostError."""
-        while self._election.held_s > 0:
+        """Renew the Lease until it is lost. Raises LeaseLostError."""
+        election = self._election
+        while election.held_s > 0:
             await self._pause()
             try:
                 if not await self._write():
-                    await self._look()
-            except (KubeError, OSError, TimeoutError) as error:
-                log.warning(
-                    "the Lease was not renewed, %.1f s left: %s", self._election.held_s, error or type(error).__name__
-                )
-        seen = self._election.seen
-        other = seen.holder if seen and seen.holder != self._election.identity else ""
+                    await self._read()
+            except (KubeError, OSError) as error:
+                why = str(error) or type(error).__name__
+                log.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
+        other = election.other
         raise LeaseLostError(f"{other} holds the Lease" if other else "the Lease could not be renewed in time")
 
     async def release(self) -> None:
-        """Lets another process take the Lease at once. Nothing may be written after this."""
+        """Let another process take the Lease at once. Nothing may be written after this."""
         if self._election.held_s <= 0:
             return
         self._election.resign()
         try:
             await self._write(release=True)
-        except (KubeError, OSError, TimeoutError) as error:
-            log.warning("the Lease was not released: %s", error or type(error).__name__)
+        except (KubeError, OSError) as error:
+            log.warning("the Lease was not released: %s", str(error) or type(error).__name__)
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._retry_s * random.uniform(1.0, 1.2))
+        await asyncio.sleep(self._election.lease_s * RETRY_SHARE * random.uniform(1.0, 1.2))
 
-    async def _look(self) -> None:
+    async def _read(self) -> None:
         async with asyncio.timeout(self._election.lease_s * RENEW_SHARE):
             found = await self._kube.read("Lease", self._namespace, self._name)
         self._election.observe(_record(found) if found else None)
 
     async def _write(self, *, release: bool = False) -> bool:
-        """Stores our record over the version seen last. False if that was not the newest."""
-        election, seen = self._election, self._election.seen
-        now = datetime.now(UTC).strftime(_TIME)
-        ours = seen is not None and seen.holder == election.identity
+        """Store our record over the version seen last. False if that was not the newest."""
+        election, seen = self._election, self._election.seen or Record()
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        is_renewal = seen.holder == election.identity
         record = Record(
             holder="" if release else election.identity,
-            duration_s=1 if release else election.lease_s,
-            acquired=seen.acquired if seen and ours else now,
+            duration_s=1 if release else math.ceil(election.lease_s),
+            acquired=seen.acquired if is_renewal and seen.acquired else now,
             renewed=now,
-            transitions=seen.transitions + (0 if ours else 1) if seen else 0,
-            version=seen.version if seen else "",
+            transitions=seen.transitions + (1 if seen.version and not is_renewal else 0),
+            version=seen.version,
         )
+        spec = msgspec.to_builtins(record)
+        metadata = {"name": self._name, "namespace": self._namespace, "resourceVersion": spec.pop("resourceVersion")}
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
         sent_at = election.now()
         try:
             async with asyncio.timeout(election.lease_s * RENEW_SHARE):
-                lease = self._lease(record)
-                stored = await (self._kube.replace(lease) if seen else self._kube.create(lease))
+                stored = await (self._kube.replace(lease) if seen.version else self._kube.create(lease))
         except KubeError as error:
             if error.status in (404, 409):
                 return False
@@ -198,27 +187,7 @@ class Elector:
             election.wrote(_record(stored), sent_at)
         return True
 
-    def _lease(self, record: Record) -> Object:
-        metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
-        if record.version:
-            metadata["resourceVersion"] = record.version
-        spec = {
-            "holderIdentity": record.holder,
-            "leaseDurationSeconds": math.ceil(record.duration_s),
-            "acquireTime": record.acquired,
-            "renewTime": record.renewed,
-            "leaseTransitions": record.transitions,
-        }
-        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
-
 
 def _record(lease: Object) -> Record:
-    spec = lease.get("spec") or {}
-    return Record(
-        holder=spec.get("holderIdentity") or "",
-        duration_s=spec.get("leaseDurationSeconds") or 0,
-        acquired=spec.get("acquireTime"),
-        renewed=spec.get("renewTime"),
-        transitions=spec.get("leaseTransitions") or 0,
-        version=lease["metadata"]["resourceVersion"],
-    )
+    fields = {**lease.get("spec", {}), "resourceVersion": lease["metadata"]["resourceVersion"]}
+    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, Record)

@@ -6,20 +6,15 @@ import json
 import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
 
 from baton_operator.names import Key
 
-LogFormat = Literal["json", "text"]
-
-service: ContextVar[Key | None] = ContextVar("service", default=None)
-"""The service that is being reconciled."""
-operation: ContextVar[str] = ContextVar("operation", default="")
-"""Id of the change of topology that is under way in it."""
+service: ContextVar[Key | None] = ContextVar("service", default=None)  # that is being reconciled
+operation: ContextVar[str] = ContextVar("operation", default="")  # id of the change of topology under way in it
 
 
-def configure(log_format: LogFormat, level: str) -> None:
-    """Of the whole process, to stderr."""
+def configure(log_format: str, level: str) -> None:
+    """Log the whole process to stderr. `log_format`: json or text."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

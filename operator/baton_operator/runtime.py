@@ -14,16 +14,15 @@ from typing import Any
 
 import aiohttp
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT
 from baton_kube.client import KubeError, connect
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
-from baton_operator.controller import TIMEOUT_S, Controller, Reconcile
+from baton_operator.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.coordinator import CoordinatorClient
 from baton_operator.drain import Drainer
-from baton_operator.freshness import Written
-from baton_operator.kube import PLURALS, Kube
+from baton_operator.freshness import Freshness
+from baton_operator.kube import PLURALS, Kube, resource_of
 from baton_operator.names import Key
 from baton_operator.reconcile import Reconciler
 from baton_operator.server import Metrics
@@ -33,8 +32,7 @@ log = logging.getLogger(__name__)
 
 RESYNC_S = 300.0
 CRD_POLL_S = 1.0
-STUCK_S = TIMEOUT_S + 60.0
-"""A reconcile this old was not even ended by its timeout."""
+STUCK_S = TIMEOUT_S + 60.0  # a reconcile this old was not even ended by its timeout
 
 
 class Runtime:
@@ -56,17 +54,14 @@ class Runtime:
     ) -> None:
         self.kube = kube
         self.metrics = metrics
-        self.controller = Controller(metrics.measured(reconcile), retried=metrics.retries.inc)
-        #: When the API server last answered a request of the watches, by the monotonic clock.
-        self.answered_at = time.monotonic()
+        self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
+        self.answered_at = time.monotonic()  # when the API server last answered a request of the watches
+        self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
-        self._written = Written()
-        #: Paths of the collections of LLMServices that are watched.
-        self._service_paths: set[str] = set()
+        self._service_paths: set[str] = set()  # of the collections of LLMServices that are watched
         self._loop = asyncio.get_running_loop()
-        kube.wrote = self._written.add
-        kube.client.on_request = metrics.requested
+        kube.client.on_request = self._count
         metrics.queue.set_function(lambda: self.controller.queue_depth)
         metrics.services.set_function(lambda: len(self.controller))
 
@@ -78,6 +73,21 @@ class Runtime:
             while True:
                 await asyncio.sleep(self._resync_s * random.uniform(0.9, 1.1))
                 await self.resync()
+
+    async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+        """Reconcile one service, counted and timed."""
+        result = "error"
+        try:
+            with self.metrics.seconds.time():
+                outcome = await self._step(key, freshness)
+            result = "ok"
+            return outcome
+        finally:
+            self.metrics.reconciles.labels(result).inc()
+
+    def _count(self, verb: str, path: str, code: int) -> None:
+        """Count a request. Code 0: there was no answer."""
+        self.metrics.requests.labels(verb, resource_of(path), code).inc()
 
     async def wait_for_crd(self) -> None:
         """Return when the API server answers and serves LLMServices."""
@@ -96,24 +106,25 @@ class Runtime:
 
     def changed(self, key: Key, kind: str, version: str) -> None:
         """A watch showed `version` of an object of `kind` that belongs to the service. May be called from any thread."""
-        self._loop.call_soon_threadsafe(self._changed, key, kind, version)
 
-    def _changed(self, key: Key, kind: str, version: str) -> None:
-        self.controller.observe(key, kind, version, is_own_write=version in self._written)
+        def observe() -> None:
+            self.controller.observe(key, kind, version, is_own_write=self.kube.is_own_write(version))
+
+        self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
         """Return a session for the requests of the watches. Their lists make every service due: events may be missing."""
 
         async def record(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-            path = request.url.path
-            is_list = path.rpartition("/")[2] in PLURALS
-            verb = "watch" if request.url.query.get("watch") == "true" else "list" if is_list else "get"
-            code = 0
+            path, code = request.url.path, 0
+            verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
+            if request.url.query.get("watch") == "true":
+                verb = "watch"
             try:
                 response = await handler(request)
                 code = response.status
             finally:
-                self.metrics.requested(verb, path, code)
+                self._count(verb, path, code)
             if code == 200:
                 self.answered_at = time.monotonic()
                 if verb == "list":
@@ -159,14 +170,9 @@ async def open_runtime(
     """
     async with connect(kubeconfig) as client, aiohttp.ClientSession() as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
+        drainer, coordinators = Drainer(session), CoordinatorClient(session)
         reconciler = Reconciler(
-            kube,
-            Drainer(session, ENGINE_HTTP_PORT),
-            CoordinatorClient(session),
-            operator_namespace,
-            autoscaler,
-            probes=StatusProbes(session),
+            kube, drainer, coordinators, operator_namespace, autoscaler, probes=StatusProbes(session)
         )
-        yield Runtime(
-            kube, reconciler.reconcile, metrics, partial(autoscaler.run, Scraper(session, metrics.scrapes)), resync_s
-        )
+        autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
+        yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)

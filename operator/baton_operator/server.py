@@ -3,70 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from baton_operator.controller import Outcome, Reconcile
-from baton_operator.freshness import Freshness
-from baton_operator.kube import resource_of
-from baton_operator.names import Key
-
-_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
     """Counts of one operator process."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._reconciles = Counter(
-            "baton_operator_reconciles", "Reconciles by result", ["result"], registry=self.registry
+        self.registry = registry = CollectorRegistry()
+        self.reconciles = Counter("baton_operator_reconciles", "Reconciles by result", ["result"], registry=registry)
+        self.seconds = Histogram(
+            "baton_operator_reconcile_seconds", "Duration of one reconcile", buckets=_BUCKETS_S, registry=registry
         )
-        self._seconds = Histogram(
-            "baton_operator_reconcile_seconds",
-            "Duration of one reconcile",
-            buckets=_RECONCILE_BUCKETS,
-            registry=self.registry,
-        )
-        self._requests = Counter(
-            "baton_operator_api_requests",
-            "Requests to the API server; code 0: no answer",
-            ["verb", "resource", "code"],
-            registry=self.registry,
-        )
-        self.retries = Counter(
-            "baton_operator_retries", "Reconciles that failed and are repeated", registry=self.registry
-        )
-        self.services = Gauge("baton_operator_services", "LLMServices as far as is known", registry=self.registry)
-        self.queue = Gauge("baton_operator_queue_depth", "Keys that wait for a worker", registry=self.registry)
-        self.scrapes = Counter(
-            "baton_operator_scrapes", "Scrapes of pods for the autoscaler by result", ["result"], registry=self.registry
-        )
-        self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=self.registry)
-
-    def requested(self, verb: str, path: str, code: int) -> None:
-        """Count a request. Code 0: there was no answer."""
-        self._requests.labels(verb, resource_of(path), code).inc()
-
-    def measured(self, reconcile: Reconcile) -> Reconcile:
-        """Return `reconcile`, counted and timed."""
-
-        async def timed(key: Key, freshness: Freshness) -> Outcome:
-            start = time.monotonic()
-            result = "error"
-            try:
-                outcome = await reconcile(key, freshness)
-                result = "ok"
-                return outcome
-            finally:
-                self._seconds.observe(time.monotonic() - start)
-                self._reconciles.labels(result).inc()
-
-        return timed
+        labels, meaning = ["verb", "resource", "code"], "Requests to the API server; code 0: no answer"
+        self.requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
+        self.retries = Counter("baton_operator_retries", "Reconciles that failed and are repeated", registry=registry)
+        self.services = Gauge("baton_operator_services", "LLMServices as far as is known", registry=registry)
+        self.queue = Gauge("baton_operator_queue_depth", "Keys that wait for a worker", registry=registry)
+        meaning = "Scrapes of pods for the autoscaler by result"
+        self.scrapes = Counter("baton_operator_scrapes", meaning, ["result"], registry=registry)
+        self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=registry)
 
 
 class AddressError(Exception):
@@ -87,13 +49,11 @@ async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
         return web.Response(status=503, text=f"{why}\n") if why else web.Response(text="ok\n")
 
     async def expose(_: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4"}
-        )
+        headers = {"Content-Type": "text/plain; version=0.0.4"}
+        return web.Response(body=generate_latest(metrics.registry), headers=headers)
 
-    routes: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {"/health": health, "/metrics": expose}
     app = web.Application()
-    app.add_routes([web.get(path, handler) for path, handler in routes.items()])
+    app.add_routes([web.get("/health", health), web.get("/metrics", expose)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
