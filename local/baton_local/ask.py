@@ -63,7 +63,7 @@ async def ask(
                         pieces.append(text)
                         on_text(text)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise AskError(f"{endpoint}: {error or type(error).__name__}") from None
+        raise AskError(f"{endpoint}: {str(error) or type(error).__name__}") from None
     if not tokens:
         raise AskError("the stream ended without usage: the answer is not whole")
     ended = time.perf_counter()

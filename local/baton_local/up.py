@@ -38,7 +38,7 @@ from baton_local.service import (
     load_documents,
 )
 from baton_local.state import ClusterInfo, StateDir, StateDirError
-from baton_operator import names, rbac
+from baton_operator import names
 from baton_operator.crd import custom_resource_definition
 
 DEMO_MODEL_URI = "file:///models/demo"
@@ -46,6 +46,8 @@ DEMO_MODEL_URI = "file:///models/demo"
 DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
+OPERATOR_NAMESPACE = "baton-system"
+RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
 
 
 class UpError(Exception):
@@ -110,6 +112,11 @@ async def _up(
     return await work
 
 
+def _rbac_objects() -> list[Object]:
+    """Return the objects of manifests/rbac, which `kubectl apply` takes in the order of the files' names."""
+    return [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
+
+
 async def _bring_up(
     options: UpOptions,
     state: StateDir,
@@ -126,9 +133,9 @@ async def _bring_up(
         namespace, name = service["metadata"].setdefault("namespace", "default"), service["metadata"]["name"]
         async with ClusterApi.connect(cluster.kubeconfig) as api:
             # The operator has the rights that it has in a cluster, which a real control plane enforces.
-            await api.apply([custom_resource_definition(rules=await api.knows_rules()), *rbac.objects()])
+            await api.apply([custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()])
             await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
-            token = await api.account_token(rbac.NAMESPACE, names.MANAGER)
+            token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
             write_account_kubeconfig(cluster.kubeconfig, cluster.operator_kubeconfig, token)
             # Only now: so many starting at once would hold up the two requests above by a second or two.
             cluster.start_operator()

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import msgspec
@@ -198,7 +200,6 @@ class KubeClient:
             middlewares=(*middlewares, authorize),
             proxy=configuration.proxy,
             read_bufsize=_READ_BUFFER,
-            trust_env=True,
         )
 
     async def _request(
@@ -284,6 +285,12 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
     return kind, obj
 
 
+def _environment_proxy(server: str) -> str | None:
+    """Return the proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for the server."""
+    url = urlsplit(server)
+    return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
+
+
 @asynccontextmanager
 async def connect(
     kubeconfig: Path | str | None = None, *, service_account: Path = SERVICE_ACCOUNT
@@ -298,6 +305,7 @@ async def connect(
     """
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # no limit: every watch has a connection of its own
+    configuration.client_session_kwargs = {"trust_env": False}  # else each request looks the proxy up, in a thread
     try:
         if kubeconfig is not None:
             if not any(Path(file).expanduser().is_file() for file in str(kubeconfig).split(os.pathsep)):
@@ -306,6 +314,7 @@ async def connect(
         else:
             token, certificate = str(service_account / "token"), str(service_account / "ca.crt")
             InClusterConfigLoader(token, certificate).load_and_set(configuration)
+        configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
         api = client.ApiClient(configuration)
     except config.ConfigException:
         raise

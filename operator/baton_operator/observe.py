@@ -21,13 +21,12 @@ from baton_operator.builders.access import PORTS
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Scheme
 from baton_operator.builders.owner import controlled_by as controlled_by
-from baton_operator.coordinator import CoordinatorClient
-from baton_operator.drain import Drainer
 from baton_operator.freshness import Freshness
 from baton_operator.history import held_back, kept_spec
 from baton_operator.kube import Kube
 from baton_operator.names import Key
 from baton_operator.plan import Member
+from baton_operator.pod_clients import CoordinatorClient, Drainer
 
 #: The scheduler's words for nodes on which other pods use what the pod needs. A selector that no node matches is another matter.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")

@@ -84,7 +84,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, KubeError):
         problem = ReconcileError(str(error))
     elif isinstance(error, OSError):
-        problem = ReconcileError(f"the API server did not answer: {error or type(error).__name__}")
+        problem = ReconcileError(f"the API server did not answer: {str(error) or type(error).__name__}")
     else:
         what = "a defect of the operator, please report it with the traceback in its log"
         problem = InternalError(f"{what}; {type(error).__name__}: {error}")

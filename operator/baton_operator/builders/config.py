@@ -5,6 +5,7 @@ The name carries a hash of the content, so a pod keeps the configuration it was 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -143,10 +144,13 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+_fields = functools.cache(msgspec.structs.fields)  # it resolves the types at each call
+
+
 def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
     """`config` without what equals its default: a default that is added or changed later replaces no pod."""
     result: dict[str, Any] = {}
-    for field in msgspec.structs.fields(config):
+    for field in _fields(type(config)):
         value = getattr(config, field.name)
         if field.default is not msgspec.NODEFAULT and value == field.default:
             continue

@@ -265,6 +265,28 @@ async def test_a_token_that_cannot_be_read_counts_as_no_answer(kube: KubeClient)
         await kube.get(PODS)
 
 
+async def test_the_proxy_of_the_environment_is_used_for_all_requests(
+    server: ApiServer, kube: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(server, {})
+    path = tmp_path / "kubeconfig"
+    cluster = {"name": "c", "cluster": {"server": "http://kube.invalid"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    users = [{"name": "u", "user": {}}]
+    path.write_text(json.dumps({"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}))
+    monkeypatch.setenv("http_proxy", kube.server)
+    async with connect(path) as proxied, proxied.http_session() as session:
+        await proxied.get(PODS)
+        async with session.get(proxied.server + PODS) as response:
+            assert response.status == 200
+    assert len(server.asked) == 2
+    monkeypatch.setenv("no_proxy", "kube.invalid")
+    async with connect(path) as direct:
+        with pytest.raises(ConnectionError):
+            await direct.get(PODS)
+    assert len(server.asked) == 2
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"])
 async def test_a_kubeconfig_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "kubeconfig"

@@ -1,4 +1,4 @@
-"""The whole operator process against a real kube-apiserver, with the rights its generated RBAC gives and no more; and a service on
+"""The whole operator process against a real kube-apiserver, with the rights that its manifests give and no more; and a service on
 it, whose kubelet and Deployment controller the tests play by writing status."""
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baton_kube.client import connect
 from baton_local.control_plane.real import find_assets
 from baton_operator.kube import Kube
-from baton_operator.manifests import files
 from baton_operator.names import GROUP
 
 Object = dict[str, Any]
 DEADLINE_S = 60.0
 RESYNC_S = 0.5
 NAMESPACE = "default"
+MANIFESTS = Path(__file__).parents[3] / "manifests"
 
 needs_api_server = pytest.mark.skipif(
     find_assets() is None, reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS"
@@ -30,7 +31,7 @@ needs_api_server = pytest.mark.skipif(
 
 
 async def install(kubeconfig: Path) -> None:
-    """The generated CRD and RBAC, as an administrator applies them."""
+    """The CRD and the RBAC of manifests/, as an administrator applies them."""
     paths = {
         "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
         "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
@@ -38,8 +39,8 @@ async def install(kubeconfig: Path) -> None:
     }
     async with connect(kubeconfig) as connection:
         kube = Kube(connection)
-        for objects in files().values():
-            for obj in objects:
+        for file in MANIFESTS.glob("*/*.yaml"):
+            for obj in yaml.safe_load_all(file.read_text()):
                 if path := paths.get(obj["kind"]):
                     await kube.client.create(path, obj)
         await eventually(kube.discover, "the CRD to be served")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,13 +103,14 @@ def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) ->
 
 def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifests = tmp_path / "manifests"
+    shutil.copytree(MANIFESTS, manifests)
     assert main([str(manifests)]) == 0
     assert main(["--check", str(manifests)]) == 0
-    (manifests / "operator.yaml").write_text("changed")
+    (manifests / "crd/llmservices.yaml").write_text("changed")
     (tmp_path / "charts/baton/files/crd-spec.yaml").unlink()
     assert main(["--check", str(manifests)]) == 1
     told = capsys.readouterr().err
-    assert "manifests/operator.yaml" in told
+    assert "manifests/crd/llmservices.yaml" in told
     assert "charts/baton/files/crd-spec.yaml" in told
 
 

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from services import Object, pod
 
-from baton_operator.drain import Drainer
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import controlled_by, member
+from baton_operator.pod_clients import Drainer
 
 
 def running(**container: Any) -> Object:

@@ -19,8 +19,8 @@ from baton_engine.protocol.topology import (
     TopologyStatus,
 )
 from baton_operator import api
-from baton_operator.coordinator import CoordinatorClient
 from baton_operator.names import ANNOTATION_SERVICE_KEY
+from baton_operator.pod_clients import CoordinatorClient
 from baton_operator.report_group import Group, group_verdict
 from baton_operator.report_topology import GroupTopology, operation_events, scaling_verdict
 from baton_operator.topology import TopologyView, asleep, of_the_key, record, recorded_for

@@ -1,0 +1,74 @@
+"""HTTP clients of engines and of the coordinator of an expert-parallel group. Both idempotent: a call may be repeated."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from baton_engine.protocol.config import ENGINE_HTTP_PORT
+from baton_engine.protocol.service_key import ServiceKey
+from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
+from baton_operator import names
+
+log = logging.getLogger(__name__)
+TIMEOUT_S = 3.0
+
+_Reply = TypeVar("_Reply")
+
+
+class _PodClient:
+    port: int
+
+    def __init__(self, session: aiohttp.ClientSession, port: int | None = None) -> None:
+        self._session = session
+        self._port = port or self.port
+
+    async def _request(
+        self, method: str, host: str, path: str, key: ServiceKey | None, reply: type[_Reply], body: bytes | None = None
+    ) -> _Reply | None:
+        """Return the reply with status 200. None: there was no such reply, and a log line says why."""
+        authority = f"{names.url_host(host)}:{self._port}"
+        headers = {"Authorization": key.bearer} if key is not None else {}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with self._session.request(
+                method, f"http://{authority}{path}", data=body, headers=headers, timeout=timeout
+            ) as response:
+                data = await response.read()
+                if response.status == 200:
+                    return msgspec.json.decode(data, type=reply)
+                why = f"HTTP {response.status}: {data.decode(errors='replace')}"
+                log.warning("%s refused %s %s: %s", authority, method, path, why)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.warning("%s did not answer %s %s: %s", authority, method, path, str(error) or type(error).__name__)
+        return None
+
+
+class _Drain(msgspec.Struct):
+    unfinished: int
+
+
+class Drainer(_PodClient):
+    port = ENGINE_HTTP_PORT
+
+    async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
+        """Start the drain of the engine, if it has not begun. Return the number of unfinished requests and transfers."""
+        reply = await self._request("POST", host, "/drain", key, _Drain)
+        return None if reply is None else reply.unfinished
+
+
+class CoordinatorClient(_PodClient):
+    port = COORDINATOR_HTTP_PORT
+
+    async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:
+        """Return the present topology."""
+        return await self._request("GET", host, "/topology", key, TopologyStatus)
+
+    async def ask_for(
+        self, host: str, request: TopologyRequest, key: ServiceKey | None = None
+    ) -> TopologyStatus | None:
+        """Request a topology. Return the present one."""
+        return await self._request("PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request))
