@@ -381,20 +381,16 @@ class Registry:
 
     # Services and custom resource definitions ------------------------------------------------------------------------
 
-    def _used_addresses(self) -> set[str]:
-        return {service["spec"].get("clusterIP", "") for service in self.store.list("services")}
-
     def _allocate_address(self, resource: Resource, service: Object) -> None:
         spec, name = service["spec"], service["metadata"]["name"]
         if spec["type"] != "ClusterIP" or spec.get("clusterIP") == "None":
             return
-        used = self._used_addresses()
         if asked := spec.get("clusterIP"):
             try:
                 inside = Address(asked) in self._services
             except ValueError:
                 inside = False
-            if not inside or asked in used:
+            if not inside or self.store.find("address", asked):
                 why = "provided IP is already allocated" if inside else f"the provided IP is not in {self._services}"
                 raise errors.invalid(resource, name, [errors.invalid_value("spec.clusterIP", asked, why)])
             return
@@ -402,7 +398,8 @@ class Registry:
         base = int(self._services.network_address)
         for step in range(1, size):
             candidate = Address(base + (self._next_service - base + step) % size)
-            if str(candidate) not in used and candidate not in (self._services[0], self._services[-1]):
+            is_reserved = candidate in (self._services[0], self._services[-1])
+            if not is_reserved and not self.store.find("address", str(candidate)):
                 self._next_service = int(candidate)
                 spec["clusterIP"] = str(candidate)
                 spec["clusterIPs"] = [str(candidate)]

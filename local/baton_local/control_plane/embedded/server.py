@@ -24,6 +24,7 @@ from .errors import ApiError
 from .logs import stream_logs
 from .resources import Resource
 from .routing import Call, parse_body, parse_path, require_object, selection
+from .selectors import required_labels
 from .tables import TablePrinter
 from .watching import Selection, watch
 
@@ -204,7 +205,8 @@ class ApiServer:
             found = store.get(call.resource.storage_key, call.namespace, wanted)
             stored = [found] if found and matches(found) else []
         else:
-            stored = store.list(call.resource.storage_key, call.namespace, matches)
+            labels = required_labels(request.query.get("labelSelector", ""))
+            stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
         objects = [registry.view(call.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
