@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from . import discovery, errors, subresources
@@ -321,5 +322,4 @@ def _position(obj: Object) -> tuple[str, str]:
 
 
 def _json(body: Object, code: int = 200) -> web.Response:
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
-    return web.Response(text=text, status=code, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(body), status=code, content_type="application/json")
