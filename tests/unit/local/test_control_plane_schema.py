@@ -70,6 +70,18 @@ def test_transition_rules_wait_for_an_old_value():
     assert "immutable" in _errors(schema, {"uri": "b"}, {"uri": "a"})["spec.uri"]
 
 
+def test_an_unchanged_value_is_not_checked_again_except_by_transition_rules():
+    small = {"rule": "self.n < 3", "message": "too large"}
+    grows = {"rule": "self.n > oldSelf.n", "message": "must grow"}
+    part = {"type": "object", "properties": {"n": {"type": "integer"}}, "x-kubernetes-validations": [small]}
+    schema = _schema({"properties": {"part": part, "other": {"type": "integer"}}})
+    old = {"part": {"n": 7}, "other": 1}  # stored before the rule existed
+    assert not _errors(schema, {"part": {"n": 7}, "other": 2}, old)
+    assert "too large" in _errors(schema, {"part": {"n": 8}, "other": 1}, old)["spec.part"]
+    schema = _schema({"properties": {"part": {**part, "x-kubernetes-validations": [grows]}}})
+    assert "must grow" in _errors(schema, {"part": {"n": 7}}, {"part": {"n": 7}})["spec.part"]
+
+
 def test_items_of_keyed_lists_are_compared_with_their_former_selves():
     rule = {"rule": "self.port >= oldSelf.port", "message": "ports only grow"}
     fields = {"name": {"type": "string"}, "port": {"type": "integer"}}

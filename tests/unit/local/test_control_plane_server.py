@@ -21,6 +21,7 @@ from baton_local.control_plane.embedded import EmbeddedControlPlane, deletion
 from baton_local.control_plane.embedded.cluster import Cluster
 from baton_local.control_plane.embedded.registry import WriteOptions
 from baton_local.control_plane.embedded.resources import BUILTIN, markdown_table
+from baton_local.control_plane.embedded.selectors import label_selector, required_labels
 from baton_local.control_plane.embedded.store import Store
 from baton_local.service import ClusterApi, UnknownKindError
 
@@ -277,12 +278,33 @@ def test_collecting_works_on_objects_as_they_are_by_now():
     assert cluster.store.get("configmaps", "default", "m") is None
 
 
+def test_a_list_by_labels_follows_what_was_written():
+    cluster = Cluster("token", "127.96.0.0/24")
+    options = WriteOptions("test")
+    maps = cluster.catalog.find("", "v1", "configmaps")
+
+    def names(selector: str) -> list[str]:
+        matches, labels = label_selector(selector), required_labels(selector)
+        return [obj["metadata"]["name"] for obj in cluster.store.list("configmaps", "default", matches, labels)]
+
+    for name, labels in (("c", {"a": "1"}), ("b", {"a": "1", "b": "2"}), ("a", {"b": "2"})):
+        cluster.registry.create(maps, "default", {"metadata": {"name": name, "labels": labels}}, options)
+    assert names("a=1") == ["b", "c"]
+    assert names("a=1,b==2") == ["b"]
+    assert names("a=1,b!=2") == ["c"]
+    assert names("a=1,b=3") == []
+    cluster.registry.update(maps, "default", "c", {"metadata": {"labels": {"b": "2"}}}, options)
+    cluster.deletion.delete(maps, "default", "a", deletion.DeleteOptions())
+    assert (names("a=1"), names("b=2")) == (["b"], ["b", "c"])
+
+
 async def test_a_watch_nobody_reads_does_not_hoard_events():
     store = Store(window=10)
     store.open("configmaps")
     queue = store.subscribe("configmaps", None)
     for number in range(50):
-        store.put("configmaps", {"metadata": {"name": "m", "namespace": "default"}, "n": number})
+        metadata = {"name": "m", "namespace": "default", "uid": "1"}
+        store.put("configmaps", {"metadata": metadata, "n": number})
     assert queue.qsize() == 1
     assert queue.get_nowait() is None, "the watch ends, and its client lists again"
 

@@ -1,7 +1,8 @@
-"""CEL rules of a schema (`x-kubernetes-validations`), compiled once and evaluated on every write.
+"""CEL rules of a schema (`x-kubernetes-validations`), compiled once and evaluated on writes.
 
-`self` is the value the rule is attached to; rules that mention `oldSelf` are transition rules and run only where an old
-value exists.
+`self` is the value the rule is attached to; rules that mention `oldSelf` are transition rules and
+run only where an old value exists. All other rules are skipped for a value that a write does not
+change, as by Kubernetes' validation ratcheting.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RuleSyntaxError(ValueError):
 @dataclass(frozen=True)
 class _Rule:
     program: Any  # celpy's runner: the library is untyped
+    reads_old: bool
     transition: bool
     text: str
     message: str
@@ -80,10 +82,12 @@ class Rules:
         for rule in schema.get("x-kubernetes-validations") or ():
             text = rule.get("rule", "")
             expression = rule.get("messageExpression")
+            reads_old = bool(_OLD_SELF.search(text))
             rules.append(
                 _Rule(
                     program=self._program(text, path),
-                    transition=bool(_OLD_SELF.search(text)) and not rule.get("optionalOldSelf"),
+                    reads_old=reads_old,
+                    transition=reads_old and not rule.get("optionalOldSelf"),
                     text=text,
                     message=rule.get("message", ""),
                     message_program=self._program(expression, path) if expression else None,
@@ -109,7 +113,7 @@ class Rules:
 
     def _check(self, node: _Node, value: Any, old: Any, path: str, errors: list[FieldError]) -> None:
         for rule in node.rules:
-            if not (rule.transition and old is None):
+            if (rule.reads_old or value != old) and not (rule.transition and old is None):
                 self._evaluate(rule, value, old, path, errors)
         if isinstance(value, dict):
             before = old if isinstance(old, dict) else {}

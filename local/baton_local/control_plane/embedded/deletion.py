@@ -107,7 +107,7 @@ class Deletion:
         return given if left is None else min(given, left)
 
     def dependents(self, uid: str) -> list[tuple[str, Object]]:
-        return [(storage, obj) for storage, obj in self._store if any(o.get("uid") == uid for o in _owners(obj))]
+        return self._store.find("owner", uid)
 
     def _orphan(self, uid: str) -> None:
         for storage, obj in self.dependents(uid):
@@ -195,12 +195,9 @@ class Collector:
             resource = self._catalog.by_storage(storage)
             self._deletion.delete(resource, metadata.get("namespace", ""), metadata["name"], options)
 
-    def _exists(self, uid: str) -> bool:
-        return any(obj["metadata"]["uid"] == uid for _, obj in self._store)
-
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
         uids = {owner.get("uid", "") for owner in _owners(obj)}
-        gone = {uid for uid in uids if not self._exists(uid)}
+        gone = {uid for uid in uids if not self._store.find("uid", uid)}
         if gone == uids:
             self._delete(storage, obj)
         elif gone:
@@ -238,7 +235,7 @@ class Collector:
             self._finish_crd(content_storage)
 
     def _release_foreground(self, uid: str) -> None:
-        owner = next(((s, o) for s, o in self._store if o["metadata"]["uid"] == uid), None)
+        owner = next(iter(self._store.find("uid", uid)), None)
         if owner is None or _FOREGROUND not in (owner[1]["metadata"].get("finalizers") or ()):
             return
         for _, dependent in self._deletion.dependents(uid):

@@ -237,13 +237,13 @@ class Registry:
             why = f"Precondition failed: UID in precondition: {given['uid']}, UID in object meta: {before['uid']}"
             raise errors.conflict(resource, name, why)
         if subresource == "status":
-            new = {**copy.deepcopy(old), "status": new.get("status", {})}
+            new = {**old, "metadata": {**before}, "status": new.get("status", {})}
         else:
             if resource.has_status:
                 new = {key: value for key, value in new.items() if key != "status"}
                 if "status" in old:
                     new["status"] = old["status"]
-            new = {**copy.deepcopy(new), "apiVersion": new.get("apiVersion", old["apiVersion"])}
+            new = {**new, "apiVersion": new.get("apiVersion", old["apiVersion"])}
             self._keep_system_fields(resource, before, new["metadata"])
             if resource.kind == "Service" and not trusted:
                 self._keep_address(resource, old, new)
@@ -274,7 +274,10 @@ class Registry:
     def _decode(
         self, resource: Resource, namespace: str, obj: Any, options: WriteOptions, require_type: bool = False
     ) -> Object:
-        """A deep copy in the stored form, without unknown fields; checks type, namespace and field validation."""
+        """Return the object in stored form, without unknown fields. Check its type and namespace.
+
+        The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
+        """
         version, kind = obj.get("apiVersion"), obj.get("kind")
         strict = require_type or resource.custom
         if version != resource.api_version and (version or strict):
@@ -291,13 +294,12 @@ class Registry:
         obj = {**obj, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": obj.get("metadata") or {}}
         try:
             if custom := self.catalog.custom(resource):
-                pruned, unknown = custom.schema.prune(copy.deepcopy(obj))
+                pruned, unknown = custom.schema.prune(obj)
                 metadata, more = structure.decode("meta", "v1", "ObjectMeta", pruned["metadata"])
                 new = {**pruned, "metadata": metadata}
                 unknown += [f"metadata.{path}" for path in more]
             else:
                 new, unknown = structure.decode(resource.group, resource.version, resource.kind, obj)
-                new = copy.deepcopy(new)
         except structure.DecodeError as error:
             where = f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
             raise errors.bad_request(f"{where}: {error}") from error
@@ -349,11 +351,13 @@ class Registry:
                 raise errors.invalid(resource, before["name"], [errors.forbidden_value("metadata.finalizers", detail)])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
+        """Return the object with defaults, in a deep copy of everything but the metadata."""
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
             return {**custom.schema.default({k: v for k, v in obj.items() if k != "metadata"}), "metadata": metadata}
-        builtin.set_defaults(resource.kind, obj)
-        return obj
+        new = copy.deepcopy(obj)
+        builtin.set_defaults(resource.kind, new)
+        return new
 
     def _validate(self, resource: Resource, new: Object, old: Object | None) -> None:
         found = validation.validate(resource, new, old)
@@ -381,20 +385,16 @@ class Registry:
 
     # Services and custom resource definitions ------------------------------------------------------------------------
 
-    def _used_addresses(self) -> set[str]:
-        return {service["spec"].get("clusterIP", "") for service in self.store.list("services")}
-
     def _allocate_address(self, resource: Resource, service: Object) -> None:
         spec, name = service["spec"], service["metadata"]["name"]
         if spec["type"] != "ClusterIP" or spec.get("clusterIP") == "None":
             return
-        used = self._used_addresses()
         if asked := spec.get("clusterIP"):
             try:
                 inside = Address(asked) in self._services
             except ValueError:
                 inside = False
-            if not inside or asked in used:
+            if not inside or self.store.find("address", asked):
                 why = "provided IP is already allocated" if inside else f"the provided IP is not in {self._services}"
                 raise errors.invalid(resource, name, [errors.invalid_value("spec.clusterIP", asked, why)])
             return
@@ -402,7 +402,8 @@ class Registry:
         base = int(self._services.network_address)
         for step in range(1, size):
             candidate = Address(base + (self._next_service - base + step) % size)
-            if str(candidate) not in used and candidate not in (self._services[0], self._services[-1]):
+            is_reserved = candidate in (self._services[0], self._services[-1])
+            if not is_reserved and not self.store.find("address", str(candidate)):
                 self._next_service = int(candidate)
                 spec["clusterIP"] = str(candidate)
                 spec["clusterIPs"] = [str(candidate)]
@@ -410,7 +411,8 @@ class Registry:
         raise ApiError(500, "InternalError", f"no free address in {self._services}; delete services or widen the range")
 
     def _keep_address(self, resource: Resource, old: Object, new: Object) -> None:
-        before, spec = old["spec"], new.setdefault("spec", {})
+        before = old["spec"]
+        spec = new["spec"] = dict(new.get("spec") or {})
         if spec.get("type", "ClusterIP") != "ClusterIP":
             spec.pop("clusterIP", None)
             spec.pop("clusterIPs", None)

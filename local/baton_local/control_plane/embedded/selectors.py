@@ -94,6 +94,12 @@ def label_selector(selector: str) -> Predicate:
     return matches
 
 
+def required_labels(selector: str) -> list[tuple[str, str]]:
+    """Return (key, value) of the labels that every match has: the `a=b` terms of the selector."""
+    matches = (_EQUALITY.match(part) for part in _split(selector))
+    return [(match[1], match[3]) for match in matches if match and match[2] != "!="]
+
+
 def field_value(obj: Object, path: str) -> str:
     value: Any = obj
     for part in path.split("."):

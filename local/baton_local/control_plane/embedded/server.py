@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from . import discovery, errors, subresources
@@ -24,6 +25,7 @@ from .errors import ApiError
 from .logs import stream_logs
 from .resources import Resource
 from .routing import Call, parse_body, parse_path, require_object, selection
+from .selectors import required_labels
 from .tables import TablePrinter
 from .watching import Selection, watch
 
@@ -204,7 +206,8 @@ class ApiServer:
             found = store.get(call.resource.storage_key, call.namespace, wanted)
             stored = [found] if found and matches(found) else []
         else:
-            stored = store.list(call.resource.storage_key, call.namespace, matches)
+            labels = required_labels(request.query.get("labelSelector", ""))
+            stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
         objects = [registry.view(call.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
@@ -319,5 +322,4 @@ def _position(obj: Object) -> tuple[str, str]:
 
 
 def _json(body: Object, code: int = 200) -> web.Response:
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
-    return web.Response(text=text, status=code, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(body), status=code, content_type="application/json")

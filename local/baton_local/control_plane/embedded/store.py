@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Object = dict[str, Any]
+Key = tuple[str, str, str]  # storage, namespace, name
+Term = tuple[str, ...]
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
 DEFAULT_WINDOW = 2000  # events kept per storage for watches to resume from
@@ -41,12 +43,25 @@ class _Collection:
     subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)
 
 
+def _terms(storage: str, obj: Object) -> Iterator[Term]:
+    """Yield what the index has an object under: uid, owners, labels, a Service's address."""
+    metadata = obj["metadata"]
+    yield "uid", metadata["uid"]
+    for owner in metadata.get("ownerReferences") or ():
+        yield "owner", owner.get("uid", "")
+    for label, value in (metadata.get("labels") or {}).items():
+        yield storage, label, value
+    if storage == "services":
+        yield "address", obj["spec"].get("clusterIP", "")
+
+
 class Store:
     """All objects by storage key (`pods`, `deployments.apps`), then namespace and name."""
 
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._window = window
         self._collections: dict[str, _Collection] = {}
+        self._index: dict[Term, dict[Key, Object]] = {}
         self._version = 1
         self._listeners: list[Callable[[str, Event], None]] = []
 
@@ -74,13 +89,27 @@ class Store:
     def get(self, storage: str, namespace: str, name: str) -> Object | None:
         return self._collections[storage].objects.get((namespace, name))
 
+    def find(self, *term: str) -> list[tuple[str, Object]]:
+        """Return (storage, object) of the objects under `"uid", X`, `"owner", X` or `"address", X`."""
+        return [(storage, obj) for (storage, _, _), obj in self._index.get(term, {}).items()]
+
     def list(
-        self, storage: str, namespace: str = "", matches: Callable[[Object], bool] = lambda obj: True
+        self,
+        storage: str,
+        namespace: str = "",
+        matches: Callable[[Object], bool] = lambda obj: True,
+        labels: Iterable[tuple[str, str]] = (),
     ) -> list[Object]:
-        """Objects that match, ordered by namespace and name; all namespaces if `namespace` is empty."""
-        objects = self._collections[storage].objects
-        found = [key for key, obj in objects.items() if (not namespace or key[0] == namespace) and matches(obj)]
-        return [objects[key] for key in sorted(found)]
+        """Return the objects that match, ordered by namespace and name.
+
+        Args:
+            namespace: empty for all namespaces.
+            labels: (key, value) of labels that every match has. The rarest one limits the search.
+        """
+        candidates: Mapping[Any, Object] = self._collections[storage].objects
+        candidates = min((self._index.get((storage, *label), {}) for label in labels), key=len, default=candidates)
+        found = [key for key, obj in candidates.items() if (not namespace or key[-2] == namespace) and matches(obj)]
+        return [candidates[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
         """Every (storage, object); a snapshot, so the loop may write."""
@@ -108,6 +137,7 @@ class Store:
         return last
 
     def _publish(self, storage: str, event: Event) -> None:
+        self._reindex(storage, event)
         collection = self._collections[storage]
         collection.history.append(event)
         while len(collection.history) > self._window:
@@ -122,6 +152,15 @@ class Store:
                 queue.put_nowait(None)
         for listener in self._listeners:
             listener(storage, event)
+
+    def _reindex(self, storage: str, event: Event) -> None:
+        key = (storage, event.namespace, event.object["metadata"]["name"])
+        for term in set(_terms(storage, event.previous)) if event.previous else ():
+            del self._index[term][key]
+            if not self._index[term]:
+                del self._index[term]
+        for term in _terms(storage, event.object) if event.type != "DELETED" else ():
+            self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
         """Events after version `since` (None: from now on), then live ones; a None item ends the stream.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from . import errors
@@ -44,8 +44,7 @@ class _Stream:
         self._headers = True
 
     async def send(self, kind: str, obj: Object) -> None:
-        line = json.dumps({"type": kind, "object": obj}, separators=(",", ":"), ensure_ascii=False)
-        await self._response.write(line.encode() + b"\n")
+        await self._response.write(msgspec.json.encode({"type": kind, "object": obj}) + b"\n")
 
     async def event(self, kind: str, obj: Object) -> None:
         chosen = self._chosen
