@@ -187,13 +187,13 @@ def _divide(
     # Another group leaves when a pod of this one has started: a revision that cannot start replaces no rank.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
     outdated = [m for m in usable if m not in newest and m not in others]
+    serving = sum(view.serves(m.name) if view and group.name else m.ready for m in current)
     if group.name:
         num_others = 0 if any(m.serving for m in current) else group.desired - may_lack
     else:  # dense engines serve at once: ranks leave as they become ready
-        num_others = group.desired - may_lack - sum(m.ready for m in current)
+        num_others = group.desired - may_lack - serving
         others = [m for m in others if m.serving]
     kept_others = others[: max(0, num_others)]
-    serving = sum(view.serves(m.name) for m in current) if view else 0
     ranked = sorted(outdated, key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal), reverse=True)
     kept = ranked[: max(0, group.desired - may_lack - serving - len(kept_others))]
     staying = [*current, *kept, *kept_others]

@@ -55,10 +55,14 @@ def recorded(generation: int, *ordinals: int) -> api.TopologyStatus:
 
 
 def plan(
-    members: list[Member], desired: int, topology: TopologyStatus | None, record: api.TopologyStatus | None = None
+    members: list[Member],
+    desired: int,
+    topology: TopologyStatus | None,
+    record: api.TopologyStatus | None = None,
+    name: str = "g",
 ) -> ExpertGroupPlan:
     group = ExpertGroup(
-        service_uid="uid", name="g", desired=desired, revision="new", topology=topology, recorded=record,
+        service_uid="uid", name=name, desired=desired, revision="new", topology=topology, recorded=record,
         drain_timeout_s=TIMEOUT_S,
     )  # fmt: skip
     return plan_expert_group(members, group, NOW)
@@ -238,6 +242,12 @@ def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> 
     members = [member(0, **marked), member(1, **marked)]
     assert [each.name for each in plan(members, 0, NOTHING, recorded(3, 0, 1)).delete] == ["m-0", "m-1"]
     assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], "one of them runs again"
+
+
+def test_an_earlier_engine_of_its_own_leaves_before_the_last_rank_does() -> None:
+    members = [member(0, **OLD), member(1, **ALONE), member(2, expert_group="")]
+    assert plan(members, 2, ranks(0), name="").drain == ["m-1"], "two others serve"
+    assert plan([*members[:2], member(2, **DOWN, expert_group="")], 2, ranks(0), name="").drain == []
 
 
 def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_it() -> None:
