@@ -35,7 +35,7 @@ class KVTransfer(ApiStruct, frozen=True):
 
 
 class Engine(ApiStruct, frozen=True):
-    """Tuning of every engine of the service. What is unset has the engine's own default."""
+    """Tuning of every engine of the service. An unset field has the engine's default."""
 
     device: Literal["auto", "cpu", "cuda"] | None = None  #: auto: cuda where the pod has a device, else cpu.
     block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block.
@@ -81,8 +81,8 @@ class Condition(ApiStruct, frozen=True):
 
     type: Annotated[str, Meta(min_length=1, max_length=316)]  #: Which aspect; Ready sums up the others.
     status: Literal["True", "False", "Unknown"]  #: Whether it is as it should be.
-    reason: Annotated[str, Meta(min_length=1, max_length=1024)]  #: Why, in one word for programs.
-    message: Annotated[str, Meta(max_length=32768)]  #: Why, for people: what is wrong and where.
+    reason: Annotated[str, Meta(min_length=1, max_length=1024)]  #: The cause, in one word for programs.
+    message: Annotated[str, Meta(max_length=32768)]  #: The cause, for people: the fault and its place.
     last_transition_time: Time  #: When the status changed last.
     observed_generation: Count  #: metadata.generation of the spec that it is about.
 
@@ -161,7 +161,7 @@ class Status(ApiStruct, frozen=True):
     observed_generation: Count | None = None  #: metadata.generation of the spec that all of this is about.
     endpoint: str | None = None  #: URL of the gateway, from nodes and pods.
     ingress_endpoint: str | None = None  #: URL through the Ingress, if one was asked for.
-    #: What is as it should be and what is not; Ready sums up the others.
+    #: The state of each part; Ready sums up the others.
     conditions: Annotated[list[Condition], Meta(extra_json_schema=_BY_TYPE)] | None = None
     spec_revision: str | None = None  #: ControllerRevision with the spec that was rolled out last.
     #: ControllerRevision with the last spec of which all pods were ready. Pods that die in a pause, or while a rollout

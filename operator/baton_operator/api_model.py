@@ -33,7 +33,7 @@ class ModelCache(ApiStruct, frozen=True):
 
 
 class Model(ApiStruct, frozen=True):
-    """What is served."""
+    """The model that the service serves."""
 
     #: Where config.json, safetensors and tokenizer.json lie: file:///DIR on every node; pvc://CLAIM/DIR in a
     #: PersistentVolumeClaim of the namespace; hf://ORG/NAME[@REVISION] on a Hugging Face hub; s3://BUCKET/PREFIX or
@@ -59,5 +59,5 @@ class ModelStatus(ApiStruct, frozen=True):
     """The model that pods had last; kept while none runs."""
 
     uri: str  #: As spec.model.uri named it.
-    #: Of a model that was fetched: the commit on the hub, or a hash over the object store's metadata of its objects.
+    #: Revision of a fetched model: the commit on the hub, or a hash over the metadata of its objects in the store.
     revision: str | None = None

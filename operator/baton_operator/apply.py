@@ -27,7 +27,7 @@ async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Ob
     """Create, update and delete the objects beside the members, of the kinds that were listed.
 
     Returns:
-        The refusals. The other objects are written all the same. Written objects are put into `observed`.
+        The refusals. A refused object does not stop the others. Written objects are put into `observed`.
 
     Raises:
         StaleReadError: something is to be deleted.

@@ -27,7 +27,7 @@ MAX_PAUSE_S = 60.0  # longest pause that an API server can ask for with Retry-Af
 
 
 class Outcome(NamedTuple):
-    """Of a reconcile that did not fail."""
+    """The result of a reconcile that did not fail."""
 
     #: Look again after this many seconds even without an event. None: an event or the resync is enough.
     revisit_s: float | None = None

@@ -26,7 +26,7 @@ class StaleReadError(Exception):
 
 
 class Freshness(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the reads of one reconcile."""
+    """How new the reads of one reconcile must be."""
 
     is_consistent: bool = True
     #: Whether objects of kinds that do not move by themselves may have been written since the last reconcile.

@@ -24,8 +24,8 @@ from baton_operator.kube import Kube
 
 log = logging.getLogger(__name__)
 
-RENEW_SHARE = 2 / 3  # of the Lease's duration: so long after a renewal its holder goes on without another one
-RETRY_SHARE = 2 / 15  # of the Lease's duration: between two looks, or two renewals
+RENEW_SHARE = 2 / 3  # of the Lease's duration: the holder stops this long after its last renewal
+RETRY_SHARE = 2 / 15  # of the Lease's duration: interval between two reads, or two renewals
 
 
 class LeaseLostError(Exception):
@@ -51,8 +51,8 @@ class Election:
     """One candidate's view.
 
     Args:
-        identity: unlike that of every other process, past ones included.
-        lease_s: for how long a holder that is not heard of keeps others away.
+        identity: different from that of every other process, past ones included.
+        lease_s: how long a Lease that is not renewed keeps other candidates away.
         clock: seconds, monotonic.
     """
 

@@ -31,7 +31,7 @@ class _Held(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """What was refused last, by service and role. Of this process only: its successor tries at once."""
+    """The last refusal of each service and role. Kept in memory: a new process tries again at once."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[Key, names.Role], _Held] = {}

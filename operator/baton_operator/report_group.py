@@ -198,12 +198,12 @@ def prefill_verdict(
 ) -> Verdict:
     """Return PrefillReady: `verdict` of the group, unless all it lacks is decode pods that can take its KV blocks.
 
-    Requests succeed without: decode pods prefill for themselves. So it is the prefill group that is not as it should be, for its
-    pods do nothing. While a rollout gets on, pods of two revisions need not fit; what is left when it stands still must.
+    Without such pods requests succeed, because decode pods prefill for themselves, but prefill pods are idle. During a rollout
+    pods of two revisions may be incompatible. Pods of a rollout that has stopped must be compatible.
 
     Args:
         updating: the condition Updating.
-        kv: with whom engines can exchange KV blocks, by pod name; of pods that are missing nothing is known.
+        kv: compatibility of KV blocks by pod name. Pods that have not reported it are missing.
     """
     status, reason, message = verdict
     has_failed = status != "True" and reason not in PROGRESS_REASONS

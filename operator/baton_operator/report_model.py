@@ -63,7 +63,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
-    """Of a service whose pods had the model, while none of the newest revision exists."""
+    """Return ModelAvailable of a service whose pods had the model, while no pod of the newest revision exists."""
     if any(group.current for group in members):
         return "True", AVAILABLE, "no pod of the newest revision runs yet; those before had the model"
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)

@@ -1,4 +1,4 @@
-"""What can never work although every field by itself is right: one list, for the API server and for the operator.
+"""Rules between fields of the spec, in one list for the API server and the operator.
 
 Each rule is written twice: in CEL for the CRD's schema, where the API server refuses what breaks it, and in Python for
 the operator, which reports InvalidSpec where the API server knows no CEL (before Kubernetes 1.25) or the object is
@@ -25,9 +25,9 @@ class Rule(msgspec.Struct, frozen=True):
     """A condition on the value at `path` in the spec. It holds where there is no value."""
 
     path: str  #: Fields as in the API, joined by dots. Empty: the spec itself.
-    message: str  #: What is wrong, in terms of fields below `path`.
+    message: str  #: The fault, in terms of fields below `path`.
     cel: str  #: `self` is the value.
-    holds: Callable[[Any], bool]  #: Of the struct at `path`.
+    holds: Callable[[Any], bool]  #: Takes the struct at `path`.
 
 
 def _is_free_folder(uri: str) -> bool:

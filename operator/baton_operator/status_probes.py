@@ -109,9 +109,9 @@ def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> b
 async def find_missing(
     kube: Kube, namespace: str, pods: list[Object], known: Collection[Reference]
 ) -> frozenset[Reference]:
-    """Return what `pods` wait for that does not exist. What is `known` to exist is not asked for.
+    """Return the missing objects that `pods` wait for. Objects in `known` are not requested.
 
-    Only metadata is requested: the contents of a Secret never come here.
+    Only metadata is requested, never the contents of a Secret.
     """
     wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
     asked = sorted(wanted - set(known))[:MAX_ASKED]
