@@ -32,7 +32,7 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
     """Print the plan. Returns the exit code: 0 if the service settles, 1 for a bad manifest, 2 if it does not settle.
 
     Args:
-        files: the manifest to begin with, unless the service is to be created, and the one to end with.
+        files: the manifest before the edit and the one after it; or one manifest, of a service to be created.
     """
     try:
         targets = [_read(path) for path in files]
@@ -74,7 +74,7 @@ def _read(path: Path) -> Target:
 
 
 def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
-    """What changes."""
+    """Yield the changed fields and objects, and a table of the groups."""
     yield Text(f"LLMService {new.owner.name}" + (", created from nothing" if old is None else ""), "bold")
     if old is not None:
         fields = [(f"  {each.path}", f"{_value(each.before)} -> {_value(each.after)}") for each in result.fields]
@@ -93,7 +93,7 @@ def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | 
 
 
 def _steps(result: Preview) -> Iterator[str | Text]:
-    """Each step, and the members after it where they have changed."""
+    """Yield each step, with a table of its members if they have changed."""
     newest = {group.role: group.revisions[1] for group in result.groups}
     before: Step | None = None
     for step in result.steps:
@@ -140,7 +140,7 @@ def _value(value: Any) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[Text]:
-    """Columns as wide as their longest cell; known states are coloured."""
+    """Yield rows with columns as wide as their longest cell. Known states are coloured."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""Kubernetes as Baton's components use it: a JSON client over `kubernetes.aio`, and a mirror of a collection.
+"""The Kubernetes client of Baton's components: JSON requests over `kubernetes.aio`, and a mirror of a collection.
 
-Objects stay the dictionaries that the API server sent, so fields that this code does not know survive a round trip.
+Objects are the dictionaries that the API server sent, so fields unknown to this code survive a round trip.
 """

@@ -52,7 +52,7 @@ class KubeClient:
 
     Paths are those of the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
 
-    Every method raises KubeError if the server refuses, and OSError or TimeoutError if there is no usable answer.
+    Every method raises KubeError if the server refuses, and OSError or TimeoutError if no usable reply comes.
     """
 
     def __init__(self, api: client.ApiClient) -> None:
@@ -109,12 +109,12 @@ class KubeClient:
         """Yield (type, object) for each event after `version`, bookmarks included, until the server ends the watch.
 
         Args:
-            timeout_s: after which the server is asked to end the watch.
+            timeout_s: time after which the server ends the watch.
             silence_s: longest wait for the next event or bookmark.
 
         Raises:
             KubeError: refused, or an ERROR event; status 410: `version` is too old, list again.
-            TimeoutError: nothing came for `silence_s`.
+            TimeoutError: no event or bookmark for `silence_s`.
             ConnectionError: the connection broke, or ended within an event.
         """
         query = _given(watch="true", allowWatchBookmarks="true", resourceVersion=version)
@@ -250,12 +250,12 @@ class KubeClient:
 
 
 def _given(**options: str | None) -> list[tuple[str, str]]:
-    """Return the options of a query that are not empty."""
+    """Return the query options that are not empty."""
     return [(name, value) for name, value in options.items() if value]
 
 
 def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
-    """Return the error of an answer that is not 2xx: its metav1.Status, or whatever text the server sent."""
+    """Return the error of a reply that is not 2xx, with its metav1.Status or else its text."""
     text = body.decode(errors="replace")
     try:
         status = msgspec.json.decode(text, type=Object)
@@ -274,7 +274,7 @@ def _status_error(code: int, status: Object, message: str) -> KubeError:
 
 
 def _event(path: str, line: bytes) -> tuple[str, Object]:
-    """Raises: KubeError for an ERROR event, ConnectionError for a part of a line."""
+    """Decode one line of a watch. Raises: KubeError for an ERROR event, ConnectionError for an incomplete line."""
     try:
         event = msgspec.json.decode(line)
         kind, obj = event["type"], event["object"]
@@ -305,7 +305,7 @@ async def connect(
     """
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # no limit: every watch has a connection of its own
-    configuration.client_session_kwargs = {"trust_env": False}  # else each request looks the proxy up, in a thread
+    configuration.client_session_kwargs = {"trust_env": False}  # otherwise each request looks up the proxy in a thread
     try:
         if kubeconfig is not None:
             if not any(Path(file).expanduser().is_file() for file in str(kubeconfig).split(os.pathsep)):
@@ -318,7 +318,7 @@ async def connect(
         api = client.ApiClient(configuration)
     except config.ConfigException:
         raise
-    except Exception as error:  # the library takes the file's structure and its certificates as they come
+    except Exception as error:  # the library validates neither the file's structure nor its certificates
         source = f"{kubeconfig} is no kubeconfig" if kubeconfig is not None else "the pod's service account"
         raise config.ConfigException(f"{source}: {' '.join(str(error).split())}") from error
     async with api:

@@ -1,7 +1,7 @@
 """A local copy of one collection, kept by list and watch.
 
-A watch that breaks is continued from the last version. The collection is listed again when the server has forgotten that
-version (410) and every `relist_s`, which heals an event that was lost, for example a DELETED during a failure of the network.
+A watch that breaks is continued from the last version. The collection is listed again when the server no longer has that
+version (410). It is also listed every `relist_s`, because a network failure can lose an event, for example a DELETED.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kube.client import KubeClient, KubeError, Object
 log = logging.getLogger(__name__)
 
 SILENCE_S = 150.0  # API servers send a bookmark every minute
-END_GRACE_S = 5.0  # how late the server may end a watch
+END_GRACE_S = 5.0  # delay with which the server may end a watch
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 5.0
 
 # Called with (old, new). None: the object was not there, or is gone.
@@ -58,7 +58,7 @@ class Reflector:
         loop = asyncio.get_running_loop()
         version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S
         while True:
-            # Also after a watch that ended well: a server that ends every watch at once is not asked in a busy loop.
+            # Also after a watch without error: a server may end every watch at once, which must not become a busy loop.
             pause_s = FIRST_BACKOFF_S
             try:
                 if not version or loop.time() >= relist_at:
@@ -87,7 +87,7 @@ class Reflector:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> str:
-        # The first list may come from the server's watch cache: many clients start at once. Later ones are consistent.
+        # The first list may come from the server's watch cache, because many clients may start at once. Later lists are consistent.
         not_older_than = None if self.synced.is_set() else "0"
         listed, version = await self._kube.list(self._path, **self._selectors, not_older_than=not_older_than)
         # Items of a list carry neither kind nor apiVersion; objects of events carry both.

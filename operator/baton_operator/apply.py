@@ -24,13 +24,13 @@ from baton_operator.refusals import refusal_of
 
 
 async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:
-    """Create, update and delete the objects beside the members, of the kinds that were listed.
+    """Create, update and delete the objects beside the members, if their kind was listed.
 
     Returns:
-        The refusals. A refused object does not stop the others. Written objects are put into `observed`.
+        The refusals. A refused object does not stop the others. Written objects are added to `observed`.
 
     Raises:
-        StaleReadError: something is to be deleted.
+        StaleReadError: an object is to be deleted, and the reads may come from a cache.
     """
     problems: list[Problem] = []
     if owner.spec.gateway.http_route is not None and not kube.http_routes:
@@ -54,7 +54,7 @@ async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Ob
 
 
 async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -> ServiceKey:
-    """Return the service's key. Draw one if there is no Secret, and never change one.
+    """Return the service's key. Create the Secret if it does not exist, and never change it.
 
     Args:
         present: the Secret as observed.
@@ -74,9 +74,9 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
-    """Return the object as it is then. `present`: as it was listed."""
+    """Write `obj` if it differs; return it as stored. `present`: the object as listed."""
     name = obj["metadata"]["name"]
-    if present is None:  # the list has only what carries the service's label
+    if present is None:  # the list contains only objects with the service's label
         present = await kube.read(obj["kind"], owner.namespace, name)
     if present is not None and not controlled_by(present, owner.uid):
         raise NameConflict(obj["kind"], name)
@@ -109,10 +109,10 @@ async def apply_members(
     observed: Observation,
     now: datetime,
 ) -> Diagnosis | None:
-    """Take one step of one group. All members are tried before the first error is raised. After a refused pod none is created.
+    """Take one step of one group. The first error is raised after all members. No pod is created after a refused one.
 
     Returns:
-        Why the API server refused a pod.
+        Why the API server refused a pod; None if it refused none.
 
     Raises:
         NameConflict, KubeError
@@ -126,16 +126,16 @@ async def apply_members(
         try:
             await kube.merge("Pod", owner.namespace, name, {"metadata": {"uid": uids[name], "annotations": marks}})
         except KubeError as error:
-            if error.status not in (404, 409):  # it has gone since it was observed
+            if error.status not in (404, 409):  # the pod was deleted or replaced after it was observed
                 errors.append(error)
             continue
-        await events.emit(observed.service, "Draining", f"pod {name} takes no new requests and finishes what it runs")
+        await events.emit(observed.service, "Draining", f"pod {name} gets no new requests and finishes running ones")
     for deletion in plan.delete:
         if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
             await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
-        assert former is not None, "the plan knows of it"
+        assert former is not None, "a plan restores only from a previous revision"
         await _apply(kube, owner, former.config_map, None)
         pods += [former.template.pod(ordinal) for ordinal in plan.restore]
     for pod in pods:
@@ -161,7 +161,7 @@ async def apply_members(
 
 
 async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
-    """Label the pod that has the name of `pod`, if the service controls it: the reply to its creation was lost, or its labels were.
+    """Restore the labels of the existing pod with the name of `pod`. They, or the reply to its creation, were lost.
 
     Raises NameConflict, KubeError.
     """
@@ -171,7 +171,7 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
         return
     if not controlled_by(present, owner.uid):
         raise NameConflict("Pod", name)
-    # Its revision is not known from what is wanted now.
+    # The desired state does not show the revision of the existing pod.
     ours = {label: value for label, value in pod["metadata"]["labels"].items() if label != names.LABEL_REVISION}
     if not ours.items() <= (present["metadata"].get("labels") or {}).items():
         await kube.merge(
@@ -180,10 +180,10 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
 
 
 async def collect_config_maps(kube: Kube, owner: Owner, needed: Collection[str], observed: Observation) -> None:
-    """Delete ConfigMaps of earlier revisions, if they were listed, that no pod mounts any more.
+    """Delete ConfigMaps that no pod mounts. Does nothing if ConfigMaps were not listed.
 
     Args:
-        needed: names of those to keep even if no pod mounts them.
+        needed: names of ConfigMaps to keep even if no pod mounts them.
 
     Raises:
         StaleReadError, KubeError

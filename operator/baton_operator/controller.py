@@ -1,4 +1,4 @@
-"""Runs `reconcile` for every service that is due: one at a time per service, a few at a time in all, again after a failure."""
+"""Runs `reconcile` for services that are due: at most one per service and CONCURRENCY in all, with retries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 CONCURRENCY = 4
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
-MAX_PAUSE_S = 60.0  # longest pause that an API server can ask for with Retry-After
+MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
 
 class Outcome(NamedTuple):
@@ -34,24 +34,24 @@ class Outcome(NamedTuple):
     is_gone: bool = False  # the service does not exist any more
 
 
-#: Brings one service a step closer to its desired state. Raises to be repeated.
+#: Brings one service a step closer to its desired state. An error is retried.
 Reconcile = Callable[[Key, Freshness], Awaitable[Outcome]]
 
 
 @dataclass(eq=False)
 class _Service:
-    """One service that exists, as far as is known."""
+    """One service of which an event, a list or a reconcile is known."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
     freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))  # of the next reconcile
     failures: int = 0
-    began: float | None = None  # when the reconcile under way began, by the monotonic clock
+    began: float | None = None  # monotonic time at which the running reconcile began
 
 
 class Controller:
-    """The services that exist, each with a task that reconciles it when it is due.
+    """The known services, each with a task that reconciles it when it is due.
 
-    When the API server asks for a pause (Retry-After), all services pause: it means every client, not one object.
+    When the API server sends Retry-After, all services pause, because it applies to the client and not to one object.
 
     Args:
         retried: called after each failure.
@@ -70,17 +70,17 @@ class Controller:
 
     @property
     def queue_depth(self) -> int:
-        """Services that are due and wait."""
+        """Number of services that are due and whose reconcile has not begun."""
         return sum(service.due.is_set() and service.began is None for service in self._services.values())
 
     @property
     def longest_s(self) -> float:
-        """Seconds that the oldest reconcile under way has taken so far."""
+        """Age of the oldest running reconcile, in seconds."""
         began = [service.began for service in self._services.values() if service.began is not None]
         return time.monotonic() - min(began) if began else 0.0
 
     async def run(self) -> None:
-        """Reconcile until cancelled. Reconciles under way are cancelled with it."""
+        """Reconcile until cancelled, which also cancels running reconciles."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for key in self._services:
@@ -93,7 +93,7 @@ class Controller:
         return key in self._services and self._services[key].due.is_set()
 
     def add(self, key: Key) -> None:
-        """Make the service due. If a reconcile of it is under way, another one follows."""
+        """Make the service due. If a reconcile of it is running, another one follows."""
         self._get(key).due.set()
 
     def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:
@@ -129,14 +129,14 @@ class Controller:
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
-            service.due.set()  # also when it is due by time: it may have to wait for a slot
+            service.due.set()  # also after `revisit_s`: `queue_depth` counts it while it waits for a slot
             async with self._slots:
                 while (pause_s := self._paused_until - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 revisit_s = await self.reconcile(key)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Reconcile one service now. Return seconds until it is due again, None: not by time alone."""
+        """Reconcile one service now. Return seconds until it is due again. None: an event or the resync is enough."""
         service = self._get(key)
         freshness, versions = service.freshness, service.freshness.versions
         service.freshness = Freshness(is_consistent=False, objects_changed=False, versions=versions)
@@ -146,7 +146,7 @@ class Controller:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 outcome = await self._reconcile(key, freshness)
-        except Exception as error:  # whatever went wrong with one service, the others go on
+        except Exception as error:  # an error in one service must not stop the others
             service.freshness = Freshness(versions=versions)
             return self._back_off(key, service, error)
         finally:
@@ -161,11 +161,11 @@ class Controller:
         service.failures += 1
         self._retried()
         delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(service.failures - 1, 16))
-        delay_s *= random.uniform(0.8, 1.2)  # services that failed together do not return together
+        delay_s *= random.uniform(0.8, 1.2)  # spreads the retries of services that failed together
         if isinstance(error, KubeError) and error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_PAUSE_S)
             self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
-        is_told_by_itself = isinstance(error, (KubeError, OSError))
-        log.warning("reconcile of %s failed, again in %.1f s: %s", key, delay_s, error, exc_info=not is_told_by_itself)
+        is_defect = not isinstance(error, (KubeError, OSError))
+        log.warning("reconcile of %s failed, retrying in %.1f s: %s", key, delay_s, error, exc_info=is_defect)
         return delay_s

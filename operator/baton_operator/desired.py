@@ -1,4 +1,4 @@
-"""Everything that should exist for a service, but for its member pods, which `plan.py` moves one by one."""
+"""The desired state of a service: its objects, and the templates of its member pods, which `plan.py` replaces."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from baton_operator.rules import valid_spec
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one service."""
 
-    objects: list[Object]  #: In the order of creation: what others refer to comes first.
-    absent: list[tuple[str, str]]  #: (kind, name) of what must not exist any more.
-    members: dict[names.MemberRole, MemberTemplate]  #: A role that is missing is not to be touched yet.
+    objects: list[Object]  #: In the order of creation: referenced objects come first.
+    absent: list[tuple[str, str]]  #: (kind, name) of objects that must not exist.
+    members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
 
     @property
     def config_maps(self) -> set[str]:
@@ -60,13 +60,13 @@ def desired(
     operator_namespace: str | None = None,
     http_routes: bool = False,
 ) -> Desired:
-    """Pure. Decode pods of an expert-parallel group have no template before the coordinator's Service has an address.
+    """Return the desired state. Ranks have no template until the coordinator's Service has an address. Pure.
 
     Args:
-        policy_api: version of the policy API as served, None if the server has none.
-        keep_coordinator: pods that need it exist, though the service is no expert-parallel group any more.
-        operator_namespace: where network policies find the operator; None: it is no pod of the cluster.
-        http_routes: whether the server has them.
+        policy_api: version of the server's policy API; None if it has none.
+        keep_coordinator: ranks still exist, although the spec has no expert-parallel group.
+        operator_namespace: namespace of the operator's pod, for network policies. None: it does not run in the cluster.
+        http_routes: whether the server has HTTPRoutes.
 
     Raises:
         ValueError: a template overlay cannot be merged.

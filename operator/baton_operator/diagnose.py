@@ -1,4 +1,4 @@
-"""Why a group of pods is not ready: a chain of small policies, the most telling first. Pure."""
+"""Why a group of pods is not ready: a chain of small policies, the most specific first. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from baton_operator.observe import Reference, condition, is_ready, parse_time
 #: The last line of a component whose configuration is wrong (docs/architecture.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
-LOST = "ContainerStatusUnknown"  # of a container that ended with its node, or its kubelet
-SIGNALLED = 128  # exit code of a process that a signal ended, less the signal's number
-#: Reasons that are stations on the way, not failures. The second line is about topologies.
+LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
+SIGNALLED = 128  # exit code of a process that a signal ended, minus the signal's number
+#: Reasons of progress, as opposed to failures. The second line is about topologies.
 PROGRESS_REASONS = {
     *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", "RoutePending"),
     *("Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"),
@@ -28,7 +28,7 @@ Verdict = tuple[str, str, str]  # status, reason, message of a condition
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What keeps something from being as it should be, as the reason and message of a condition."""
+    """An obstacle, as the reason and message of a condition."""
 
     reason: str
     message: str
@@ -38,7 +38,7 @@ Policy = Callable[[Object], Diagnosis | None]
 
 
 def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
-    """Return what keeps the first of `pods` that is not ready from it. None if nothing is known that time would not change.
+    """Return the most specific failure of the pods that are not ready. None: they may only need more time.
 
     Args:
         missing: Secrets and ConfigMaps that do not exist.
@@ -50,7 +50,7 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
 
 
 def fatal(pod: Object) -> Diagnosis | None:
-    """Return what a component of a pod that is not ready reported to be wrong before it ended."""
+    """Return the FATAL line with which a container of a pod that is not ready ended."""
     for _, terminated in _failures(pod):
         if lines := FATAL.findall(terminated.get("message") or ""):
             reason, message = lines[-1]
@@ -64,7 +64,7 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
     for reference, where in references(pod).items():
         if reference in missing:
             what = f"pod {pod['metadata']['name']}: {reference.kind} {reference.name}"
-            text = f"{what} does not exist in its namespace ({where}); it waits until it does"
+            text = f"{what} does not exist in the pod's namespace ({where}); the pod waits for it"
             return Diagnosis(f"{reference.kind}NotFound", text)
     return None
 
@@ -105,7 +105,7 @@ def _terminated(pod: Object) -> Diagnosis | None:
 
 
 def _ended(pod: Object) -> Diagnosis | None:
-    """The pod as a whole failed: refused by its node, evicted, or not to be restarted."""
+    """Return the failure of the whole pod: rejected by its node, evicted, or not to be restarted."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None
@@ -131,7 +131,7 @@ _POLICIES: tuple[Policy, ...] = (
 
 
 def _containers(pod: Object) -> list[Object]:
-    """Without init containers that have done their work."""
+    """Return the statuses of the containers, without init containers that have succeeded."""
     status = pod.get("status", {})
     init = [
         container
@@ -142,9 +142,9 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
-    """Yield (container, how it ended last) for containers of a pod that is not ready.
+    """Yield (container, its last termination) for containers of a pod that is not ready.
 
-    A failure counts until the pod was ready again: a container that started again has not succeeded yet.
+    A failure counts until the pod is ready again, even while the restarted container runs.
     """
     for container in _containers(pod):
         state = container.get("state") or {}
@@ -164,7 +164,7 @@ def _was_ready_since(pod: Object, time: str | None) -> bool:
 
 
 def _ending(terminated: Object) -> str:
-    """Return `ended with exit code 1: <last line>`. The last line of a process that was killed is about something else."""
+    """Return `ended with exit code 1: <last line>`. The output of a killed process does not explain its end."""
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
         return "ended because it used more memory than its limit"
@@ -175,7 +175,7 @@ def _ending(terminated: Object) -> str:
 
 
 def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
-    """Return how far the first of `pods` that fetches or loads the model is; one whose last attempt failed before the others."""
+    """Return the progress of one pod that fetches or loads the model, preferably of one whose last attempt failed."""
     reporting = {pod["metadata"]["name"] for pod in pods} & health.keys()
     if not reporting:
         return None
@@ -187,14 +187,14 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 
 
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
-    """Return how far the next attempt after a failure is, to be appended to its message. Empty while there is no figure."""
+    """Return the progress of the attempt after a failure, to be appended to its message. Empty without a figure."""
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)
     return f"; {under_way.message}" if under_way else ""
 
 
 def may_lack_objects(pod: Object) -> bool:
-    """Whether the pod is on a node, and its first container did not run yet or a container cannot be configured."""
+    """Whether the pod is on a node, and no container has run yet or a container cannot be configured."""
     status = pod.get("status") or {}
     if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in ("Failed", "Succeeded"):
         return False
@@ -202,17 +202,17 @@ def may_lack_objects(pod: Object) -> bool:
     states = [container.get("state") or {} for container in containers]
     if any((state.get("waiting") or {}).get("reason") == "CreateContainerConfigError" for state in states):
         return True
-    # Volumes are there before anything runs.
+    # Volumes are mounted before the first container runs.
     ran = any(state.get(kind) is not None for state in states for kind in ("running", "terminated"))
     return not ran and not any(container.get("lastState") for container in containers)
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """Return what the pod cannot start without, and which part of its spec refers to it."""
+    """Return the Secrets and ConfigMaps that the pod needs to start, with the part of its spec that refers to each."""
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
-    # The API server makes what it mounts itself.
+    # Kubernetes creates the sources of the token's volume.
     account = {mount["name"] for mount in mounts if mount["mountPath"] == str(SERVICE_ACCOUNT)}
     sources: list[tuple[str, Object]] = []
     for volume in spec.get("volumes") or []:
@@ -232,7 +232,7 @@ def references(pod: Object) -> dict[Reference, str]:
 
 
 def leaving(pod: Object) -> bool:
-    """Whether the pod is on its way out: marked as draining, or being deleted."""
+    """Whether the pod is marked as draining or is being deleted."""
     annotations = pod["metadata"].get("annotations") or {}
     return annotations.get(ANNOTATION_DRAINING) == "true" or bool(pod["metadata"].get("deletionTimestamp"))
 

@@ -14,7 +14,7 @@ MAX_MESSAGE = 1024
 
 
 class Events:
-    """Writes events. An event that cannot be written is logged: it never fails the work it tells about."""
+    """Writes events. A failed write is only logged, so that it does not fail the reconcile."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

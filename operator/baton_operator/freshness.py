@@ -1,9 +1,9 @@
-"""How fresh the reads of a reconcile must be, which follows from what the watches have shown of the service.
+"""How fresh the reads of a reconcile must be, given the events that the watches have received for the service.
 
-Most reconciles only find that nothing is to be done. For these the API server's watch cache is enough, if it is not older than the
-newest event of each kind. Kinds that change only when somebody writes them are not read at all while no event shows such a write.
-Whatever acts on members or deletes something reads consistently first. So does the first reconcile of a service, and one after a
-list of a watch, a failure or the resync interval, because then events may be missing.
+Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not older than the newest event of
+each kind. Kinds outside MOVING_KINDS are not read at all unless an event shows a write by another client. A reconcile that acts
+on members or deletes an object reads consistently first. So does the first reconcile of a service. So does one after a list of
+a watch, a failure or a resync, because events may be missing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from baton_kube.client import KubeError
 
-OLDEST = "0"  # resource version that every cache is at least as new as
-GATEWAY_TIMEOUT = 504  # HTTP code of an API server whose cache did not catch up within a few seconds
-#: Kinds whose status the operator reads. Objects of other kinds change only when somebody writes them.
+OLDEST = "0"  # resource version that any state of the watch cache satisfies
+GATEWAY_TIMEOUT = 504  # HTTP code if the cache did not reach the required version within a few seconds
+#: Kinds whose status the operator reads. Objects of other kinds change only when a client writes their spec.
 MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRoute"})
 
 
@@ -29,7 +29,7 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
     """How new the reads of one reconcile must be."""
 
     is_consistent: bool = True
-    #: Whether objects of kinds that do not move by themselves may have been written since the last reconcile.
+    #: Whether another client may have written objects outside MOVING_KINDS since the last reconcile.
     objects_changed: bool = True
     #: Newest resource version that an event or a read showed, by kind. Shared by the reconciles of one service.
     versions: dict[str, str] = {}
@@ -45,7 +45,7 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def covers_lag(self) -> Iterator[None]:
-        """Raises StaleReadError if the API server's cache does not catch up with the version that a read inside asks for."""
+        """Raises StaleReadError if the API server's cache does not reach the version that a read inside requires."""
         try:
             yield
         except KubeError as error:

@@ -1,6 +1,6 @@
-"""The operator as kopf runs it. Handlers only make services due; `reconcile.py` does the work.
+"""kopf's handlers. They only make services due; `reconcile.py` does the work.
 
-`baton-operator` runs these handlers behind a Lease. So does, without one, `kopf run -m baton_operator.handlers -n NAMESPACE`.
+`baton-operator` runs them while it holds a Lease. `kopf run -m baton_operator.handlers -n NAMESPACE` runs them without one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_operator.names import Key
 from baton_operator.runtime import open_runtime
 
 REQUEST_TIMEOUT_S = 30.0
-#: After which the API server is asked to end a watch, which goes on where it was: every watch shows that it lives.
+#: Timeout that each watch requests. kopf then resumes it from the last resource version, so a working watch gets an answer.
 WATCH_S = 240
 INACTIVITY_S = 70.0  # API servers send a bookmark every minute
 LOGIN_INTERVAL_S = 2.0
@@ -51,7 +51,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.login()
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """kopf asks again when the API server refuses a token: not as fast as it can."""
+    """Return the session of the watches. kopf logs in again after a 401: at most once per LOGIN_INTERVAL_S."""
     now = time.monotonic()
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))
     memo.next_login = time.monotonic() + LOGIN_INTERVAL_S
@@ -77,7 +77,7 @@ async def changed(resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_
 
 
 def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
-    """The service, or the services that an object belongs to: by its label, and by its owner if somebody changed the label."""
+    """Yield the services that an object belongs to, by its label and by its owner references: a user may change the label."""
     namespace = meta["namespace"]
     if kind == names.KIND:
         yield Key(namespace, meta["name"])
@@ -87,7 +87,7 @@ def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """kopf keeps no state in objects. To compute what it would keep costs a copy of every object."""
+    """A storage that keeps no state in objects. kopf's default storage copies every object to compute its state."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -100,23 +100,23 @@ class NoDiffBase(kopf.DiffBaseStorage):
 
 
 class Backoffs:
-    """Seconds between retries of kopf's requests, without end: a request that fails for good would end kopf."""
+    """Seconds between retries of kopf's requests. The sequence is infinite: after the last retry kopf would end."""
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain([0.5, 1.0, 2.0, 4.0, 8.0], itertools.repeat(LAST_BACKOFF_S))
 
 
 def configure(settings: kopf.OperatorSettings) -> None:
-    """kopf watches and does nothing else: no peering, no Events, no finalizers, no annotations."""
+    """Turn off everything but the watches: peering, Events, finalizers and annotations."""
     settings.peering.standalone = True
     settings.posting.enabled = False
-    settings.scanning.disabled = True  # the right to watch CRDs and namespaces is not needed
+    settings.scanning.disabled = True  # scanning needs the right to watch CRDs and namespaces
     settings.persistence.finalizer = f"{names.GROUP}/never-set"
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.process.ultimate_exiting_timeout = STOP_S
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = Backoffs()
-    settings.queueing.idle_timeout = 0.1  # a worker per object lives this long
+    settings.queueing.idle_timeout = 0.1  # how long the worker of an object waits for its next event
     settings.watching.chunk_size = 500
     settings.watching.connect_timeout = REQUEST_TIMEOUT_S
     settings.watching.inactivity_timeout = INACTIVITY_S

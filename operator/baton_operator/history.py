@@ -1,9 +1,9 @@
-"""What a service was before: the specs that were rolled out, as ControllerRevisions, and the members that one makes.
+"""The revision history of a service: the specs that were rolled out, as ControllerRevisions, and the members of one spec.
 
-`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps to that record, and
-a user can go back to any one (docs/operations.md). `status.servedRevision` names the record of the last spec with which
-the whole service was ready. While another spec is rolled out, that is the former revision: `plan.py` says when members
-of it are made again.
+`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps that record, and a
+user can go back to any record (docs/rollouts.md). `status.servedRevision` names the record of the last spec with which
+the whole service was ready. While another spec is rolled out, that one is the previous revision. `plan.py` decides when
+its members are created again.
 
 Sizes are not compared. They change without a rollout, and in a pause they still follow the user or an autoscaler.
 """
@@ -25,26 +25,26 @@ from baton_operator.kube import Kube
 from baton_operator.rules import valid_spec
 
 LIMIT = 10  #: Older records are deleted.
-#: Fields that no pod is made of: of the spec, and of each of its groups.
+#: Fields that do not affect pods: of the spec, and of each of its groups.
 _OF_NO_POD = ("paused", "updateStrategy", "progressDeadlineSeconds")
 _SIZES = ("replicas", "autoscaling")
 
 
 class Former(msgspec.Struct, frozen=True):
-    """What a member of the former revision is made of."""
+    """Template and ConfigMap of the members of the previous revision."""
 
     template: MemberTemplate
     config_map: Object
 
 
 async def record(kube: Kube, owner: Owner, service: Object) -> str:
-    """Make the spec the newest of the recorded ones, and delete those beyond LIMIT.
+    """Record the spec as the newest one, and delete the oldest records beyond LIMIT.
 
     Returns:
-        Its name, for `status.specRevision`: the same for specs that would make the same pods.
+        The record's name, for `status.specRevision`: the same for specs that make the same pods.
 
     Raises:
-        KubeError: it could not be written.
+        KubeError: the record could not be written.
     """
     name = f"{owner.name}-{names.content_hash(_pod_fields(service['spec']))}"
     if recorded_name(service) == name:
@@ -52,8 +52,8 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     known = await _records(kube, service)
     newest = max((each["revision"] for each in known.values()), default=0)
     present = known.pop(name, None)
-    if present is not None and present["revision"] != newest:  # the service went back to it
-        # Not patched: API servers compare the data byte by byte, and refuse the same fields in another order.
+    if present is not None and present["revision"] != newest:  # the spec equals an older record
+        # Not patched: API servers compare the data byte by byte, and refuse fields in another order.
         await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
         present = None
     if present is None:
@@ -64,9 +64,9 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
 
 
 async def kept_spec(kube: Kube, service: Object) -> Object | None:
-    """Return the spec of a paused service: the last one that was rolled out, in the sizes wanted now.
+    """Return the last spec that was rolled out, with the present sizes. It replaces a paused or an invalid spec.
 
-    None: nothing was rolled out, or the record is gone.
+    None: no spec was rolled out, or the record was deleted.
 
     Raises:
         KubeError: the records cannot be read.
@@ -81,7 +81,7 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return `recorded` with the fields of `wanted` that no pod is made of: sizes, update strategy and `paused`."""
+    """Return `recorded` with the fields of `wanted` that do not affect pods, such as sizes and the update strategy."""
     spec = _pod_fields(recorded) | _set_fields(wanted, _OF_NO_POD)
     for group in names.CONFIGURED_ROLES:
         if isinstance(spec.get(group), dict):
@@ -90,10 +90,8 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
-    """Return the fields whose edits a pause holds back, like `image` and `decode.template`: pods are made of them."""
-    with contextlib.suppress(
-        ValueError
-    ):  # a field that is left out and one that is written as the default are the same
+    """Return the edited fields that a pause holds back because they affect pods, like `image` and `decode.template`."""
+    with contextlib.suppress(ValueError):  # decoding fills in the defaults of omitted fields
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
     kept, wanted = _pod_fields(kept), _pod_fields(wanted)
     fields = set()
@@ -107,14 +105,14 @@ def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
 
 
 def recorded_name(service: Object) -> str | None:
-    """The newest record, as the service's status says."""
+    """Return the name of the newest record from the service's status."""
     return (service.get("status") or {}).get("specRevision")
 
 
 async def find_former(
     kube: Kube, owner: Owner, service: Object, newest: str | None, templates: dict[names.MemberRole, MemberTemplate]
 ) -> dict[names.MemberRole, Former]:
-    """Return what members of the former revision are made of; see `former_of`.
+    """Return template and ConfigMap of the previous revision by role; see `former_of`.
 
     Args:
         newest: name of the record of the spec that is rolled out.
@@ -131,9 +129,9 @@ async def find_former(
 def former_of(
     owner: Owner, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
 ) -> dict[names.MemberRole, Former]:
-    """By role; a role that is missing is not changed by the rollout, or its former members cannot be made again. Pure.
+    """Return template and ConfigMap by role, for roles that the rollout changes and that can be created again. Pure.
 
-    Ranks of expert-parallel groups have none: a rank that is made must be able to join the topology.
+    Ranks cannot: a new rank must be able to join the topology, so it is of the newest revision.
     """
     former: dict[names.MemberRole, Former] = {}
     try:
@@ -151,7 +149,7 @@ def former_of(
 
 
 def _pod_fields(spec: Object) -> Object:
-    """Return a copy of `spec` without the fields that no pod is made of."""
+    """Return a copy of `spec` without the fields that do not affect pods."""
     fields = {field: value for field, value in spec.items() if field not in _OF_NO_POD}
     for group in names.CONFIGURED_ROLES:
         if isinstance(fields.get(group), dict):
@@ -160,12 +158,12 @@ def _pod_fields(spec: Object) -> Object:
 
 
 def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
-    """Return those of `fields` that `node` has; none if it is no object."""
+    """Return those of `fields` that `node` has; none if it is not an object."""
     return {field: node[field] for field in fields if node.get(field) is not None} if isinstance(node, dict) else {}
 
 
 async def _records(kube: Kube, service: Object) -> dict[str, Object]:
-    """By name, in the order in which they were rolled out."""
+    """Return the records of the service by name, oldest first."""
     metadata = service["metadata"]
     found = await kube.list_all("ControllerRevision", metadata["namespace"], {names.LABEL_SERVICE: metadata["name"]})
     usable = [each for each in found if controlled_by(each, metadata["uid"]) and "spec" in (each.get("data") or {})]
@@ -184,5 +182,7 @@ async def _create(kube: Kube, owner: Owner, name: str, revision: int, spec: Obje
     try:
         await kube.create(record)
     except KubeError as error:
-        if error.reason != "AlreadyExists":  # someone else's, which is not used, or ours that a lost answer hid
+        if (
+            error.reason != "AlreadyExists"
+        ):  # of another owner, so it is not used; or ours, and the reply to its creation was lost
             raise

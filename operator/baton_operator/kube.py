@@ -34,18 +34,18 @@ MAX_OWN_WRITES = 4096
 
 
 class Kube:
-    """Objects by kind. Every method raises KubeError when refused, and OSError when there is no answer."""
+    """Objects by kind. Every method raises KubeError if the server refuses the request, and OSError if no reply comes."""
 
     def __init__(self, client: KubeClient) -> None:
         self.client = client
-        #: Version of the policy API that the server has, None if none. Set by `discover`.
+        #: Version of the server's policy API; None if it has none. Set by `discover`.
         self.policy_api: str | None = None
         #: Whether the server has the Gateway API's HTTPRoutes. Set by `discover` and `serves_http_routes`.
         self.http_routes = False
         self._own_writes: OrderedDict[str, None] = OrderedDict()
 
     async def discover(self) -> bool:
-        """Find out which optional APIs the server has. False while the CRD of LLMService is not installed."""
+        """Discover the optional APIs of the server. Return whether the CRD of LLMService is installed."""
         versions = ("policy/v1", "policy/v1beta1")
         served = [version for version in versions if await self._serves(version, "poddisruptionbudgets")]
         self.policy_api = served[0] if served else None
@@ -53,7 +53,7 @@ class Kube:
         return await self._serves(*self.resource(names.KIND))
 
     async def serves_http_routes(self) -> bool:
-        """Whether the server has HTTPRoutes. The server is asked until it has."""
+        """Return whether the server has HTTPRoutes. Discovery is repeated until it has."""
         self.http_routes = self.http_routes or await self._serves(*self.resource("HTTPRoute"))
         return self.http_routes
 
@@ -113,7 +113,7 @@ class Kube:
         return self._wrote(await self.client.create(path, obj, field_manager=names.MANAGER))
 
     async def apply(self, obj: Object) -> Object:
-        """Apply on the server: the fields in `obj` become the operator's."""
+        """Apply `obj` with server-side apply. The operator becomes the manager of its fields."""
         return self._wrote(await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER))
 
     async def merge(
@@ -124,7 +124,7 @@ class Kube:
         return self._wrote(await self.client.merge(path, patch, field_manager=names.MANAGER))
 
     async def replace(self, obj: Object) -> Object:
-        """Write the whole object over the version that it carries. Raises KubeError with status 409 if that is not the newest."""
+        """Write the whole object over the version that it carries. Raises KubeError with status 409 if it is outdated."""
         return self._wrote(await self.client.replace(self._path_of(obj), obj))
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> bool:
@@ -138,7 +138,7 @@ class Kube:
         return True
 
     def is_own_write(self, version: str) -> bool:
-        """Whether a write of the operator returned this resource version. An event that shows it is no news."""
+        """Whether a write of the operator returned this resource version, so that its event carries no news."""
         return version in self._own_writes
 
     def _path_of(self, obj: Object) -> str:
@@ -153,7 +153,7 @@ class Kube:
 
 
 def resource_of(path: str) -> str:
-    """Return `pods` or `llmservices/status` of an object's or a collection's path; empty for any other path."""
+    """Return the resource in the path of an object or collection, like `llmservices/status`; empty for any other path."""
     parts = path.split("/")
     at = next((at for at, part in enumerate(parts) if part in PLURALS), None)
     return "" if at is None else "/".join([parts[at], *parts[at + 2 :]])

@@ -1,9 +1,9 @@
-"""Which of several operators works: the one that holds a Lease (coordination.k8s.io/v1), by the rules of client-go.
+"""Leader election with a Lease (coordination.k8s.io/v1), by the rules of client-go.
 
-`Election` decides, without requests and with a clock of its caller; `Elector` makes the requests. Nobody compares clocks: a
-candidate takes over when it has seen no renewal for the Lease's duration, on its own clock. The holder counts from before it sent
-its last renewal, which is before anybody saw it, and for a shorter time. So while clocks run at about the same rate, no two
-believe that they hold it.
+`Election` decides, without requests and on the caller's clock. `Elector` sends the requests. Clocks of two processes are never
+compared. A candidate takes over when it has read no renewal for the Lease's duration, on its own clock. The holder stops after a
+shorter time, which it counts from before it sent its last renewal. So if all clocks run at about the same rate, two processes
+never hold the Lease at once.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class LeaseLostError(Exception):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A Lease as it is stored."""
 
-    holder: str = msgspec.field(name="holderIdentity", default="")  # empty: nobody
+    holder: str = msgspec.field(name="holderIdentity", default="")  # empty: the Lease is free
     duration_s: float = msgspec.field(name="leaseDurationSeconds", default=0)
     acquired: str = msgspec.field(name="acquireTime", default="")
     renewed: str = msgspec.field(name="renewTime", default="")
     transitions: int = msgspec.field(name="leaseTransitions", default=0)
-    version: str = msgspec.field(name="resourceVersion", default="")  # of the object; empty: there is none
+    version: str = msgspec.field(name="resourceVersion", default="")  # of the object; empty: it does not exist
 
 
-#: A clock whose seconds also pass while the machine is suspended.
+#: A clock that also runs while the machine is suspended.
 monotonic = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Election:
-    """One candidate's view.
+    """State and decisions of one candidate.
 
     Args:
-        identity: different from that of every other process, past ones included.
-        lease_s: how long a Lease that is not renewed keeps other candidates away.
+        identity: unique among all processes, past ones included.
+        lease_s: time after the last renewal before another candidate takes the Lease.
         clock: seconds, monotonic.
     """
 
@@ -60,39 +60,39 @@ class Election:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        self.seen: Record | None = None  # the Lease as it was last read or written; None: there is none
+        self.seen: Record | None = None  # the Lease as last read or written; None: it does not exist
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
 
     @property
     def held_s(self) -> float:
-        """For how long from now this process may believe that it holds the Lease; 0 or less: it does not."""
+        """Seconds for which this process still holds the Lease. 0 or less: it does not hold it."""
         return self._held_until - self.now()
 
     @property
     def may_write_s(self) -> float:
-        """How long a write that starts now may take: it must have ended before anybody else can hold the Lease."""
+        """Seconds that a write starting now may take, so that it ends before another process can hold the Lease."""
         held_s = self.held_s
         return held_s + self.lease_s * (1 - RENEW_SHARE) / 2 if held_s > 0 else 0.0
 
     @property
     def other(self) -> str:
-        """The process that holds the Lease, as it was seen last. Empty: none, or this one."""
+        """Identity of another process that holds the Lease, as last read. Empty: the Lease is free, or this process holds it."""
         return self.seen.holder if self.seen and self.seen.holder != self.identity else ""
 
     def observe(self, record: Record | None) -> None:
-        """Record the Lease as it was read. None: there is none."""
+        """Record the Lease as read. None: it does not exist."""
         if record != self.seen:
             self.seen, self._seen_at = record, self.now()
         if record is None or record.holder != self.identity:
             self.resign()
 
     def may_take(self) -> bool:
-        """Whether to write a record of our own over the one seen last, or to create one."""
+        """Whether this process may write the Lease: it does not exist, is free or its own, or has expired."""
         return self.seen is None or not self.other or self.now() >= self._seen_at + self.seen.duration_s
 
     def wrote(self, record: Record, sent_at: float) -> None:
-        """Our record was stored; `sent_at`: a moment before the request for it left."""
+        """Record a successful write of the Lease. `sent_at`: a time before the request was sent."""
         self.seen, self._seen_at = record, self.now()
         self._held_until = sent_at + self.lease_s * RENEW_SHARE
 
@@ -116,10 +116,10 @@ class Elector:
             try:
                 await self._read()
                 if self._election.may_take() and await self._write():
-                    log.info("holds the Lease %s/%s as %s", self._namespace, self._name, self._election.identity)
+                    log.info("acquired the Lease %s/%s as %s", self._namespace, self._name, self._election.identity)
                     return
                 other = self._election.other
-                state = f"{other} holds the Lease" if other else "the Lease is being taken"
+                state = f"{other} holds the Lease" if other else "another process has just written the Lease"
             except (KubeError, OSError) as error:
                 state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
             if state != logged:
@@ -160,7 +160,7 @@ class Elector:
         self._election.observe(_record(found) if found else None)
 
     async def _write(self, *, release: bool = False) -> bool:
-        """Store our record over the version seen last. False if that was not the newest."""
+        """Write the Lease over the version seen last. Return False if that version is outdated."""
         election, seen = self._election, self._election.seen or Record()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         is_renewal = seen.holder == election.identity

@@ -23,10 +23,10 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
-#: On ranks of an expert-parallel group: names those that can be in one topology. Absent: an independent engine.
+#: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent engine.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"  #: On pods: names the service's key that they were made with.
-#: Hash of what was last applied: tells a field that the operator no longer sets from one that another client added.
+ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"  #: On pods: identifies the service key with which they were created.
+#: Hash of the object last applied. It reveals fields that the operator no longer sets.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 
 
@@ -80,7 +80,7 @@ def ordinal_of(member: str) -> int:
 
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
-    """Whether it is the name of a member of this role."""
+    """Whether `name` is the name of a member of this role."""
     return role in MEMBER_ROLES and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
 
 
@@ -93,7 +93,7 @@ def coordinator_name(service: str) -> str:
 
 
 def service_key_name(service: str) -> str:
-    """Return the name of the Secret."""
+    """Return the name of the Secret with the service's key."""
     return f"{service}-key"
 
 
@@ -107,7 +107,7 @@ def members_service_name(service: str) -> str:
 
 
 def url_host(host: str) -> str:
-    """Return `host` as URLs have it: an IPv6 address in brackets."""
+    """Return `host` for a URL: an IPv6 address is put in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -1,4 +1,4 @@
-"""What exists for a service, read from the API server and, for members that drain, from the members themselves."""
+"""Reads the observed state of a service: from the API server, the coordinator, and members that drain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton_operator.names import Key
 from baton_operator.plan import Member
 from baton_operator.pod_clients import CoordinatorClient, Drainer
 
-#: The scheduler's words for nodes on which other pods use what the pod needs. A selector that no node matches is another matter.
+#: Scheduler messages about resources that other pods use, as opposed to a node selector without a matching node.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
 
 
@@ -40,35 +40,35 @@ class Reference(NamedTuple):
 
 
 class Observation(msgspec.Struct, kw_only=True):
-    """One service and what belongs to it at one moment."""
+    """The observed state of one service."""
 
     key: Key
     freshness: Freshness
     service: Object
     #: Pods with the service's label that the service, or a Deployment for it, controls.
     pods: list[Object]
-    #: Pods that the service controls and the operator did not make, such as copies of members. They are left alone.
+    #: Pods that the service controls but the operator did not create, such as copies of members. They are not changed.
     strays: list[Object]
     #: The other objects with the service's label by (kind, name), of the kinds in `kinds`.
     objects: dict[tuple[str, str], Object]
     #: Kinds that were listed.
     kinds: set[str]
-    #: Whatever has the name of the Secret with the service's key.
+    #: The Secret that has the name of the service's key. It may have another owner.
     key_secret: Object | None
-    #: The service's key. None: there is none yet, or none that is the service's own.
+    #: The service's key. None: the Secret does not exist, has another owner or holds no usable key.
     service_key: ServiceKey | None
     members: dict[names.MemberRole, list[Member]]
-    #: Address of the coordinator's Service. None: it has none yet, or there are no ranks and shall be none.
+    #: Address of the coordinator's Service. None: it has no address yet, or there are no ranks and the spec wants none.
     coordinator: str | None = None
-    #: As the coordinator answered. None: it did not, or was not asked.
+    #: Reply of the coordinator. None: there was no reply, or no request.
     topology: TopologyStatus | None = None
-    #: Answers of members that fetch or load the model, by pod name.
+    #: Replies of members that fetch or load the model, by pod name.
     loading: dict[str, Health] = {}
-    #: With whom engines can exchange KV blocks, by pod name, as they answered.
+    #: KV compatibility that engines reported, by pod name.
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    #: The service is paused, and nothing was rolled out before. Otherwise `service` of a paused one has the spec of before.
+    #: The service is paused, and no spec was rolled out before. If one was, it replaces the spec in `service` during a pause.
     nothing_to_keep: bool = False
     #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Observation(msgspec.Struct, kw_only=True):
 
 
 async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> list[Object]:
-    """Return the objects of `kind` with the service's label, whoever controls them."""
+    """Return the objects of `kind` with the service's label, of any owner."""
     selector = {names.LABEL_SERVICE: key.name}
     with freshness.covers_lag():
         items, version = await kube.list_versioned(kind, key.namespace, selector, freshness.of(kind))
@@ -116,7 +116,7 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
 async def observe(
     kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, key: Key, freshness: Freshness
 ) -> Observation | None:
-    """Return None if the service is gone or going: the API server's garbage collection removes what it owned."""
+    """Return None if the service is deleted or being deleted. Kubernetes' garbage collector removes its objects."""
     with freshness.covers_lag():
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
@@ -158,7 +158,7 @@ async def observe(
         nothing_to_keep=kept is None,
         held_back=waiting,
     )
-    # Topology first: a member that stands by according to it was no member when it is asked how much is unfinished.
+    # Topology first: a member that stands by in it has left the topology before it reports its unfinished requests.
     if _is_set(service, "decode", "parallelism", "expert") or any(map(_is_rank, pods)):
         coordinator = observed.owned("Service", names.coordinator_name(key.name))
         observed.coordinator = (coordinator["spec"].get("clusterIP") or None) if coordinator else None
@@ -179,7 +179,7 @@ def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
 
 
 def _is_set(service: Object, *path: str) -> bool:
-    """Whether the field of the spec, which need not be valid, is true."""
+    """Whether a field of the spec is true. The spec may be invalid."""
     node: Any = service.get("spec")
     for field in path:
         node = node.get(field) if isinstance(node, dict) else None
@@ -206,7 +206,7 @@ async def _members(
 
 
 def member(pod: Object) -> Member:
-    """A member pod as the planner sees it."""
+    """Convert a member pod for the planner."""
     metadata, status = pod["metadata"], pod.get("status", {})
     annotations = metadata.get("annotations") or {}
     phase = status.get("phase", "Pending")
@@ -238,14 +238,14 @@ def condition(obj: Object, type_: str) -> Object:
 
 
 def unready_since(pod: Object) -> datetime | None:
-    """When the pod was created or was last ready."""
+    """Return when the pod was created or, if later, when its condition Ready last changed."""
     flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     times = [parse_time(pod["metadata"].get("creationTimestamp")), flipped]
     return max((time for time in times if time is not None), default=None)
 
 
 def no_room_since(pod: Object) -> datetime | None:
-    """Since when the scheduler has found only nodes on which a pod that leaves could make room."""
+    """Return since when only other pods' use of resources keeps the pod from being scheduled."""
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") != "False" or not _TAKEN.search(scheduled.get("message") or ""):
         return None
@@ -253,7 +253,7 @@ def no_room_since(pod: Object) -> datetime | None:
 
 
 def _started(container: Object) -> bool:
-    """Whether this is the engine and has passed its startup probe. Where the kubelet does not report that: whether it runs."""
+    """Whether this is the engine and has passed its startup probe. If the kubelet does not report that: whether it runs."""
     running = bool((container.get("state") or {}).get("running"))
     return container["name"] == CONTAINER and bool(container.get("started", running))
 
@@ -265,11 +265,11 @@ def is_ready(pod: Object) -> bool:
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
     """Return the schemes that ready gateways serve, by the names of their ports."""
-    spoken: set[Scheme] = set()
+    served: set[Scheme] = set()
     for pod in filter(is_ready, gateways):
         ports = {port.get("name") for each in pod["spec"]["containers"] for port in each.get("ports") or []}
-        spoken |= ports & PORTS.keys()
-    return tuple(sorted(spoken))
+        served |= ports & PORTS.keys()
+    return tuple(sorted(served))
 
 
 def parse_time(text: str | None) -> datetime | None:

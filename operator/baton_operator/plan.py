@@ -8,9 +8,9 @@ leave included. At least `desired - max_unavailable` members serve. A new member
 second bound, so a revision that never becomes ready stops there and the others keep serving. A new member for which
 no node has room takes the place of an old one after `surge_timeout_s`.
 
-A member that is deleted by someone else is replaced at once where a surge is allowed, otherwise when it is gone. The
+A member that another client deletes is replaced at once if a surge is allowed, otherwise when it is gone. The
 replacement is of the newest revision, with two exceptions: in a pause, and while a member of the newest revision has
-missed its progress deadline. Then it is of the former revision, the last one with which the whole service was ready.
+missed its progress deadline. Then it is of the previous revision, the last one with which the whole service was ready.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton_operator import names
 from baton_operator.api_groups import surge_and_unavailable
 from baton_operator.builders.owner import Owner
 
-#: A pod that exists this long after its grace period is on a lost node. It no longer holds its place.
+#: A pod that still exists this long after its grace period is on a lost node and does not count any more.
 STUCK_TERMINATING = timedelta(seconds=30)
 POLL_DRAIN_S = 0.5
 #: Minimum age at which a failed member is deleted. It limits how fast a pod that fails at once is created again.
@@ -43,12 +43,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     serving: bool = False  # its container has started, so it may hold requests
     draining: bool = False
     drain_started: datetime | None = None
-    unfinished: int | None = None  # reply to the request to drain; None: not asked, or no reply
+    unfinished: int | None = None  # reply to the request to drain; None: no request, or no reply
     deletion: datetime | None = None  # end of its grace period, if it is being deleted
     created: datetime | None = None
     unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
     expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
-    no_room_since: datetime | None = None  # since when only other pods keep it from being scheduled
+    no_room_since: datetime | None = None  # since when only other pods' use of resources keeps it from being scheduled
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +70,10 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The next step of one group."""
 
     create: list[int] = []  # ordinals
-    restore: list[int] = []  # ordinals of members to create with the former revision
+    restore: list[int] = []  # ordinals of members to create with the previous revision
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    revisit_s: float | None = None  # plan again after this time: a change that raises no event is expected
+    revisit_s: float | None = None  # plan again after this time, because a change without an event is expected
 
     @property
     def acts(self) -> bool:
@@ -107,7 +107,7 @@ def plan_group(
     """Return the next step towards `desired` members of `revision`.
 
     Args:
-        has_former: there is a former revision, different from `revision`, whose members can be created.
+        has_former: there is a previous revision, different from `revision`, whose members can be created.
     """
     present = present_members(members, now)
     delete, waits = plan_failed(present, now)
@@ -129,10 +129,10 @@ def plan_group(
     # A pause keeps even the members that were created to surge.
     leavers = _surplus(newest, desired + (update.max_surge if update.paused and len(revisions) > 1 else 0), revision)
     kept = [m for m in newest if m not in leavers]
-    # While the rollout stalls, members of the former revision that start are not replaced.
+    # While the rollout stalls, members of the previous revision that start are not replaced.
     replaceable = [m for m in outdated if m.ready] if stalled_in_s == 0 else outdated
     leavers += _replaced(kept, replaceable, desired - max_unavailable)
-    # A member marked by someone else has no drain_started: it is marked again.
+    # A member that another client marked has no drain_started: it is marked again.
     drain = [m.name for m in [*(m for m in draining if m.drain_started is None), *leavers] if m.serving]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
     if draining or drain:

@@ -1,7 +1,7 @@
 """Plan the next step of an expert-parallel group: pods, topology requests, deletions. Pure: no client and no clock.
 
 A member joins when its container has started: a topology with it is requested from the coordinator. To leave, a topology
-without it is requested. When it stands by, it is marked as draining, and it is deleted when nothing is unfinished. While a
+without it is requested. When it stands by, it is marked as draining. It is deleted when nothing is unfinished. While a
 topology is being prepared or committed, and while the coordinator does not answer, only failed pods are deleted. The update
 strategy rolls out a new revision. With a surge, new pods join before outdated ones leave. A new pod without room takes the
 place of an outdated one after `surge_timeout_s`.
@@ -9,7 +9,7 @@ place of an outdated one after `surge_timeout_s`.
 A topology has at least one member. So the last rank of a group scaled to zero drains as a rank, after the others have gone.
 Pods of another expert group, for example of another model, cannot share a topology with the new ones. When a new pod has
 started, the other group is scaled to zero, then the new group is formed. Decode pods that were dense engines drain like any
-engine. When decode pods are to be dense engines, ranks leave as these become ready.
+engine. When decode pods are to be dense engines, ranks leave as the dense engines become ready.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from baton_operator.topology import ACTIVE, TopologyView
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-#: A running rank registers with its coordinator at once. One that has not registered this long after it was marked as
+#: A running rank registers with its coordinator at once. A pod that has not registered this long after it was marked as
 #: draining is not a member.
 UNREGISTERED = timedelta(seconds=10)
 
@@ -231,7 +231,7 @@ def _wanted(
         return frozenset(joined | started)
     if any(m.no_room_since is None for m in candidates):
         return view.desired  # leaving ranks serve until the candidates have started
-    # No candidates, or they wait for the room of ranks that leave: these go, down to the last rank.
+    # No candidates, or they wait for the room of leaving ranks: those leave, down to the last rank.
     ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
     return frozenset(m.name for m in ranks[:1]) or view.desired
 
@@ -247,7 +247,7 @@ def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> 
 
 
 def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """Return the only rank that is left, or all ranks if none of their containers runs, of a group that is to end."""
+    """Return the last rank of a group that is to end, or all its ranks if none of their containers runs."""
     ranks = [m for m in alive if view.is_rank(m.name)]
     is_running = len(ranks) > 1 and any(m.serving for m in ranks)
     if is_running or view.is_changing or any(m in staying for m in ranks):

@@ -1,4 +1,4 @@
-"""What keeps a reconcile from its work, in the words of the condition `Ready`."""
+"""Problems that stop a reconcile, as reasons and messages of the condition `Ready`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from baton_kube.client import KubeError
 class Problem(Exception):  # noqa: N818 - the reason of the condition
     """Its class name is the condition's reason, its text the message."""
 
-    is_retried = False  # soon. If not, it takes an edit, or a change of another object
-    is_of_spec = False  # the spec is the cause, so the one rolled out before can still be kept up
-    is_conflict = False  # it ends when somebody changes the cluster, of which no watch tells
+    is_retried = False  # with backoff. Otherwise an edit, or a change of another object, is needed
+    is_of_spec = False  # the spec is the cause, so the spec rolled out before may still work
+    is_conflict = False  # a change of the cluster that no watch shows can end it
     has_event = True
 
     @property
@@ -28,13 +28,13 @@ class InvalidSpec(Problem):
 
 
 class Paused(Problem):
-    """Nothing is to be done."""
+    """The service is paused, and no spec was rolled out before."""
 
     has_event = False
 
 
 class NameConflict(Problem):
-    """An object with a name that the service needs belongs to somebody else."""
+    """An object with a name that the service needs has another owner."""
 
     is_conflict = True
 
@@ -44,7 +44,7 @@ class NameConflict(Problem):
 
 
 class GatewayAPIMissing(Problem):
-    """The spec asks for a route, and the API server has no routes."""
+    """The spec has an HTTPRoute, and the cluster has no Gateway API."""
 
     is_conflict = True
 
@@ -54,23 +54,23 @@ class GatewayAPIMissing(Problem):
 
 
 class ServiceKeyUnusable(Problem):
-    """The Secret with the service's key holds none."""
+    """The Secret of the service holds no usable key."""
 
     is_conflict = True
 
     def __init__(self, name: str, why: object) -> None:
-        super().__init__(f"Secret {name}: {why}; delete it, and another key is drawn")
+        super().__init__(f"Secret {name}: {why}; delete it, and the operator creates another key")
 
 
 class ReconcileError(Problem):
-    """The API server refused or did not answer. Mostly over before anybody looks."""
+    """The API server refused a request or did not answer. A retry usually succeeds."""
 
     is_retried = True
     has_event = False
 
 
 class InternalError(Problem):
-    """A defect of the operator. The spec may be the cause, for all that is known."""
+    """A defect of the operator. The spec may have triggered it."""
 
     is_retried = True
     is_of_spec = True

@@ -39,7 +39,7 @@ from baton_operator.report import is_news, new_failures, report, report_defect
 from baton_operator.report_group import Group, gateway_group, member_group
 from baton_operator.report_topology import operation_events
 from baton_operator.status_probes import StatusProbes, is_progress_expected
-from baton_operator.topology import of_the_key, recorded_for
+from baton_operator.topology import filter_by_service_key, recorded_for
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Step:
 
     observed: Observation
     now: datetime
-    #: Name of the record of the spec that is rolled out.
+    #: Name of the ControllerRevision with the spec that is rolled out.
     spec_revision: str | None
     owner: Owner | None = None
     desired: Desired | None = None
@@ -63,7 +63,7 @@ class _Step:
     #: The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
-    #: Seconds after which to look again.
+    #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
@@ -72,7 +72,7 @@ class _Step:
             self.problems.append(problem)
 
     def outcome(self) -> Outcome:
-        """Return when to look again. Raises the cause of a problem that is to be retried."""
+        """Return when to reconcile again. Raises the cause of a problem that is to be retried."""
         for problem in reversed(self.problems):
             if problem.is_retried:
                 raise problem.__cause__ or problem
@@ -120,7 +120,7 @@ class Reconciler:
         self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
         self._refusals = Refusals()
-        #: By service: content hash of the objects beside the members when all of them were last as desired.
+        #: Content hash of the objects beside the members when all of them last matched the desired state, by service.
         self._verified: dict[Key, str] = {}
 
     async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
@@ -155,15 +155,15 @@ class Reconciler:
             await self._decide(step)
             # 3. The objects beside the members.
             refused = await self._write_objects(step)
-            # 4. The next step of each group of members. A refused object or another group does not hold it up.
+            # 4. The next step of each group of members. Neither a refused object nor the other group stops it.
             refused += await self._move_members(step)
             if refused:
                 raise refused[0]
-            # 5. Configuration that no pod needs any more.
+            # 5. ConfigMaps that no pod needs.
             await self._collect(step)
         except StaleReadError:
             raise
-        except Exception as error:  # the status must not stay Ready, whatever the error is
+        except Exception as error:  # after any error the status must not stay Ready
             step.fail(error)
         # 6. Report, even when a step failed.
         step.is_ready = await self._report(step)
@@ -191,7 +191,7 @@ class Reconciler:
                 try:
                     await self._build(step)
                 except Exception as second:
-                    log.warning("the spec that was rolled out before cannot be used either: %s", second)
+                    log.warning("the spec that was rolled out before is not usable either: %s", second)
         owner, _ = step.target
         if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
             step.spec_revision = await record_spec(self._kube, owner, observed.service)
@@ -231,7 +231,7 @@ class Reconciler:
             observed.kinds.update(kinds)  # a new service: `apply` reads each object by name before it creates it
         refused = await apply_objects(self._kube, owner, desired, observed)
         if "ConfigMap" in observed.kinds and any(not observed.owned("ConfigMap", name) for name in desired.config_maps):
-            raise refused[0]  # pods would start with a configuration that is missing or not the service's
+            raise refused[0]  # pods would mount a ConfigMap that is missing or has another owner
         return refused
 
     async def _move_members(self, step: _Step) -> list[Problem]:
@@ -263,7 +263,7 @@ class Reconciler:
             observed.members[role],
             now,
             topology=observed.topology,
-            recorded=of_the_key(recorded, observed.pods, owner.key_name),
+            recorded=filter_by_service_key(recorded, observed.pods, owner.key_name),
             has_coordinator=observed.coordinator is not None,
             has_former=former is not None,
         )
@@ -283,16 +283,16 @@ class Reconciler:
                 step.revisits.append(pause_s)
 
     async def _ask_for_topology(self, request: TopologyRequest, observed: Observation) -> None:
-        """Send the request to the coordinator, before any pod is touched."""
+        """Send the request to the coordinator, before any pod is changed."""
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
         observed.topology = await self._coordinators.ask_for(observed.coordinator, request, observed.service_key)
         if observed.topology is not None:
-            words = f"operation {request.operation_id}: the topology shall be {', '.join(request.members)}"
+            words = f"operation {request.operation_id}: requested a topology of {', '.join(request.members)}"
             await self._events.emit(observed.service, "TopologyRequested", words)
 
     async def _collect(self, step: _Step) -> None:
-        """Delete configuration that no pod needs any more, and mark the objects as verified."""
+        """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
         owner, desired = step.target
         await collect_config_maps(self._kube, owner, desired.config_maps, step.observed)
         self._verified[step.observed.key] = step.content
@@ -328,7 +328,7 @@ class Reconciler:
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _judge(self, step: _Step) -> dict[names.Role, Group]:
-        """Return the groups for the report; none if nothing is desired."""
+        """Return the groups for the report; none without a desired state."""
         groups: dict[names.Role, Group] = {}
         observed, owner, desired = step.observed, step.owner, step.desired
         if owner is None or desired is None:
@@ -358,7 +358,7 @@ class Reconciler:
         new = msgspec.to_builtins(status)
         if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
-        if _says(service.get("status") or {}, new):
+        if _is_applied(service.get("status") or {}, new):
             return
         metadata = service["metadata"]
         # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
@@ -366,12 +366,12 @@ class Reconciler:
         try:
             await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
         except KubeError as error:
-            if error.status != 404:  # it was deleted since it was read
+            if error.status != 404:  # the service was deleted after it was read
                 raise
 
 
-def _says(old: Any, new: Any) -> bool:
+def _is_applied(old: Any, new: Any) -> bool:
     """Whether the merge patch `new` would change nothing. A null field equals an absent one."""
     if isinstance(new, dict) and isinstance(old, dict | None):
-        return all(_says((old or {}).get(field), value) for field, value in new.items())
+        return all(_is_applied((old or {}).get(field), value) for field, value in new.items())
     return bool(old == new)

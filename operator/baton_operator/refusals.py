@@ -1,6 +1,6 @@
-"""Pods that the API server does not take: a quota is used up, an admission webhook says no, a rule of the namespace forbids them.
+"""Pods that the API server refuses: a quota is exceeded, an admission webhook denies them, or a policy forbids them.
 
-That stops nothing else: the group says so and serves on with what it has, and the pod is tried again ever more rarely.
+The condition of the group reports the refusal, and its other pods keep serving. The pod is retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUOTA_EXCEEDED = "QuotaExceeded"
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 _DENIED = ("admission webhook", "ValidatingAdmissionPolicy")
-_REFUSING = (400, 403, 422)  # HTTP codes of what asking again at once does not change
+_REFUSING = (400, 403, 422)  # HTTP codes of refusals that an immediate retry does not change
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Refusals:
         self._held: dict[tuple[Key, names.Role], _Held] = {}
 
     def hold_back(self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime) -> GroupPlan:
-        """Return `plan` without its creations while it is too early for another try. A refusal that it does not meet is dropped."""
+        """Return `plan` without its creations until the pause has passed. A refusal that no longer applies is dropped."""
         held = self._held.get((key, role))
         if held is None:
             return plan
@@ -50,7 +50,7 @@ class Refusals:
         return msgspec.structs.replace(plan, create=[], restore=[], revisit_s=min(wait_s, plan.revisit_s or wait_s))
 
     def note(self, key: Key, role: names.Role, revision: str, refusal: Diagnosis | None, now: datetime) -> float | None:
-        """Record what came of a try. Return the seconds until the next one, None if nothing was refused."""
+        """Record the result of a creation. Return the seconds until the next attempt, None if no pod was refused."""
         before = self._held.pop((key, role), None)
         if refusal is None:
             return None
@@ -63,24 +63,24 @@ class Refusals:
         return held.refusal if held else None
 
     def forget(self, key: Key) -> None:
-        """The service is gone."""
+        """Drop the refusals of a deleted service."""
         for role in names.MEMBER_ROLES:
             self._held.pop((key, role), None)
 
 
 def refusal_of(error: KubeError, pod: str) -> Diagnosis | None:
-    """Return the refusal of `pod`. None: the error is not about this pod, but about the API server at this moment."""
+    """Return the refusal of `pod`. None: the error is about the API server's present state, not about this pod."""
     reason = _reason(str(error)) or ("PodRefused" if error.status in _REFUSING else None)
-    return Diagnosis(reason, f"the API server does not take pod {pod}: {error}") if reason else None
+    return Diagnosis(reason, f"the API server refuses pod {pod}: {error}") if reason else None
 
 
 def refusal_of_deployment(deployment: Object) -> Diagnosis | None:
-    """Return why the API server takes no further pod of the Deployment."""
+    """Return why the API server refuses further pods of the Deployment; None if it does not."""
     failure = condition(deployment, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
-    text = failure.get("message") or failure.get("reason") or "it does not say why"
-    what = f"the API server does not take pods of Deployment {deployment['metadata']['name']}"
+    text = failure.get("message") or failure.get("reason") or "no reason was given"
+    what = f"the API server refuses pods of Deployment {deployment['metadata']['name']}"
     return Diagnosis(_reason(text) or "PodRefused", f"{what}: {text}")
 
 

@@ -1,4 +1,4 @@
-"""From what was observed to the status of the service. Pure."""
+"""Computes the status of a service from the observed state. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from baton_operator.report_model import MODEL_AVAILABLE, model_status, model_ver
 from baton_operator.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
 from baton_operator.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
 
-MAX_MESSAGE = 32768  # of a condition; the API server takes none that is longer, nor the status around it
+MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
 ON_TARGET = "OnTarget"
-BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler that cannot judge
+BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler without measurements
 
 
 def report(
@@ -42,8 +42,8 @@ def report(
     Args:
         owner: None if the spec could not be read.
         groups: those that are known; a missing one has an Unknown condition.
-        problem: of this reconcile; decides `Ready` before anything else does.
-        kv: with whom engines can exchange KV blocks, by pod name, as they say.
+        problem: of this reconcile. It decides `Ready`.
+        kv: KV compatibility that engines reported, by pod name.
         held_back: fields whose edits wait for the end of a pause.
     """
     before = service.get("status") or {}
@@ -56,7 +56,7 @@ def report(
     verdicts = {"Ready": _summary(ready, problem, updating), **ready, "Updating": updating}
     if scaling := _scaling(members):
         verdicts["Scaling"] = scaling
-    verdicts[MODEL_AVAILABLE] = "Unknown", "NotObserved", "the spec names no model that could be looked for"
+    verdicts[MODEL_AVAILABLE] = "Unknown", "NotObserved", "no spec is rolled out, so the model is not known"
     if owner is not None:
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
@@ -91,13 +91,13 @@ def _ready_verdicts(
 
 
 def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
-    """Return Ready: the problem, else the first failure, else the first station, else all is well."""
+    """Return Ready: the problem, else the first failure, else the first progress, else True."""
     if problem:
         return "False", problem.reason, str(problem)
     bad = [verdict for verdict in ready.values() if verdict[0] != "True"]
     if not bad:
         return "True", "AllGroupsReady", "; ".join(message for _, _, message in ready.values())
-    # What keeps pods from serving tells more than what keeps them from serving together.
+    # A failure of pods is more specific than incompatible peers.
     first = min(
         bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS, verdict[1] == INCOMPATIBLE)
     )
@@ -111,7 +111,7 @@ def _scaling(members: list[Group]) -> Verdict | None:
 
 
 def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
-    """Return Scaling: of the topology while it changes or cannot be known, else of the autoscaler. None: neither exists."""
+    """Return Scaling: of the topology unless it is at rest, else of the autoscaler. None: neither exists."""
     if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
         return of_topology
     told = [group.autoscaling for group in sized if group.autoscaling is not None]
@@ -127,7 +127,7 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:
-    """Return the conditions as they are now. A condition keeps its time while its status stays."""
+    """Return the conditions. One whose status has not changed keeps its lastTransitionTime."""
     before = {(each["type"], each["status"]): each.get("lastTransitionTime") for each in conditions(service).values()}
     return [
         Condition(
@@ -143,22 +143,22 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
 
 
 def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
-    """Return the status of a service that could not be judged."""
-    unknown = "Unknown", problem.reason, "the operator could not look at it"
+    """Return the status after an error of the operator: `Ready` is False, and other conditions are Unknown."""
+    unknown = "Unknown", problem.reason, "not determined, because the reconcile failed"
     verdicts = {**dict.fromkeys(conditions(service), unknown), "Ready": ("False", problem.reason, str(problem))}
     generation = service["metadata"]["generation"]
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
 
 
 def is_news(service: Object, problem: Problem) -> bool:
-    """Whether the problem is worth an Event: it is of such a kind, and the condition Ready had another reason before."""
+    """Whether the problem is worth an Event: its class has Events, and Ready had another reason before."""
     return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
 
 
 def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return conditions that became False for a failure's reason, or for another one than before: worth an Event each."""
+    """Return the conditions that have a failure as their reason and had not before. Each is worth an Event."""
     before = {(each["type"], each["status"], each["reason"]) for each in conditions(service).values()}
-    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)  # of others; operations on the topology have their own Events
+    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)  # of other conditions; topology operations have their own Events
     return [
         each
         for each in status.conditions or []

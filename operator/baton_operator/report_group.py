@@ -1,4 +1,4 @@
-"""One group of pods, and whether it serves as it should: PrefillReady, DecodeReady, GatewayReady. Pure."""
+"""One group of pods and its condition: PrefillReady, DecodeReady or GatewayReady. Pure."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     template_revision: str | None = None  # of the Deployment's newest pods
     topology: GroupTopology | None = None  # of an expert-parallel group: its ranks serve, not its pods
     autoscaling: AutoscalingStatus | None = None  # of a group that the autoscaler sizes
-    loading: Mapping[str, Health] = {}  # answers of pods that fetch or load the model, by name
-    refusal: Diagnosis | None = None  # why the API server takes no further pod
+    loading: Mapping[str, Health] = {}  # replies of pods that fetch or load the model, by name
+    refusal: Diagnosis | None = None  # why the API server refuses further pods
     missing: frozenset[Reference] = frozenset()  # Secrets and ConfigMaps that pods wait for and that do not exist
     coordinators: list[Object] = []  # pods of an expert-parallel group's coordinator: without it no rank serves
-    route: Diagnosis | None = None  # of a gateway: why nothing comes in through its HTTPRoute
+    route: Diagnosis | None = None  # of a gateway: why no Gateway accepts its HTTPRoute
 
     @property
     def current(self) -> list[Object]:
-        """Pods that are to stay."""
-        ended = ("Failed", "Succeeded")  # evicted, say: its replacement counts
+        """Pods that neither leave nor have ended."""
+        ended = ("Failed", "Succeeded")  # for example evicted: its replacement counts
         return [pod for pod in self.pods if not leaving(pod) and pod.get("status", {}).get("phase") not in ended]
 
     @property
@@ -63,7 +63,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest(self) -> list[Object]:
-        """Pods of the newest revision that are to stay; all that are to stay, if that revision is not known."""
+        """Current pods of the newest revision; all current pods, if that revision is not known."""
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
@@ -85,7 +85,7 @@ def member_group(
     autoscaling: AutoscalingStatus | None,
     refusal: Diagnosis | None,
 ) -> Group:
-    """`refusal`: why the API server takes no further pod of the group."""
+    """Return the group of a role. `refusal`: why the API server refuses further pods of the group."""
     coordinators: list[Object] = []
     if template.expert_group:
         coordinators = observed.role_pods("coordinator")
@@ -106,7 +106,7 @@ def member_group(
 
 
 def gateway_group(owner: Owner, desired: Desired, observed: Observation, *, has_route: bool) -> Group:
-    """`has_route`: an HTTPRoute is wanted, and the API server has them."""
+    """Return the group of gateways. `has_route`: the spec has an HTTPRoute, and the API server has the kind."""
     name = names.gateway_name(owner.name)
     deployment = observed.owned("Deployment", name)
     route = observed.owned("HTTPRoute", name) if has_route else None
@@ -151,7 +151,7 @@ def _is_rolled_out(deployment: Object) -> bool:
 
 
 def group_verdict(group: Group) -> Verdict:
-    """Whether a group serves with all its pods, all of the newest revision."""
+    """Return the condition of a group: True if all its pods serve, all of the newest revision."""
     if group.desired == 0:
         return _verdict_without_pods(group)
     what = "ranks serve" if group.topology is not None else "pods are ready"
@@ -173,8 +173,8 @@ def _verdict_without_pods(group: Group) -> Verdict:
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
-    """Yield what keeps a group from serving, the most telling first."""
-    # A member that failed tells why its successor may fail, too. A Deployment leaves its failed pods behind: old news.
+    """Yield what keeps a group from serving, the most specific first."""
+    # A failed member may show why its replacement fails. Failed pods of a Deployment stay after their replacement works.
     judged = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
@@ -182,11 +182,11 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
         yield group.refusal
     if group.topology is not None:
         status, reason, message = scaling_verdict(group.topology, group.desired)
-        is_lost = reason == UNREACHABLE and group.topology.has_ranks  # not one that only starts
+        is_lost = reason == UNREACHABLE and group.topology.has_ranks  # not while the first ranks form
         if status == "True" or reason == SCALE_FAILED or is_lost:
             yield Diagnosis(reason, message)
     if going := len(group.pods) - len(group.current):
-        yield Diagnosis("Draining", f"pods on the way out: {going}")
+        yield Diagnosis("Draining", f"pods that leave: {going}")
     if group.outdated:
         yield Diagnosis("Progressing", "pods of an earlier revision are being replaced")
     if under_way := still_loading(group.current, group.loading):
@@ -214,7 +214,7 @@ def prefill_verdict(
 
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
-    """Return which pods have no peer; empty if all have one, or not enough is known."""
+    """Return which pods have no compatible peer; empty if all have one, or too few have reported."""
     givers, takers = ([name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode))
     if not givers or not takers:
         return ""
@@ -230,7 +230,7 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
 
 
 def diagnose_route(route: Object) -> Diagnosis | None:
-    """Return why no request comes in through an HTTPRoute. None: at least one Gateway has accepted the route as it is now."""
+    """Return why an HTTPRoute admits no requests. None: at least one Gateway has accepted its newest spec."""
     metadata = route["metadata"]
     complaints = []
     for parent in (route.get("status") or {}).get("parents") or []:
@@ -241,7 +241,7 @@ def diagnose_route(route: Object) -> Diagnosis | None:
             return None
         complaints += [f"{_parent_name(parent.get('parentRef') or {})}: {_complaint(each)}" for each in wrong]
     if complaints:
-        text = f"no Gateway takes HTTPRoute {metadata['name']}: {'; '.join(sorted(complaints))}"
+        text = f"no Gateway accepts HTTPRoute {metadata['name']}: {'; '.join(sorted(complaints))}"
         return Diagnosis("RouteNotAccepted", text)
     wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
     return Diagnosis("RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}")
@@ -255,7 +255,7 @@ def _is_current(entry: Object, metadata: Object) -> bool:
 
 def _complaint(entry: Object) -> str:
     message = f": {entry['message']}" if entry.get("message") else ""
-    return f"{entry['type']} is False, {entry.get('reason') or 'it does not say why'}{message}"
+    return f"{entry['type']} is False, {entry.get('reason') or 'no reason was given'}{message}"
 
 
 def _parent_name(reference: Object) -> str:

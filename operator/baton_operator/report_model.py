@@ -1,4 +1,4 @@
-"""ModelAvailable: whether pods have the model, and how far those are that fetch or load it. Pure."""
+"""ModelAvailable: whether pods have the model, and the progress of pods that fetch or load it. Pure."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ AVAILABLE = "Available"
 
 
 class _Fetched(msgspec.Struct):
-    """What the fetcher leaves in its termination log."""
+    """The content of the fetcher's termination log."""
 
     revision: str
 
 
 def model_verdict(model: Model, members: list[Group], refusal: str, before: Object) -> Verdict:
-    """Judge members of the newest revision that are to stay: what others have need not be this model.
+    """Return ModelAvailable of the current members of the newest revision. Other members may have another model.
 
     Args:
-        refusal: why the API server would not take a pod, empty if it took all.
+        refusal: why the API server refused a pod, else the problem of the reconcile; empty if there is none.
         before: the service's status as it was written last.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
-        text = "this cluster does not take image volumes (Kubernetes 1.31 and newer do, with the feature ImageVolume)"
+        text = "this cluster refuses image volumes (they need Kubernetes 1.31 or newer with the feature ImageVolume)"
         return "False", "ImageVolumeUnsupported", f"{text}: {refusal}"
     pods = by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
@@ -49,7 +49,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
     if not pods and had_before:
         return _verdict_without_pods(model, members)
     if not pods:
-        return "Unknown", "NotObserved", "no pod has looked for the model yet"
+        return "Unknown", "NotObserved", "no pod of the newest revision exists yet"
     have = [pod for pod in pods if _has_model(model, pod)]
     under_way = still_loading(pods, health)
     if have:
@@ -59,7 +59,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         return "True", AVAILABLE, under_way.message if under_way else "pods start; those before had the model"
     if under_way:
         return "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
-    return "Unknown", "Starting", "no pod has come to its model yet"
+    return "Unknown", "Starting", "no pod has reported progress on the model yet"
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
@@ -72,13 +72,13 @@ def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
 
 
 def _had_model(model: Model, before: Object) -> bool:
-    """Whether pods had this very model when there were some last."""
+    """Whether pods had the model of this uri according to the previous status."""
     was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
     return was_available and (before.get("model") or {}).get("uri") == model.uri
 
 
 def model_status(model: Model, members: list[Group], previous: Object | None) -> ModelStatus | None:
-    """Return the model that pods have, with the revision that the newest pod fetched; of `previous` while no pod tells one."""
+    """Return the model that pods have, with the revision that the newest pod fetched, else the revision in `previous`."""
     pods = [pod for group in members for pod in group.newest]
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), reverse=True):
         ended = _fetcher_end(pod)

@@ -1,4 +1,4 @@
-"""From the topology of an expert-parallel group to its condition and its events. Pure."""
+"""The condition and the Events of an expert-parallel group's topology. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"
 
 
 class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """What the status is to say of an expert-parallel group."""
+    """The topology of an expert-parallel group, for the status."""
 
     status: api.TopologyStatus | None
     reachable: bool
-    asked_for: frozenset[str] = frozenset()  # names of the last request to the coordinator
+    asked_for: frozenset[str] = frozenset()  # members of the last request to the coordinator
 
     @property
     def serving(self) -> frozenset[str]:
@@ -31,14 +31,14 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ranks(self) -> bool:
-        """A generation is known, perhaps from earlier."""
+        """Whether a generation with ranks is known, possibly from the previous status."""
         return self.status is not None and bool(self.status.ranks)
 
 
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
-    """Whether the topology is being changed. False when at rest, and with the reason when a change failed."""
+    """Return Scaling: True while the topology changes, False at rest or after a change that failed."""
     if not topology.reachable:
-        return "Unknown", UNREACHABLE, "the coordinator does not answer; ranks serve on, and no member is removed"
+        return "Unknown", UNREACHABLE, "the coordinator does not answer; ranks keep serving, and no member is removed"
     status = topology.status
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
@@ -49,9 +49,9 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
         return "True", _reason(operation, ranks, topology.asked_for), message + _after(": ", operation.reason)
     if operation and operation.phase == OperationPhase.FAILED:
-        why = f"{operation.kind}: {operation.reason or 'it did not say why'}"
-        serving = f"generation {generation} goes on with {len(ranks)} ranks"
-        return "False", SCALE_FAILED, f"{why}; {serving}; it is tried again"
+        why = f"{operation.kind}: {operation.reason or 'no reason was given'}"
+        serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
+        return "False", SCALE_FAILED, f"{why}; {serving}; the operation is retried"
     if len(ranks) < desired:
         reason = "ScalingUp" if ranks else "Forming"
         return "True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks"
@@ -63,7 +63,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
 def _reason(operation: api.OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
-    if ranks == asked_for:  # some have committed it already: which members come or go cannot be seen any more
+    if ranks == asked_for:  # some ranks have committed, so members that join or leave are no longer visible
         return "Committing"
     return "ScalingUp" if asked_for - ranks else "ScalingDown"
 

@@ -1,7 +1,7 @@
-"""How far a new revision has got: the condition `Updating`. Pure.
+"""The condition `Updating`: the progress of a rollout. Pure.
 
-It is True while pods of an earlier revision exist, and says what is waited for. It is False when there are none, when the
-service is paused, and when a new revision does not get on. `Ready` is True only when all pods, of the newest revision, serve.
+It is True while pods of an earlier revision exist, and its message names what the rollout waits for. It is False without such
+pods, in a pause, and when the rollout stalls. `Ready` is True only when all pods, all of the newest revision, serve.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PAUSED = "Paused"
 STALLED = "RolloutStalled"
 REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
-_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")  # of reasons, the most telling first
+_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")  # of reasons, the most specific first
 
 
 class _Rollout(NamedTuple):
-    """The pods of one group that exist, those that leave included."""
+    """The existing pods of one group, including those that leave."""
 
     group: Group
     newest: list[Object]
@@ -35,11 +35,11 @@ class _Rollout(NamedTuple):
 
 
 def updating_verdict(spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime) -> Verdict:
-    """Judge how far the rollout is. `held_back`: fields whose edits wait for the end of the pause."""
+    """Return Updating. `held_back`: fields whose edits wait for the end of the pause."""
     under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
     counts = "; ".join(map(_counts, under_way))
     if spec.paused:
-        edits = f"edits of {', '.join(held_back)} wait" if held_back else "no edit waits; one would"
+        edits = f"edits of {', '.join(held_back)} wait" if held_back else "no edit waits; new edits wait"
         return "False", PAUSED, f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}"
     if not under_way:
         return "False", UP_TO_DATE, "no pod of an earlier revision exists"
@@ -60,14 +60,14 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     found = diagnose(unready, group.missing)
     late = [pod for pod in unready if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)]
     if late:
-        why = found.message if found else f"pod {_names(late)} is not ready"
-        return Diagnosis(STALLED, f"{why}; not within {progress_deadline_s} s; pods of the earlier revision serve on")
+        why = f"not ready within {progress_deadline_s} s: {found.message if found else f'pod {_names(late)}'}"
+        return Diagnosis(STALLED, f"{why}; pods of the earlier revision keep serving")
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
     if group.refusal is not None:
         return Diagnosis(NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message)
     if going := [pod for pod in rollout.old if leaving(pod)]:
-        return Diagnosis("Draining", f"waits for {_names(going)} to finish and go")
+        return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:
         return Diagnosis("Starting", found.message if found else f"waits for {_names(unready)} to be ready")
     return Diagnosis("Replacing", f"{_names(rollout.old)} is to be replaced")
@@ -82,7 +82,7 @@ def _counts(rollout: _Rollout) -> str:
 
 
 def _exists(pod: Object, now: datetime) -> bool:
-    """Whether the pod did not end, and does not hang on a node that is gone."""
+    """Whether the pod has not ended and is not stuck in termination on a lost node."""
     if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))

@@ -1,4 +1,4 @@
-"""The operator's process: holds the Lease, runs kopf and the reconciles, until SIGTERM or SIGINT."""
+"""The operator's process. It holds the Lease and runs kopf and the reconciles until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ log = logging.getLogger("baton_operator")
 STOP_TIMEOUT_S = 20.0
 STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
-#: Every watch is renewed after WATCH_S. When kopf gets no answer for this long, it is started again.
+#: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for this long.
 SILENCE_S = 2 * handlers.WATCH_S + 120.0
 RESTART_S = 2.0
 
 
 class KopfHangsError(Exception):
-    """kopf did not stop within STOP_TIMEOUT_S. Its thread cannot be ended, so the process must."""
+    """kopf did not stop in time. Its thread cannot be ended, so the process has to end."""
 
 
 class RestartError(Exception):
-    """kopf has to be started again, although it runs."""
+    """kopf runs, but has to be started again."""
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT; arguments as of `cli`.
+    """Run until SIGTERM or SIGINT. `cli` parses `args`.
 
-    Raises: ConfigException without a way to a cluster; AddressError as `serve` does; LeaseLostError; KopfHangsError.
+    Raises: ConfigException if no cluster is configured; AddressError; LeaseLostError; KopfHangsError.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -58,7 +58,7 @@ async def run(args: argparse.Namespace) -> None:
             return
         identity = f"{os.environ.get('POD_NAME', os.uname().nodename)}_{uuid.uuid4()}"
         election = Election(identity, args.lease_duration)
-        lease_client = runtime.kube.client.sibling()  # it may always write
+        lease_client = runtime.kube.client.sibling()  # not limited by `write_timeout_s`
         elector = Elector(Kube(lease_client), election, args.lease_namespace, args.lease_name)
         runtime.kube.client.write_timeout_s = lambda: election.may_write_s
         runtime.metrics.leader.set_function(lambda: float(election.held_s > 0))
@@ -69,9 +69,9 @@ async def run(args: argparse.Namespace) -> None:
 
 
 async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Run `work` until one of it ends, then cancel the others one after the other, in this order.
+    """Run all of `work` until one part ends. Then cancel the parts in this order, each after the one before has ended.
 
-    Raises: what one of it raised; a KopfHangsError before any other error and before a cancellation.
+    Raises: the first error of a part. A KopfHangsError precedes any other error and a cancellation.
     """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
@@ -91,15 +91,15 @@ async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
 async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
     """Watch and reconcile while this process holds the Lease. Raises LeaseLostError or KopfHangsError."""
     await elector.acquire()
-    # In this order: the Lease is renewed until the others have ended, because what is under way may still write.
+    # In this order: the Lease is renewed until the reconciles have ended, because they may still write.
     await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
 
 
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
     """Keep kopf running until cancelled. Raises KopfHangsError.
 
-    kopf ends by itself when a watch is refused for good, as when the CRD is deleted. It waits
-    without end when it cannot log in. It looks only once which kinds the API server has.
+    kopf ends when a watch fails with an error that it does not retry, for example after the CRD was deleted.
+    It waits without limit when it cannot log in. It discovers the API server's kinds only when it starts.
     """
     while True:
         await runtime.wait_for_crd()
@@ -127,13 +127,13 @@ async def _check(runtime: Runtime, had_routes: bool) -> None:
 
 
 async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Run kopf in a thread until cancelled. Raises KopfHangsError, or what ended kopf.
+    """Run kopf in a thread until cancelled. Raises KopfHangsError, or the error that ended kopf.
 
-    The thread has an event loop of its own, because kopf ends all tasks of its loop and takes the
-    signals of a main thread. A thread that hangs is left behind: it ends with the process.
+    The thread has an event loop of its own, because kopf cancels all tasks of its loop and handles the
+    signals of the main thread. A thread that hangs ends with the process.
     """
     kopf_loop = asyncio.new_event_loop()
-    stop = asyncio.Event()  # of kopf's loop: for a flag of another kind kopf keeps a thread, which waits without end
+    stop = asyncio.Event()  # of kopf's loop: for any other kind of flag kopf starts a thread that never ends
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
     ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop))
     try:
@@ -155,10 +155,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.Event) -> None:
-    """Run kopf in this loop until `stop` is set, or it ends by itself. Raises KopfHangsError, and what ended kopf."""
+    """Run kopf in this loop until `stop` is set or kopf ends. Raises KopfHangsError, or the error that ended kopf."""
 
     def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not stop.is_set():  # when kopf stops, requests under way fail in tasks that nobody awaits
+        if not stop.is_set():  # a stop of kopf breaks requests in tasks that are never awaited
             loop.default_exception_handler(context)
 
     asyncio.get_running_loop().set_exception_handler(ignore_late_errors)
@@ -174,6 +174,6 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
                 return running.result()
             for task in asyncio.all_tasks() - ignored - {running}:
                 task.cancel()
-        raise KopfHangsError("kopf did not stop when it was asked to, nor when its tasks were cancelled")
+        raise KopfHangsError("kopf did not stop, even after its tasks were cancelled")
     finally:
-        stop.set()  # from here on errors are late ones
+        stop.set()  # later errors are ignored

@@ -1,4 +1,4 @@
-"""What the operator consists of beside its watches: client, reconciler, controller, autoscaler, metrics."""
+"""The operator without its watches: client, reconciler, controller, autoscaler and metrics."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 RESYNC_S = 300.0
 CRD_POLL_S = 1.0
-STUCK_S = TIMEOUT_S + 60.0  # a reconcile this old was not even ended by its timeout
+STUCK_S = TIMEOUT_S + 60.0  # a reconcile that runs this long has outlived its timeout
 
 
 class Runtime:
-    """The operator without its watches. Belongs to the event loop that it is made on.
+    """The operator without its watches, on the event loop on which it is created.
 
     Args:
-        reconcile: one step of one service, on `kube`.
-        autoscale: sizes groups until cancelled; it makes a service due through its argument.
-        resync_s: seconds between two reconciles of every service, whatever the watches show.
+        reconcile: takes one step of one service, on `kube`.
+        autoscale: sizes groups until cancelled. Its argument is a function that makes a service due.
+        resync_s: interval at which every service is reconciled, even without an event.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Runtime:
         self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
-        self._service_paths: set[str] = set()  # of the collections of LLMServices that are watched
+        self._service_paths: set[str] = set()  # of the watched collections of LLMServices
         self._loop = asyncio.get_running_loop()
         kube.client.on_request = self._count
         metrics.queue.set_function(lambda: self.controller.queue_depth)
@@ -112,7 +112,7 @@ class Runtime:
         self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
-        """Return a session for the requests of the watches. Their lists make every service due: events may be missing."""
+        """Return an HTTP session for the watches. After a list every service is due, because events may be missing."""
 
         async def record(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
             path, code = request.url.path, 0
@@ -138,7 +138,7 @@ class Runtime:
         self.controller.add_all()
 
     async def resync(self) -> None:
-        """Make every service due: what the watches lost without a word heals here."""
+        """List the LLMServices and make all of them due, in case the watches missed an event."""
         found: set[Key] = set()
         for path in self._service_paths:
             try:
@@ -150,7 +150,7 @@ class Runtime:
         self.controller.add_all(found)
 
     def stuck(self) -> str:
-        """Why restarting the process would help; empty if it would not."""
+        """Return why the process has to be restarted; empty if it does not."""
         longest_s = self.controller.longest_s
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
 
@@ -162,10 +162,10 @@ async def open_runtime(
     """Yield a runtime with connections of its own.
 
     Args:
-        operator_namespace: of this process's pod; None if it is no pod of the cluster.
+        operator_namespace: namespace of the operator's pod. None: the operator does not run in the cluster.
 
     Raises:
-        ConfigException: there is no way to a cluster.
+        ConfigException: no cluster is configured.
     """
     async with connect(kubeconfig) as client, aiohttp.ClientSession() as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()

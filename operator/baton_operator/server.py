@@ -13,7 +13,7 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 
 
 class Metrics:
-    """Counts of one operator process."""
+    """Metrics of one operator process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -23,25 +23,25 @@ class Metrics:
         )
         labels, meaning = ["verb", "resource", "code"], "Requests to the API server; code 0: no answer"
         self.requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
-        self.retries = Counter("baton_operator_retries", "Reconciles that failed and are repeated", registry=registry)
-        self.services = Gauge("baton_operator_services", "LLMServices as far as is known", registry=registry)
-        self.queue = Gauge("baton_operator_queue_depth", "Keys that wait for a worker", registry=registry)
+        self.retries = Counter("baton_operator_retries", "Reconciles that failed and are retried", registry=registry)
+        self.services = Gauge("baton_operator_services", "LLMServices that the operator reconciles", registry=registry)
+        self.queue = Gauge("baton_operator_queue_depth", "Services that wait to be reconciled", registry=registry)
         meaning = "Scrapes of pods for the autoscaler by result"
         self.scrapes = Counter("baton_operator_scrapes", meaning, ["result"], registry=registry)
-        self.leader = Gauge("baton_operator_leader", "1: this process reconciles", registry=registry)
+        self.leader = Gauge("baton_operator_leader", "1 if this process reconciles", registry=registry)
 
 
 class AddressError(Exception):
-    """The address for /health and /metrics is taken, or none of this machine's."""
+    """The address for /health and /metrics is in use, or does not belong to this machine."""
 
 
 @asynccontextmanager
 async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]) -> AsyncIterator[int]:
-    """Serves inside the context; yields the port, which is `port` unless that is 0. Raises AddressError.
+    """Serve inside the context. Yield the port, which is `port` unless that is 0. Raises AddressError.
 
     Args:
-        stuck: why restarting this process would help; empty: it would not, however bad the API server is. A process whose event
-            loop stands still does not answer, which says the same.
+        stuck: returns why the process has to be restarted; empty if it does not. Failures of the API server are no reason. If
+            the event loop stalls, /health does not answer, and the probe fails as well.
     """
 
     async def health(_: web.Request) -> web.Response:

@@ -1,5 +1,5 @@
-"""Requests that only the status needs: to pods, how far they are and with whom they can exchange KV blocks; to the API server,
-whether the Secrets and ConfigMaps that pods wait for exist."""
+"""Requests that only the status needs. Pods report loading progress and KV compatibility. The API server reports whether the
+Secrets and ConfigMaps that pods wait for exist."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from baton_operator.names import Key
 from baton_operator.observe import Observation, Reference, is_ready
 
 TIMEOUT_S = 1.0
-CONCURRENCY = 16  # requests at the same time to engines that serve, of all services
-MAX_ASKED = (
-    16  # pods that load, and Secrets and ConfigMaps, of one service in one reconcile: conditions name the first ones
-)
+CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
+#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the first ones.
+MAX_ASKED = 16
 MAX_BODY_BYTES = 16 * 2**10
 LOADING_REASONS = ("Fetching", "Loading")
 
@@ -34,20 +33,20 @@ class StatusProbes:
     """HTTP client for `GET /health` of members.
 
     Args:
-        session: None: pods are not asked.
+        session: None sends no requests to pods.
     """
 
     def __init__(self, session: aiohttp.ClientSession | None, port: int = ENGINE_HTTP_PORT) -> None:
         self._session = session
         self._port = port
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        #: Answers of engines. A process does not change its answer, so each is asked once. None: it exchanges no blocks.
+        #: Replies by process of an engine. A reply never changes, so each process gets one request. None: no KV role.
         self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
     async def ask(self, kube: Kube, observed: Observation, owner: Owner) -> None:
-        """Fill in `loading`, `missing` and `kv` of what was observed."""
+        """Fill in `loading`, `missing` and `kv` of the observation."""
         observed.loading = await self.loading(observed.pods)
-        # What the operator makes itself is not looked for.
+        # Objects that the operator creates are not requested.
         known = {Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"}
         known.add(Reference("Secret", names.service_key_name(owner.name)))
         unready = [pod for pod in observed.pods if not is_ready(pod)]
@@ -58,11 +57,11 @@ class StatusProbes:
             self.forget(observed.key)
 
     def forget(self, key: Key) -> None:
-        """The service is gone, or has no prefill pods."""
+        """Drop the replies of a service that is deleted or has no prefill pods."""
         self._known.pop(key, None)
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
-        """Return the answers of members that fetch or load the model, by pod name."""
+        """Return the replies of members that fetch or load the model, by pod name."""
         asked = by_name(filter(_may_load, pods))[:MAX_ASKED]
         answers = await asyncio.gather(*map(self._health, asked))
         return {
@@ -72,7 +71,7 @@ class StatusProbes:
         }
 
     async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
-        """Return with whom the service's members that are ready can exchange KV blocks, by pod name, as far as they answered."""
+        """Return the KV compatibility that ready members have reported, by pod name."""
         asked = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
         known = {process: kv for process, kv in self._known.get(key, {}).items() if process in asked}
         new = [process for process in asked if process not in known]
@@ -86,7 +85,7 @@ class StatusProbes:
             return await self._health(pod)
 
     async def _health(self, pod: Object) -> Health | None:
-        """Return the pod's answer; None if there is none, or none that can be read: it starts, or is another kind of process."""
+        """Return the pod's reply; None if there is none that can be decoded, for example while the process starts."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
@@ -99,9 +98,9 @@ class StatusProbes:
 
 
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
-    """Whether another request may soon bring news that no watch event carries.
+    """Whether the next request may return new loading progress, which no watch event carries.
 
-    That is so if a pod reported progress, or has begun to run and not reported any yet.
+    True if a pod has reported progress, or runs and has not reported any yet.
     """
     return bool(loading) or any(_may_load(pod) and _begins(pod) for pod in pods)
 
@@ -120,7 +119,7 @@ async def find_missing(
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """True also if that cannot be known: nothing is claimed then."""
+    """Whether the object exists. A failed request counts as True, so that no object is reported missing by mistake."""
     try:
         return await kube.exists(reference.kind, namespace, reference.name)
     except (KubeError, OSError):
@@ -137,7 +136,7 @@ def _may_load(pod: Object) -> bool:
 
 
 def _begins(pod: Object) -> bool:
-    """Whether a fetcher runs, or an engine that has not passed its startup probe, which requests /health like this module."""
+    """Whether a fetcher runs, or an engine that has not passed its startup probe. The probe also requests /health."""
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
     containers = [*(status.get("initContainerStatuses") or []), *engines]

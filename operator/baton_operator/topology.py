@@ -1,7 +1,7 @@
 """The topology of an expert-parallel group: the coordinator's reply, and the one that the service's status recorded. Pure.
 
-A coordinator that was restarted knows only the ranks that have reported again. Until it knows the generation that was
-recorded, the recorded ranks that it does not know count as members.
+After a restart the coordinator reports only the ranks that have registered again. So recorded ranks that it does not report
+count as members, unless its generation is newer than the recorded one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TopologyView:
 
     @property
     def ranks(self) -> frozenset[str]:
-        """Names of the ranks of the present generation, as far as is known."""
+        """Names of the known ranks of the present generation."""
         return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
 
     @property
@@ -55,7 +55,7 @@ class TopologyView:
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
-        """Whether the member is a rank of the present generation, as far as is known."""
+        """Whether the member is known to be a rank of the present generation."""
         if not self.knows(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
@@ -76,7 +76,7 @@ def record(
     pods: Collection[str],
     coordinator: str,
 ) -> api.TopologyStatus | None:
-    """Return the topology for the status: the reply, else the recorded topology without pods that are gone.
+    """Return the topology for the status: the reply or, without one, the recorded topology without deleted pods.
 
     A coordinator without a generation may have been restarted. Then the recorded topology stays.
 
@@ -129,23 +129,23 @@ def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatu
     return recorded if recorded.coordinator == coordinator else None
 
 
-def of_the_key(
+def filter_by_service_key(
     recorded: api.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
 ) -> api.TopologyStatus | None:
-    """Return `recorded` without ranks whose pods have another key: they cannot register with the coordinator.
+    """Return `recorded` without ranks whose pods have another key, because they cannot register with the coordinator.
 
     Args:
-        pods: those that exist.
-        key_name: names the key of the service.
+        pods: all pods that exist.
+        key_name: identifies the service's key, see `builders/service_key.py`.
     """
     if recorded is None:
         return None
-    strangers = {
+    excluded = {
         pod["metadata"]["name"]
         for pod in pods
         if (pod["metadata"].get("annotations") or {}).get(names.ANNOTATION_SERVICE_KEY, "") != key_name
     }
-    ranks = [rank for rank in recorded.ranks if rank.name not in strangers]
+    ranks = [rank for rank in recorded.ranks if rank.name not in excluded]
     return msgspec.structs.replace(recorded, ranks=ranks)
 
 

@@ -15,7 +15,7 @@ from baton_operator import names
 from baton_operator.plan import Member
 
 GONE_AFTER = timedelta(seconds=1)
-"""From the deletion of a pod to its end."""
+"""Time from the deletion of a pod to its end."""
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pod(Member, frozen=True, kw_only=True):
-    """A member pod: what the planner observes, and when its state changes next."""
+    """A member pod: the planner's view of it, and when its state changes next."""
 
     role: names.MemberRole
     becomes_ready: bool = True
@@ -38,7 +38,7 @@ class Pod(Member, frozen=True, kw_only=True):
 
     @property
     def next_event_at(self) -> datetime:
-        """`NEVER` if the pod stays as it is."""
+        """Time of the next change of its state; `NEVER` if there is none."""
         if self.gone_at is not None:
             return self.gone_at
         starts_at = NEVER if self.serving or self.ready_at is None else self.ready_at
@@ -73,10 +73,10 @@ class Cluster:
         return self.coordinator.status(pod.name for pod in self.of_role("decode") if pod.serving and pod.expert_group)
 
     def next_event_at(self) -> datetime:
-        """Return `NEVER` if nothing happens by itself."""
+        """Return the time of the next event; `NEVER` if there is none."""
         return min([self.coordinator.phase_ends_at, *(pod.next_event_at for pod in self.pods.values())])
 
-    # What the operator does
+    # Actions of the operator
 
     def create(self, pod: Pod, now: datetime) -> None:
         self.pods[pod.name] = pod
@@ -89,10 +89,10 @@ class Cluster:
     def delete(self, name: str, now: datetime) -> None:
         self._change(name, deletion=now, gone_at=now + GONE_AFTER)
 
-    # What happens by itself
+    # Events in the cluster
 
     def advance(self, now: datetime) -> list[str]:
-        """Let everything happen that is due. Returns what did."""
+        """Apply all events that are due. Return a description of each."""
         changed: dict[str, list[str]] = {}
         for pod in [pod for role in names.MEMBER_ROLES for pod in self.of_role(role) if pod.next_event_at <= now]:
             if pod.gone_at is not None:
@@ -117,7 +117,7 @@ class Cluster:
         return events
 
     def _bind(self, now: datetime) -> list[str]:
-        """Bind pods to nodes in the order of their creation. Returns those that had waited."""
+        """Bind pods to nodes in the order of their creation. Return the names of those that had waited."""
         unbound = [pod for pod in self.pods.values() if pod.ready_at is None and pod.deletion is None]
         num_bound = sum(pod.ready_at is not None for pod in self.pods.values())
         capacity = self._conditions.capacity

@@ -1,4 +1,4 @@
-"""The simulated coordinator of an expert-parallel group. It commits every topology that it is asked for."""
+"""The simulated coordinator of an expert-parallel group. It commits every requested topology."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Coordinator:
         """Return the answer to GET /topology.
 
         Args:
-            registered: names of the members whose engine runs.
+            registered: names of the members whose engine is running.
         """
         members = []
         for name in registered:
@@ -54,7 +54,7 @@ class Coordinator:
         )
 
     def advance(self, now: datetime, usable: set[str]) -> list[str]:
-        """End the phase that is due, and begin the next operation. Returns what happened.
+        """End the phase that is due, and begin the next operation. Return a description of each event.
 
         Args:
             usable: names of the members that can be ranks.

@@ -20,11 +20,11 @@ from baton_operator.topology import record
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
 PATIENCE = timedelta(seconds=60)
-"""Beyond the longest deadline of the spec. A rollout in which nothing happens for so long has stopped."""
+"""Added to the longest deadline of the spec. A rollout without a change for the sum has stopped."""
 
 
 def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: int = 200) -> Preview:
-    """Return every step from `old`, whose members are all ready, to `new`. None: nothing exists."""
+    """Return every step from `old`, whose members are all ready, to `new`. `old` None: no member exists."""
     wanted = new
     waiting: tuple[str, ...] = ()
     if new.owner.spec.paused:
@@ -63,14 +63,14 @@ class _Rollout:
         return (self._now - START).total_seconds()
 
     def _pods_of(self, old: Target) -> Iterator[Pod]:
-        """All members of `old`, ready."""
+        """Yield all members of `old`, ready."""
         for role, template in old.desired.members.items():
             for ordinal in range(old.owner.replicas(role)):
                 pod = self._pod(role, template, ordinal)
                 yield msgspec.structs.replace(pod, serving=True, ready=True, unready_since=None, ready_at=START)
 
     def run(self, max_steps: int) -> list[str]:
-        """Reconcile until the service has settled, nothing happens any more, or `max_steps` are done.
+        """Reconcile until the service has settled, the rollout has stopped, or `max_steps` are done.
 
         Returns:
             Why it has not settled; empty if it has.
@@ -118,7 +118,7 @@ class _Rollout:
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
-        """Do what `plan` says, in the order of the operator."""
+        """Apply `plan` to the cluster, in the order of the operator."""
         cluster, template = self._cluster, self._templates[role]
         replicas, update, present = self._owner.replicas(role), update_of(self._owner, role), cluster.of_role(role)
         done: dict[tuple[ActionName, str], list[str]] = {}
@@ -192,7 +192,7 @@ class _Rollout:
         self.steps.append(step)
 
     def _waits_for(self) -> list[str]:
-        """What is missing; empty if every member is as it should be."""
+        """Return what the rollout waits for; empty if it is complete."""
         reasons: dict[str, list[str]] = {}
         for role, template in self._templates.items():
             pods, replicas = self._cluster.of_role(role), self._owner.replicas(role)
@@ -204,7 +204,7 @@ class _Rollout:
         return [f"{', '.join(subjects)}: {reason}" for reason, subjects in reasons.items()]
 
     def _obstacle(self, pod: Pod, template: MemberTemplate) -> str:
-        """Why a member is not as it should be in the end; empty if it is."""
+        """Return why a member is not in its final state; empty if it is."""
         update = update_of(self._owner, pod.role)
         is_outdated = pod.revision != template.revision and not update.paused
         waited_s = (self._now - (pod.unready_since or self._now)).total_seconds()

@@ -11,11 +11,11 @@ from baton_operator.names import MemberRole
 ActionName = Literal["request topology", "drain", "delete", "create", "restore"]
 """restore: create a member of the earlier revision."""
 State = Literal["no room", "starting", "standby", "ready", "draining", "terminating"]
-"""standby: an engine of an expert-parallel group that is no rank of the present generation."""
+"""standby: an engine of an expert-parallel group that is not a rank of the present generation."""
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator does in one step."""
+    """One action of the operator."""
 
     action: ActionName
     role: MemberRole
@@ -34,14 +34,14 @@ class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One reconcile that did something, or found something changed."""
+    """One reconcile that acted or observed a change."""
 
     number: int
     seconds: float  # since the edit
-    events: list[str]  # what happened in the cluster since the step before
+    events: list[str]  # in the cluster, since the step before
     actions: list[Action]
     members: list[MemberRow]
-    generation: int | None  # of the expert-parallel group; 0: it has no topology; None: there is no such group
+    generation: int | None  # of the expert-parallel group. 0: it has no topology. None: there is no such group
 
 
 class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes about one role. Each pair is (before, after)."""
+    """The changes of one role. Each pair is (before, after)."""
 
     role: MemberRole
     sizes: tuple[int, int]
@@ -74,15 +74,15 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     objects: dict[str, list[str]] = {}
     #: Fields whose edits wait for the end of a pause.
     held_back: tuple[str, ...] = ()
-    #: Why it did not settle; empty if it did.
+    #: Why the service did not settle; empty if it did.
     waits_for: list[str] = []
 
     def fewest_ready(self, group: GroupChange) -> int:
-        """The least number of members of the role that took requests at a time."""
+        """Return the lowest number of members of the role that were ready at the same time."""
         return min([group.sizes[0], *(_count(step, group.role, {"ready"}) for step in self.steps)])
 
     def most_members(self, group: GroupChange) -> int:
-        """The greatest number of members of the role that existed at a time."""
+        """Return the highest number of members of the role that existed at the same time."""
         return max([group.sizes[0], *(_count(step, group.role) for step in self.steps)])
 
 

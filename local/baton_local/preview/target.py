@@ -1,4 +1,4 @@
-"""What an LLMService asks for, and what changes from one to another."""
+"""The desired state of an LLMService, and its changes from one to another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COORDINATOR = "192.0.2.1"
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One LLMService and what the operator makes of it."""
+    """One LLMService and its desired state."""
 
     spec: Object
     owner: Owner
@@ -27,10 +27,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def target_of(service: Object) -> Target:
-    """Build everything for an LLMService as it stands in a manifest.
+    """Compute the desired state of the LLMService in a manifest.
 
     Raises:
-        ValueError: an impossible spec, naming the field.
+        ValueError: the spec is invalid; the message names the field.
     """
     metadata, spec = service["metadata"], valid_spec(service["spec"])
     owner = Owner(
@@ -45,7 +45,7 @@ def target_of(service: Object) -> Target:
 
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
-    """Fields of the spec that differ, defaults filled in."""
+    """Return the fields of the specs that differ, with defaults filled in."""
     return _differences(msgspec.to_builtins(old.owner.spec), msgspec.to_builtins(new.owner.spec), "spec")
 
 
@@ -65,7 +65,7 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 
 
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
-    """Kinds and names of the objects beside the members that are created, changed and deleted."""
+    """Return kinds and names of the objects beside the members that are created, changed and deleted."""
     targets = ([] if old is None else old.desired.objects, new.desired.objects)
     before, after = ({f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets)
     return {

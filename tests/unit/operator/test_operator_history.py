@@ -69,13 +69,13 @@ def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
         return str(found["message"])
 
     service.patch({"paused": True})
-    assert updating() == "no edit waits; one would until spec.paused is false"
+    assert updating() == "no edit waits; new edits wait until spec.paused is false"
     service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
-    assert updating() == "no edit waits; one would until spec.paused is false", "of these a pause holds none back"
+    assert updating() == "no edit waits; new edits wait until spec.paused is false", "of these a pause holds none back"
     service.patch({"image": "reg/other:1", "decode": {"parallelism": {"tensor": 2}}, "gateway": {"limits": {}}})
     assert updating() == "edits of decode.parallelism, image wait until spec.paused is false"
     service.patch({"image": None, "decode": {"parallelism": None}})
-    assert updating() == "no edit waits; one would until spec.paused is false"
+    assert updating() == "no edit waits; new edits wait until spec.paused is false"
 
 
 @pytest.mark.parametrize("size", [0, 2])

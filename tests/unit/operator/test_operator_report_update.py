@@ -48,7 +48,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
         [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting", "/models/x does not exist",
     ),
     "the old one drains": (
-        [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining", "waits for demo-decode-1 to finish",
+        [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining", "waits for demo-decode-1 to drain",
     ),
     "the old one is being deleted": (
         [old(0), made(old(1), deletionTimestamp=NOW.isoformat()), new(2, ready=True)], "True", "Draining", "decode-1",

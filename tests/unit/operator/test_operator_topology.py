@@ -23,7 +23,7 @@ from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.pod_clients import CoordinatorClient
 from baton_operator.report_group import Group, group_verdict
 from baton_operator.report_topology import GroupTopology, operation_events, scaling_verdict
-from baton_operator.topology import TopologyView, asleep, of_the_key, record, recorded_for
+from baton_operator.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
 
 ADDRESS = "10.96.0.9"
 
@@ -149,7 +149,7 @@ VERDICTS: dict[str, tuple[api.TopologyStatus | None, set[str], int, tuple[str, s
     "half adopted": (status("a", "b", last=operation("committing")), {"a", "b"}, 2, ("True", "Committing", "committing")),
     "recovering": (status("a", "b", last=operation("preparing", "recover")), {"a"}, 2, ("True", "Recovering", "")),
     "placing anew": (status("a", last=operation("preparing", "rebalance")), {"a"}, 1, ("True", "Rebalancing", "")),
-    "failed": (status("a", "b", last=FAILED), {"a", "b", "c"}, 3, ("False", "ScaleFailed", "c: no memory; generation 3 goes on")),
+    "failed": (status("a", "b", last=FAILED), {"a", "b", "c"}, 3, ("False", "ScaleFailed", "no memory; generation 3 keeps")),
 }  # fmt: skip
 
 
@@ -223,8 +223,9 @@ def test_ranks_of_pods_with_another_key_are_not_waited_for() -> None:
         return {"metadata": {"name": name, "annotations": {ANNOTATION_SERVICE_KEY: key}}}
 
     known = status("m-0", "m-1", "m-2", "gone")
-    left = of_the_key(known, [with_key("m-0", "old"), with_key("m-1", "new"), {"metadata": {"name": "m-2"}}], "new")
+    pods = [with_key("m-0", "old"), with_key("m-1", "new"), {"metadata": {"name": "m-2"}}]
+    left = filter_by_service_key(known, pods, "new")
     assert left is not None
     assert [rank.name for rank in left.ranks] == ["m-1", "gone"]
     assert left.generation == known.generation
-    assert of_the_key(None, [], "new") is None
+    assert filter_by_service_key(None, [], "new") is None
