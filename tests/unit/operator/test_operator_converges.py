@@ -247,7 +247,8 @@ class Machine(RuleBasedStateMachine):
         self.service.patch({"paused": False, **mended})
 
 
-TestService = Machine.TestCase
+# Longer than it takes on a machine with other work: pytest-timeout would raise within one of kopf's tasks.
+TestService = pytest.mark.timeout(1800)(Machine.TestCase)
 TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
