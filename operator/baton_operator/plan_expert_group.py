@@ -249,8 +249,7 @@ def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> 
 def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
     """Return the last rank of a group that is to end, or all its ranks if none of their containers runs."""
     ranks = [m for m in alive if view.is_rank(m.name)]
-    is_running = len(ranks) > 1 and any(m.serving for m in ranks)
-    if is_running or view.is_changing or any(m in staying for m in ranks):
+    if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):
         return []
     # A member without room may be waiting for this place.
     groups = {m.expert_group for m in ranks}
