@@ -29,8 +29,6 @@ TIMEOUT_S = 60.0
 UNSEEN = {
     # An admission plugin looks at it whenever an object with blockOwnerDeletion is made; no request is for it.
     Right(GROUP, f"{PLURAL}/finalizers", "update"),
-    # A service that the operator has written to is read when the watch does not show it: the API server would have to be slow.
-    Right(GROUP, PLURAL, "get"),
 }
 BESIDE = [
     ("budget", "policy", "v1beta1", "poddisruptionbudgets"),
