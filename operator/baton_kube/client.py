@@ -132,7 +132,7 @@ class KubeClient:
         except aiohttp.SocketTimeoutError as error:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
         except (aiohttp.ClientError, config.ConfigException, ValueError) as error:  # ValueError: a line over the buffer
-            raise ConnectionError(f"watch {path}: {str(error) or type(error).__name__}") from error
+            raise ConnectionError(f"watch {path}: {_reason(error)}") from error
         finally:
             self.on_request("watch", path, code)
 
@@ -228,7 +228,7 @@ class KubeClient:
         except TimeoutError as error:
             raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, config.ConfigException) as error:
-            raise ConnectionError(f"{method} {self.server}{path}: {str(error) or type(error).__name__}") from error
+            raise ConnectionError(f"{method} {self.server}{path}: {_reason(error)}") from error
         finally:
             self.on_request(verb, path, code)
         if not 200 <= code <= 299:
@@ -247,6 +247,13 @@ class KubeClient:
         answer = await self._api.call_api(*request, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+def _reason(error: Exception) -> str:
+    """Return the text of an error without its URL: that of a proxy holds the password."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"HTTP {error.status} {error.message}"
+    return str(error) or type(error).__name__
 
 
 def _given(**options: str | None) -> list[tuple[str, str]]:
@@ -288,7 +295,8 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
 def _environment_proxy(server: str) -> str | None:
     """Return the proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for the server."""
     url = urlsplit(server)
-    return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
+    is_direct = proxy_bypass(url.hostname or "") or proxy_bypass(url.netloc)
+    return None if is_direct else getproxies().get(url.scheme)
 
 
 @asynccontextmanager

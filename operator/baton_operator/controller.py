@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CONCURRENCY = 4
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
+MIN_BACKOFF_S = 1.0
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
 MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
@@ -102,7 +103,8 @@ class Controller:
         service.freshness.record(kind, version)
         if kind not in MOVING_KINDS and not is_own_write:
             service.freshness = msgspec.structs.replace(service.freshness, objects_changed=True)
-        service.due.set()
+        if not (is_own_write and service.failures):  # the status of a failure must not end its backoff
+            service.due.set()
 
     def add_all(self, keys: Iterable[Key] = ()) -> None:
         """Make `keys` and all known services due with consistent reads, because events may be missing."""
@@ -126,6 +128,8 @@ class Controller:
         logs.service.set(key)
         revisit_s: float | None = None
         while self._services.get(key) is service:
+            if service.failures and revisit_s is not None:  # events shorten a backoff, but not below MIN_BACKOFF_S
+                await asyncio.sleep(min(revisit_s, MIN_BACKOFF_S))
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
@@ -164,7 +168,8 @@ class Controller:
         delay_s *= random.uniform(0.8, 1.2)  # spreads the retries of services that failed together
         if isinstance(error, KubeError) and error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_PAUSE_S)
-            self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
+            if "admission webhook" not in str(error):  # a webhook asks for one object
+                self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
         is_defect = not isinstance(error, (KubeError, OSError))
         log.warning("reconcile of %s failed, retrying in %.1f s: %s", key, delay_s, error, exc_info=is_defect)

@@ -15,7 +15,7 @@ import msgspec
 
 from baton_operator import api
 from baton_operator.api_types import ApiStruct
-from baton_operator.names import GROUP, KIND, PLURAL, VERSION
+from baton_operator.names import GROUP, KIND, PLURAL, SERVICE_NAME, VERSION
 from baton_operator.rules import add_rules
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -35,7 +35,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
             "properties": {
                 "name": {
                     "type": "string",
-                    "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$",
+                    "pattern": f"^{SERVICE_NAME.pattern}$",
                     "maxLength": api.MAX_NAME_LENGTH,
                 }
             },

@@ -14,7 +14,7 @@ from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe import Reference, condition, is_ready, parse_time
 
 #: The last line of a component whose configuration is wrong (docs/architecture.md).
-FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]*): (.*)$", re.MULTILINE)
+FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
 SIGNALLED = 128  # exit code of a process that a signal ended, minus the signal's number

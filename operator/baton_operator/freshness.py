@@ -40,7 +40,7 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
 
     def record(self, kind: str, version: str) -> None:
         """Record that an event or a read showed `version` of `kind`."""
-        if not version.isdigit() or int(version) > int(self.versions.get(kind, OLDEST)):
+        if version.isdecimal() and int(version) > int(self.versions.get(kind, OLDEST)):
             self.versions[kind] = version
 
     @contextmanager

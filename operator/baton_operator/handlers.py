@@ -82,8 +82,12 @@ def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
     if kind == names.KIND:
         yield Key(namespace, meta["name"])
         return
-    owners = {each["name"] for each in meta.get("ownerReferences") or () if each["kind"] == names.KIND}
-    yield from (Key(namespace, name) for name in owners | {meta.labels.get(names.LABEL_SERVICE, "")} if name)
+    references = [each for each in meta.get("ownerReferences") or () if each.get("controller")]  # one at most
+    owners = {
+        each["name"] for each in references if (each["apiVersion"], each["kind"]) == (names.API_VERSION, names.KIND)
+    }
+    found = owners | {meta.labels.get(names.LABEL_SERVICE, "")}
+    yield from (Key(namespace, name) for name in found if names.SERVICE_NAME.fullmatch(name))
 
 
 class NoDiffBase(kopf.DiffBaseStorage):

@@ -22,6 +22,7 @@ from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner, controlled_by
 from baton_operator.kube import Kube
+from baton_operator.problems import NameConflict
 from baton_operator.rules import valid_spec
 
 LIMIT = 10  #: Older records are deleted.
@@ -50,6 +51,7 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     if recorded_name(service) == name:
         return name
     known = await _records(kube, service)
+    served = (service.get("status") or {}).get("servedRevision")
     newest = max((each["revision"] for each in known.values()), default=0)
     present = known.pop(name, None)
     if present is not None and present["revision"] != newest:  # the spec equals an older record
@@ -57,8 +59,8 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
         await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
         present = None
     if present is None:
-        await _create(kube, owner, name, newest + 1, service["spec"])
-    for metadata in [each["metadata"] for each in known.values()][: -(LIMIT - 1)]:
+        await _create(kube, owner, service, name, newest + 1)
+    for metadata in [known[each]["metadata"] for each in list(known)[: -(LIMIT - 1)] if each != served]:
         await kube.delete("ControllerRevision", owner.namespace, metadata["name"], metadata["uid"])
     return name
 
@@ -171,18 +173,18 @@ async def _records(kube: Kube, service: Object) -> dict[str, Object]:
     return {each["metadata"]["name"]: each for each in usable}
 
 
-async def _create(kube: Kube, owner: Owner, name: str, revision: int, spec: Object) -> None:
+async def _create(kube: Kube, owner: Owner, service: Object, name: str, revision: int) -> None:
     record = {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
         "metadata": owner.metadata(name),
         "revision": revision,
-        "data": {"spec": spec},
+        "data": {"spec": service["spec"]},
     }
     try:
         await kube.create(record)
     except KubeError as error:
-        if (
-            error.reason != "AlreadyExists"
-        ):  # of another owner, so it is not used; or ours, and the reply to its creation was lost
+        if error.reason != "AlreadyExists":
             raise
+        if name not in await _records(kube, service):  # of another owner, such as a deleted service of the same name
+            raise NameConflict("ControllerRevision", name) from error

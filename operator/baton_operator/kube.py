@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
+from urllib.parse import quote
 
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_operator import names
@@ -49,7 +50,7 @@ class Kube:
         versions = ("policy/v1", "policy/v1beta1")
         served = [version for version in versions if await self._serves(version, "poddisruptionbudgets")]
         self.policy_api = served[0] if served else None
-        await self.serves_http_routes()
+        self.http_routes = await self._serves(*self.resource("HTTPRoute"))
         return await self._serves(*self.resource(names.KIND))
 
     async def serves_http_routes(self) -> bool:
@@ -74,7 +75,7 @@ class Kube:
         """Return `/apis/apps/v1/namespaces/x/deployments/y`. Without a namespace: of all namespaces."""
         version, plural = self.resource(kind)
         parts = ["apis" if "/" in version else "api", version, namespace and f"namespaces/{namespace}", plural]
-        return "/" + "/".join(part for part in (*parts, name, subresource) if part)
+        return "/" + "/".join(part for part in (*parts, quote(name or "", safe=""), subresource) if part)
 
     def resource(self, kind: str) -> tuple[str, str]:
         """Return (apiVersion, plural) of `kind`. Raises KeyError for a kind that the operator does not use."""
@@ -155,5 +156,6 @@ class Kube:
 def resource_of(path: str) -> str:
     """Return the resource in the path of an object or collection, like `llmservices/status`; empty for any other path."""
     parts = path.split("/")
-    at = next((at for at, part in enumerate(parts) if part in PLURALS), None)
+    after = parts.index("namespaces") + 2 if "namespaces" in parts else 0
+    at = next((at for at, part in enumerate(parts) if at >= after and part in PLURALS), None)
     return "" if at is None else "/".join([parts[at], *parts[at + 2 :]])

@@ -12,6 +12,7 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "LLMService"
 PLURAL = "llmservices"
+SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 MANAGER = "baton-operator"  #: Field manager of server-side apply, value of the managed-by label, source of Events.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from time import monotonic
 from typing import TypeVar
 
 import aiohttp
@@ -15,6 +17,8 @@ from baton_operator import names
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
+SILENT_S = 5.0  # an address that did not answer in time gets no request for this long: it would delay other services
+MAX_BODY_BYTES = 2**20
 
 _Reply = TypeVar("_Reply")
 
@@ -25,26 +29,46 @@ class _PodClient:
     def __init__(self, session: aiohttp.ClientSession, port: int | None = None) -> None:
         self._session = session
         self._port = port or self.port
+        self._silent_until: dict[str, float] = {}  # by authority, monotonic
 
     async def _request(
         self, method: str, host: str, path: str, key: ServiceKey | None, reply: type[_Reply], body: bytes | None = None
     ) -> _Reply | None:
         """Return the reply with status 200. None: there was no such reply, and a log line says why."""
-        authority = f"{names.url_host(host)}:{self._port}"
+        authority, now = f"{names.url_host(host)}:{self._port}", monotonic()
+        self._silent_until = {each: until for each, until in self._silent_until.items() if now < until}
+        if authority in self._silent_until:
+            return None
         headers = {"Authorization": key.bearer} if key is not None else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.request(
-                method, f"http://{authority}{path}", data=body, headers=headers, timeout=timeout
+                method,
+                f"http://{authority}{path}",
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
-                data = await response.read()
+                data = await read_body(response)
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
-                why = f"HTTP {response.status}: {data.decode(errors='replace')}"
+                why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
                 log.warning("%s refused %s %s: %s", authority, method, path, why)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            if isinstance(error, TimeoutError):
+                self._silent_until[authority] = monotonic() + SILENT_S
             log.warning("%s did not answer %s %s: %s", authority, method, path, str(error) or type(error).__name__)
         return None
+
+
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raises ValueError: it is longer than MAX_BODY_BYTES."""
+    try:
+        await response.content.readexactly(MAX_BODY_BYTES + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
 
 
 class _Drain(msgspec.Struct):

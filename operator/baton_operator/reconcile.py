@@ -314,7 +314,9 @@ class Reconciler:
             kv=observed.kv,
             held_back=observed.held_back,
         )
-        await self._write_status(service, status)
+        written = await self._write_status(service, status)
+        if written is not None:
+            observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
         for news in self._autoscaler.take_news(owner) if owner is not None else ():
             await self._events.emit(service, news.reason, news.message, warning=news.warning)
         if problem is not None and is_news(service, problem):
@@ -354,20 +356,22 @@ class Reconciler:
         except Exception:
             log.exception("%s: the defect could not be reported in the status", key)
 
-    async def _write_status(self, service: Object, status: Status) -> None:
+    async def _write_status(self, service: Object, status: Status) -> Object | None:
+        """Return the service as it is then. None: nothing was to be written, or the service is gone."""
         new = msgspec.to_builtins(status)
         if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         if _is_applied(service.get("status") or {}, new):
-            return
+            return None
         metadata = service["metadata"]
         # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
-            await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
+            return await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
         except KubeError as error:
             if error.status != 404:  # the service was deleted after it was read
                 raise
+            return None
 
 
 def _is_applied(old: Any, new: Any) -> bool:

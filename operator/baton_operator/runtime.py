@@ -155,6 +155,11 @@ class Runtime:
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
 
 
+def _pod_session() -> aiohttp.ClientSession:
+    """Return a session for requests to pods without a limit on connections: a wait for one would count into timeouts."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
 @asynccontextmanager
 async def open_runtime(
     kubeconfig: Path | str | None, resync_s: float = RESYNC_S, operator_namespace: str | None = None
@@ -167,7 +172,7 @@ async def open_runtime(
     Raises:
         ConfigException: no cluster is configured.
     """
-    async with connect(kubeconfig) as client, aiohttp.ClientSession() as session:
+    async with connect(kubeconfig) as client, _pod_session() as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
         drainer, coordinators = Drainer(session), CoordinatorClient(session)
         reconciler = Reconciler(

@@ -20,12 +20,12 @@ from baton_operator.diagnose import by_name, leaving, may_lack_objects, referenc
 from baton_operator.kube import Kube
 from baton_operator.names import Key
 from baton_operator.observe import Observation, Reference, is_ready
+from baton_operator.pod_clients import read_body
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
 #: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the first ones.
 MAX_ASKED = 16
-MAX_BODY_BYTES = 16 * 2**10
 LOADING_REASONS = ("Fetching", "Loading")
 
 
@@ -91,9 +91,9 @@ class StatusProbes:
             return None
         url, timeout = f"http://{names.url_host(host)}:{self._port}/health", aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
-            async with self._session.get(url, timeout=timeout) as response:
-                return msgspec.json.decode(await response.content.read(MAX_BODY_BYTES), type=Health)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                return msgspec.json.decode(await read_body(response), type=Health)
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError):
             return None
 
 

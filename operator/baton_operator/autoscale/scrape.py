@@ -82,7 +82,7 @@ class Scraper:
     async def _scrape(self, target: ScrapeTarget) -> Sample:
         """Raises aiohttp.ClientError, OSError, TimeoutError; ValueError: the answer is none, is too long, or is no metrics."""
         # Its certificate is for the names that clients use, not for the address of a pod.
-        request = self._session.get(target.url, ssl=False)
+        request = self._session.get(target.url, ssl=False, allow_redirects=False)
         async with self._slots, asyncio.timeout(self._timeout_s), request as response:
             if response.status != 200:
                 raise ValueError(f"HTTP {response.status} from {target.url}")

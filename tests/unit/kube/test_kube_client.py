@@ -287,6 +287,31 @@ async def test_the_proxy_of_the_environment_is_used_for_all_requests(
     assert len(server.asked) == 2
 
 
+@pytest.mark.parametrize("server", ["https://[::1]:6443", "https://10.96.0.1:443"])
+async def test_a_server_without_proxy_is_named_by_its_address(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "")
+    assert client._environment_proxy(server) == "http://proxy:3128"
+    monkeypatch.setenv("no_proxy", "::1,10.96.0.1")
+    assert client._environment_proxy(server) is None
+
+
+async def test_the_password_of_a_proxy_is_in_no_error(
+    server: ApiServer, kube: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(server, {}, status=407)
+    path = tmp_path / "kubeconfig"
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    cluster = {"name": "c", "cluster": {"server": "https://kube.invalid"}}
+    users = [{"name": "u", "user": {}}]
+    path.write_text(json.dumps({"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}))
+    monkeypatch.setenv("https_proxy", kube.server.replace("//", "//user:secret@"))
+    async with connect(path) as proxied:
+        with pytest.raises(ConnectionError) as raised:
+            await proxied.get(PODS)
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"])
 async def test_a_kubeconfig_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "kubeconfig"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 
+from baton_kube.client import KubeError
 from baton_operator import controller as module
 from baton_operator.controller import Controller, Outcome, Reconcile
 from baton_operator.freshness import Freshness, StaleReadError
@@ -187,3 +189,37 @@ async def test_after_a_list_of_a_watch_or_a_failure_reads_are_consistent() -> No
     await controller.reconcile(A)
     await controller.reconcile(B)
     assert [freshness.is_consistent for freshness in seen] == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("is_own_write", [True, False])
+async def test_an_event_does_not_end_the_backoff_of_a_failing_service(is_own_write: bool) -> None:
+    visits: list[float] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(asyncio.get_running_loop().time())
+        controller.observe(A, "LLMService", str(len(visits)), is_own_write=is_own_write)
+        raise OSError("a webhook's message that is another one each time")
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: len(visits) == 4, "four tries")
+    pauses = [after - before for before, after in pairwise(visits)]
+    assert all(pause >= 0.4 for pause in pauses), pauses
+    if is_own_write:
+        assert pauses[2] >= 1.6, "the status of a failure is no news"
+
+
+async def test_a_webhook_that_asks_for_a_pause_pauses_its_service_only() -> None:
+    visits: list[Key] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(key)
+        if key == A:
+            raise KubeError(429, "", 'admission webhook "w" denied the request', retry_after_s=60.0)
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: visits == [A], "the refused service")
+        controller.add(B)
+        await until(lambda: visits == [A, B], "the other service")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from service_simulation import NAME, Service, settled
 
-from baton_operator.history import LIMIT, held_back
+from baton_operator import names
+from baton_operator.history import LIMIT, _pod_fields, held_back
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
 
@@ -43,11 +44,11 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
     before = revisions(service)
     service.patch({"paused": True})
     service.patch({"engine": {"maxNumSeqs": 3}, "gateway": {"maxConcurrentRequests": 3}})
-    names = {pod["metadata"]["name"] for pod in service.pods()}
+    members = {pod["metadata"]["name"] for pod in service.pods()}
     deployment = service.server.get("deployments.apps", f"{NAME}-gateway")
     rounds(service)
     assert service.server.get("deployments.apps", f"{NAME}-gateway") == deployment
-    assert {pod["metadata"]["name"] for pod in service.pods()} == names
+    assert {pod["metadata"]["name"] for pod in service.pods()} == members
     assert reason(service, "Updating") == "Paused"
 
     service.nodes.pod_vanishes(f"{NAME}-decode-1")
@@ -120,9 +121,27 @@ def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgo
     for number in range(1, LIMIT + 3):
         service.patch({"engine": {"maxNumSeqs": number}})
         service.reconcile()
-    assert len(records(service)) == LIMIT
-    assert first["metadata"]["name"] not in [each["metadata"]["name"] for each in records(service)]
+    assert len(records(service)) == LIMIT + 1
+    assert records(service)[0] == first, "with which all pods were ready last"
     assert records(service)[-1]["data"]["spec"]["engine"]["maxNumSeqs"] == LIMIT + 2
+    service.settle()
+    service.patch({"engine": {"maxNumSeqs": LIMIT + 3}})
+    service.reconcile()
+    assert len(records(service)) == LIMIT
+    assert first not in records(service)
+
+
+def test_a_record_of_a_deleted_service_of_the_same_name_is_not_taken_for_its_own(service: Service) -> None:
+    (first,) = records(service)
+    service.patch({"engine": {"maxNumSeqs": 3}})
+    name = f"{NAME}-{names.content_hash(_pod_fields(service.object()['spec']))}"
+    (owner,) = first["metadata"]["ownerReferences"]
+    metadata = {**first["metadata"], "name": name, "uid": "old", "ownerReferences": [{**owner, "uid": "gone"}]}
+    service.server.cluster.store.put("controllerrevisions.apps", {**first, "metadata": metadata})
+    service.reconcile()
+    assert reason(service, "Ready") == "NameConflict"
+    service.settle()  # the garbage collector deletes it
+    assert name in [each["metadata"]["name"] for each in records(service)]
 
 
 def test_a_spec_that_returns_becomes_the_newest_record_again(service: Service) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -10,6 +14,7 @@ import pytest
 from aiohttp import web
 from services import Object, pod
 
+from baton_operator import pod_clients
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import controlled_by, member
 from baton_operator.pod_clients import Drainer
@@ -92,3 +97,63 @@ async def test_drain_answers(status: int, body: str, unfinished: int | None) -> 
 async def test_an_engine_that_is_gone_gives_no_answer() -> None:
     async with aiohttp.ClientSession() as session:
         assert await Drainer(session, port=1).drain("127.0.0.1") is None
+
+
+@asynccontextmanager
+async def drained_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[Drainer]:
+    app = web.Application()
+    app.add_routes([web.post("/drain", handler), web.post("/elsewhere", handler)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            yield Drainer(session, port=runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_redirect_of_a_pod_is_not_followed() -> None:
+    asked: list[str] = []
+
+    async def redirect(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=307, headers={"Location": "/elsewhere"}, text='{"unfinished": 0}')
+
+    async with drained_by(redirect) as drainer:
+        assert await drainer.drain("127.0.0.1") is None
+    assert asked == ["/drain"]
+
+
+async def test_no_more_of_a_reply_is_read_than_a_reply_can_have() -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 2**16)
+            sent += 2**16
+
+    async with drained_by(endless) as drainer:
+        assert await drainer.drain("127.0.0.1") is None
+    assert sent < 64 * pod_clients.MAX_BODY_BYTES
+
+
+async def test_an_address_that_is_silent_holds_up_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_clients, "TIMEOUT_S", 0.2)
+    asked = 0
+
+    async def silent(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with drained_by(silent) as drainer:
+        assert [await drainer.drain("127.0.0.1") for _ in range(3)] == [None, None, None]
+        assert asked == 1
+        monkeypatch.setattr(pod_clients, "monotonic", lambda: monotonic() + pod_clients.SILENT_S)
+        await drainer.drain("127.0.0.1")
+        assert asked == 2
