@@ -39,7 +39,7 @@ class Former(msgspec.Struct, frozen=True):
 
 
 async def record(kube: Kube, owner: Owner, service: Object) -> str:
-    """Record the spec as the newest one, and delete the oldest records beyond LIMIT.
+    """Record the spec as the newest one. Delete the oldest records beyond LIMIT, but not the one that served last.
 
     Returns:
         The record's name, for `status.specRevision`: the same for specs that make the same pods.
