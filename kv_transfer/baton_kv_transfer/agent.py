@@ -24,7 +24,7 @@ from baton_kv_transfer.transports.base import Descriptors, TransportError, XferS
 
 INIT_AGENT = "NIXL_INIT_AGENT"
 """Agent name of the local side in prep_xfer_dlist."""
-TRANSPORTS = ("ucx", "nixl", "inproc")
+TRANSPORTS = ("ucx", "tcp", "shm", "auto", "nixl", "inproc")
 
 
 class RegDescs:
@@ -73,6 +73,11 @@ class Agent(abc.ABC):
     @abc.abstractmethod
     def num_refused(self) -> int:
         """Descriptors that peers named, this side was to execute, and refused: they were outside registered memory."""
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes sent and received so far, by transport and lane, such as `ucx tcp/lo`. (Not in NIXL.)"""
+        return {}
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from baton_engine.protocol.config import KVTransferConfig
 from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.connector import KVConnectorWorker
 
-TRANSPORTS = ("ucx", "nixl", "inproc")
+TRANSPORTS = ("ucx", "tcp", "shm", "auto", "nixl", "inproc")
 MODES = ("pull", "push")
 
 

@@ -25,7 +25,7 @@ from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs
 from baton_kv_transfer.transports import create_transport
 from baton_kv_transfer.transports.base import Descriptors, Operation, Region, TransportError, XferState
 
-_METADATA_VERSION = 3
+_METADATA_VERSION = 4
 _DIGEST_BYTES = 8
 
 
@@ -34,8 +34,8 @@ class AgentMetadata(msgspec.Struct, array_like=True):
     name: str
     transport: str
     address: bytes
-    regions: list[tuple[int, int, bytes, str, int]]
-    """(address, length, key, memory type, device id) of each registered region."""
+    regions: list[tuple[int, int, str, int]]
+    """(address, length, memory type, device id) of each registered region."""
 
 
 class _Peer:
@@ -119,6 +119,10 @@ class TransportAgent(Agent):
     def num_refused(self) -> int:
         return self._transport.num_refused
 
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return self._transport.bytes_moved
+
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._transport.set_wakeup(wakeup)
 
@@ -145,7 +149,7 @@ class TransportAgent(Agent):
 
     def get_agent_metadata(self) -> bytes:
         with self._lock:
-            regions = [(r.address, r.length, r.key, r.mem_type, r.device_id) for r in self._regions]
+            regions = [(r.address, r.length, r.mem_type, r.device_id) for r in self._regions]
             address = self._transport.address()
         packed = msgspec.msgpack.encode(
             AgentMetadata(_METADATA_VERSION, self.name, self._transport_name, address, regions)

@@ -33,11 +33,10 @@ class XferState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered piece of memory, and what a peer needs to reach it."""
+    """One registered piece of memory."""
 
     address: int
     length: int
-    key: bytes = b""
     mem_type: str = "DRAM"
     """One of MEM_TYPES."""
     device_id: int = 0
@@ -60,6 +59,11 @@ class Transport(abc.ABC):
 
     num_refused: int = 0
     """Descriptors that peers named, this side was to execute, and refused: they were outside registered memory."""
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes sent and received so far, by transport and lane, such as `ucx tcp/lo`."""
+        return {}
 
     @abc.abstractmethod
     def address(self) -> bytes:

@@ -83,7 +83,7 @@ class _RegDescs(RegDescs):
 
     @property
     def regions(self) -> list[Region]:
-        return [Region(address, length, b"", self.mem_type, device_id) for address, length, device_id, _ in self.rows]
+        return [Region(address, length, self.mem_type, device_id) for address, length, device_id, _ in self.rows]
 
 
 class _Dlist(DlistHandle):

@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Region, XferState
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_protocol import (
-    HELLO,
-    TCPAddress,
-    TCPHello,
-    encode_request,
-)
+from baton_kv_transfer.transports.lane_protocol import HELLO, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.rows import FRAME_BYTES
-from baton_kv_transfer.transports.tcp_lane import TCPLane
+from baton_kv_transfer.transports.tcp.clients import Address, Hello
+from baton_kv_transfer.transports.tcp.lane import TCPLane
 from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 2**20
@@ -50,8 +46,8 @@ class LaneHere:
         self.lane.register(self.region)
 
     @property
-    def address(self) -> TCPAddress:
-        return msgspec.msgpack.decode(self.lane.address(), type=TCPAddress)
+    def address(self) -> Address:
+        return msgspec.msgpack.decode(self.lane.address(), type=Address)
 
     def post(
         self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""
@@ -78,7 +74,7 @@ class Raw:
         """One whose hello is accepted, if it has a name."""
         raw = cls(socket.create_connection((lane.address.host, lane.address.port)))
         if name:
-            raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(lane.address.secret, name)))
+            raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(lane.address.secret, name)))
         return raw
 
     def send(self, kind: int, number: int, payload: bytes = b"") -> None:

@@ -26,7 +26,7 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_kv_transfer.transports.ucx import UCXTransport
+from baton_kv_transfer.transports import create_transport
 
 
 class Side:
@@ -226,7 +226,7 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
 
 
 def test_removing_a_peer_of_a_closed_transport_does_nothing() -> None:
-    transport = UCXTransport("closed")
+    transport = create_transport("auto", "closed")
     transport.add_peer("p", transport.address(), [])
     transport.close()
     transport.remove_peer("p")

@@ -12,7 +12,6 @@ import pytest
 from kv_processes import wait_for
 from tcp_lane_rig import HEADER, LENGTH, WORDS, LaneHere, Raw, end, rows
 
-from baton_kv_transfer.transports import tcp_clients
 from baton_kv_transfer.transports.base import XferState
 from baton_kv_transfer.transports.framed_socket import DATA
 from baton_kv_transfer.transports.iovec import pack
@@ -22,11 +21,11 @@ from baton_kv_transfer.transports.lane_protocol import (
     NOTIF,
     READ,
     WRITE,
-    TCPAddress,
-    TCPHello,
     encode_request,
 )
 from baton_kv_transfer.transports.rows import FRAME_BYTES
+from baton_kv_transfer.transports.tcp import clients as tcp_clients
+from baton_kv_transfer.transports.tcp.clients import Address, Hello
 
 # -- who may connect, and ask for what
 
@@ -51,7 +50,7 @@ def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., Lan
         raw.send(HELLO, 0, b"\x93\xc4\x00\xa1x" + b"\x91" * 4000 + b"\xc0")
     else:
         secret = b"0" * 16 if hello == "wrong secret" else owner.address.secret
-        raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(secret, "" if hello == "no name" else "raw")))
+        raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(secret, "" if hello == "no name" else "raw")))
     assert raw.is_cut_off()
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     peer = tcp_lanes("peer")
@@ -209,7 +208,7 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
 def test_an_owner_that_answers_wrong_ends_the_transfer_in_err(tcp_lanes: Callable[..., LaneHere], answer: str) -> None:
     one = tcp_lanes("one")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        one.lane.add_peer("liar", msgspec.msgpack.encode(TCPAddress(*server.getsockname(), b"s")))
+        one.lane.add_peer("liar", msgspec.msgpack.encode(Address(*server.getsockname(), b"s")))
         read = one.post("READ", "liar", rows(one.words, (0, 8)), rows(one.words, (0, 8)))
         raw = Raw(server.accept()[0])
         assert raw.receive()[0] == HELLO

@@ -3,10 +3,9 @@
     READ    the reader copies, without the peer's help
     WRITE   a request to the peer, which checks every descriptor against what it registered, copies, and answers
 
-Requests, answers and notifications go over a unix socket of the peer. Who connects says the cell of the peer, which comes with
-its metadata; the kernel says which process it is. Both sides must share boot, pid and network namespace. One thread per lane
-does all of it in turns of one batch (`lane_thread`), and what others ask for (`same_host_clients`); a small read is done at once by
-its caller.
+Requests, answers and notifications go over a unix socket of the peer. The side that connects sends the cell of the peer, which
+comes with its metadata; the kernel tells which process it is. Both sides must share boot, pid and network namespace. A small read
+is done at once by its caller.
 """
 
 from __future__ import annotations
@@ -17,24 +16,17 @@ import socket
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from baton_kv_transfer.transports.base import Region, TransportError
-from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_link import Link
-from baton_kv_transfer.transports.lane_protocol import (
-    HELLO,
-    NOTIF,
-    WRITE,
-    Hello,
-    LaneAddress,
-    encode_write,
-    get_location,
-)
+from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, WRITE
 from baton_kv_transfer.transports.lane_thread import Job, LaneThread
-from baton_kv_transfer.transports.same_host_clients import SameHostClients
+from baton_kv_transfer.transports.lanes import Lane
+from baton_kv_transfer.transports.shm.clients import SHMClients
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports.shm.messages import Hello, HostAddress, encode_write, get_location
 from baton_kv_transfer.transports.transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -48,9 +40,8 @@ class _Peer:
 
     link: Link
 
-    def __init__(self, name: str, address: LaneAddress, process: Process, regions: list[Region]) -> None:
+    def __init__(self, name: str, address: HostAddress, process: Process) -> None:
         self.name = name
-        self.device_regions = [index for index, region in enumerate(regions) if region.mem_type != "DRAM"]
         self.address = address
         self.process = process
         self.error = ""
@@ -58,44 +49,44 @@ class _Peer:
         """Shown to the peer: requests are void once it is cleared."""
 
 
-class SameHostLane:
-    """Methods may be called from any thread, save where noted."""
-
+class SHMLane(Lane):
     def __init__(
-        self, thread: LaneThread, name: str, deliver: Callable[[str, bytes], None], wakeup: Callable[[], None]
+        self,
+        thread: LaneThread,
+        name: str,
+        host: str,
+        deliver: Callable[[str, bytes], None],
+        wakeup: Callable[[], None],
     ) -> None:
-        """Before the thread starts.
-
-        Args:
-            deliver: called by the lane's thread with (sender, notification).
-            wakeup: called after a transfer ended.
-        """
+        """See Lane; `host` is not used."""
         self._name = name
         self._wakeup = wakeup
         self._peers: dict[str, _Peer] = {}
         self._thread = thread
-        self._clients = SameHostClients(thread, deliver)
+        self._clients = SHMClients(thread, deliver)
         self._clients.open()
 
     @property
     def num_refused(self) -> int:
         return self._clients.num_refused
 
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return {"shm process_vm_readv": self._clients.num_copied}
+
     def address(self) -> bytes:
         return self._clients.address
 
     def register(self, region: Region) -> None:
-        """Peers may write to it from here on."""
         self._thread.mailbox.call(lambda: self._clients.add_region(region))
 
     def deregister(self, region: Region) -> None:
-        """When this returns, no peer's write reaches it any more."""
         self._thread.mailbox.call(lambda: self._clients.forget_region(region))
 
-    def add_peer(self, name: str, address: bytes, regions: list[Region]) -> None:
-        """Makes a peer known if the lane reaches it. One read of a few bytes; no word to the peer."""
+    def add_peer(self, name: str, address: bytes) -> None:
+        """One read of a few bytes of its memory tells whether the lane reaches it."""
         self.remove_peer(name)
-        peer = self._reach(name, address, regions)
+        peer = self._reach(name, address)
         if peer is not None:
             peer.link = Link(
                 self._thread,
@@ -118,9 +109,8 @@ class SameHostLane:
                 del self._peers[name]
 
     def begin(self, transfer: Transfer) -> bool:
-        """False: not the lane's, the peer is not reached or its memory is none of the host's."""
         peer = self._peers.get(transfer.peer)
-        if peer is None or (peer.device_regions and np.isin(transfer.regions, peer.device_regions).any()):
+        if peer is None:
             return False
         if transfer.op == "WRITE":
             peer.link.post(WRITE, encode_write(transfer.notif, pack(transfer.local), pack(transfer.remote)), transfer)
@@ -129,24 +119,21 @@ class SameHostLane:
         if copy.nbytes > INLINE_BYTES or peer.error or peer.process.busy:
             self._thread.mailbox.submit(lambda: self._read(peer, transfer, copy))
         else:
-            self._end_read(peer, transfer, _copy_all(copy))
+            self._end_read(peer, transfer, copy, _copy_all(copy))
         return True
 
     def send_notif(self, name: str, message: bytes) -> bool:
-        """False: the peer is not reached."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.link.post(NOTIF, message)
         return peer is not None
 
     def fence(self) -> None:
-        """See Transport.fence."""
         self._thread.mailbox.call(self._fence)
 
     # -- the lane's thread
 
     def end(self) -> None:
-        """When the thread does."""
         self._cut_off("the transport was closed")
 
     def _fence(self) -> None:
@@ -165,28 +152,27 @@ class SameHostLane:
 
     # -- to peers
 
-    def _reach(self, name: str, packed: bytes, regions: list[Region]) -> _Peer | None:
-        if not packed:
-            return None
+    def _reach(self, name: str, packed: bytes) -> _Peer | None:
         try:
-            address = msgspec.msgpack.decode(packed, type=LaneAddress)
+            address = msgspec.msgpack.decode(packed, type=HostAddress)
             if (address.boot_id, address.pid_namespace, address.network_namespace) != get_location():
                 return None
-            return _Peer(name, address, Process(address.pid, address.cell_address, address.cell), regions)
+            return _Peer(name, address, Process(address.pid, address.cell_address, address.cell))
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
             logger.info("no same-host lane to %s: %s", name, error)
             return None
 
     def _read(self, peer: _Peer, transfer: Transfer, copy: BatchedCopy) -> None:
         def finish(error: str) -> None:
-            self._end_read(peer, transfer, error)
+            self._end_read(peer, transfer, copy, error)
 
         if peer.error:
             finish(peer.error)
         else:
             self._thread.jobs.append(Job(copy, finish, peer))
 
-    def _end_read(self, peer: _Peer, transfer: Transfer, error: str) -> None:
+    def _end_read(self, peer: _Peer, transfer: Transfer, copy: BatchedCopy, error: str) -> None:
+        self._clients.num_copied += 0 if error else copy.nbytes
         if transfer.notif and not error:
             peer.link.post(NOTIF, transfer.notif)
         transfer.end(error and f"READ of {peer.name}'s memory: {error}")

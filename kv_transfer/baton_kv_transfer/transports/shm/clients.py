@@ -12,21 +12,18 @@ from collections.abc import Callable
 import msgspec
 
 from baton_kv_transfer.transports.base import Region
-from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside
+from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside, total_bytes
 from baton_kv_transfer.transports.lane_protocol import (
     ANSWER,
     HELLO,
     MAX_HELLO_BYTES,
     NOTIF,
     WRITE,
-    Hello,
-    LaneAddress,
-    decode_write,
-    get_location,
 )
 from baton_kv_transfer.transports.lane_thread import Job, LaneThread
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports.shm.messages import Hello, HostAddress, decode_write, get_location
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +40,15 @@ class _Client:
         self.process: Process | None = None
 
 
-class SameHostClients:
+class SHMClients:
     """All methods belong to the lane's thread, save `address`."""
 
     address: bytes
     """What a process of the same host needs to connect, packed."""
     num_refused = 0
     """Descriptors outside registered memory."""
+    num_copied = 0
+    """Bytes copied into memory here, also by reads of this side."""
 
     def __init__(self, thread: LaneThread, deliver: Callable[[str, bytes], None]) -> None:
         """`deliver` is called with (sender, notification)."""
@@ -80,7 +79,7 @@ class SameHostClients:
         self._thread.watch(server.fileno(), self._accept)
         here = get_location()
         self.address = msgspec.msgpack.encode(
-            LaneAddress(*here, os.getpid(), self._cell.address, self._cell.value, server.getsockname())
+            HostAddress(*here, os.getpid(), self._cell.address, self._cell.value, server.getsockname())
         )
 
     def close(self) -> None:
@@ -134,6 +133,7 @@ class SameHostClients:
         notif, source, target = decode_write(request)
 
         def finish(error: str) -> None:
+            self.num_copied += 0 if error else total_bytes(target)
             if not error and notif:
                 self._deliver(client.name, notif)
             try:

@@ -3,9 +3,9 @@
     READ    a request to the owner, which checks every row against what it registered and sends their bytes
     WRITE   a request to the owner and the bytes; it checks the rows, stores, delivers the notification and answers
 
-Who asks connects, and all about what it asked for goes over that connection (`lane_link`, `tcp_clients`). It says the secret that
-comes with the peer's metadata. Bytes go straight from and into the rows (`rows`), in frames that take turns (`framed_socket`); what
-arrives for no transfer under way is thrown away. One thread per lane; small things are sent by their caller at once.
+The side that asks connects, and everything about its requests goes over that connection (`lane_link`, `clients`). It sends the
+secret that comes with the peer's metadata. Bytes go straight from and into the rows (`rows`), in frames that take turns
+(`framed_socket`); what arrives for no transfer under way is thrown away.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from baton_kv_transfer.transports.base import Region, TransportError
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_link import Link
-from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, READ, WRITE, TCPAddress, TCPHello, encode_request
+from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, READ, WRITE, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import Lane
 from baton_kv_transfer.transports.rows import Rows
-from baton_kv_transfer.transports.tcp_clients import TCPClients, set_options
+from baton_kv_transfer.transports.tcp.clients import Address, Hello, TCPClients, set_options
 from baton_kv_transfer.transports.transfer import Transfer
 
 
-class TCPLane:
-    """Methods may be called from any thread, save where noted."""
-
+class TCPLane(Lane):
     def __init__(
         self,
         thread: LaneThread,
@@ -41,12 +40,7 @@ class TCPLane:
         deliver: Callable[[str, bytes], None],
         wakeup: Callable[[], None],
     ) -> None:
-        """Before the thread starts.
-
-        Args:
-            host: address to listen at, and to be reached at.
-            deliver: called by the lane's thread with (sender, notification).
-            wakeup: called after a transfer ended.
+        """See Lane.
 
         Raises:
             OSError: `host` is no address of this machine.
@@ -61,21 +55,22 @@ class TCPLane:
     def num_refused(self) -> int:
         return self._clients.num_refused
 
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return {"tcp sockets": self._clients.moved["data"]}
+
     def address(self) -> bytes:
         return self._clients.address
 
     def register(self, region: Region) -> None:
-        """Peers may read and write it from here on."""
         self._thread.mailbox.call(lambda: self._clients.add_region(region))
 
     def deregister(self, region: Region) -> None:
-        """When this returns, nothing of a peer reaches it any more."""
         self._thread.mailbox.call(lambda: self._clients.forget_region(region))
 
     def add_peer(self, name: str, address: bytes) -> None:
-        """Raises ValueError: not an address."""
         self.remove_peer(name)
-        where = msgspec.msgpack.decode(address, type=TCPAddress)
+        where = msgspec.msgpack.decode(address, type=Address)
         ipaddress.ip_address(where.host)  # a name would have to be looked up, which takes its time
         if not 0 < where.port < 2**16:
             raise ValueError(f"agent {name} says that it listens at port {where.port}")
@@ -88,27 +83,24 @@ class TCPLane:
                 self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
                 del self._links[name]
 
-    def begin(self, transfer: Transfer) -> None:
+    def begin(self, transfer: Transfer) -> bool:
         link = self._links.get(transfer.peer)
         if link is None:
-            transfer.end(f"agent {transfer.peer} is not known: add_remote_agent first")
-            self._wakeup()
-        elif transfer.op == "READ":
-            request = encode_request(b"", pack(transfer.remote))
-            link.post(READ, request, transfer, incoming=Rows(pack(transfer.local)))
+            return False
+        rows = Rows(pack(transfer.local))
+        if transfer.op == "READ":
+            link.post(READ, encode_request(b"", pack(transfer.remote)), transfer, incoming=rows)
         else:
-            request = encode_request(transfer.notif, pack(transfer.remote))
-            link.post(WRITE, request, transfer, outgoing=Rows(pack(transfer.local)))
+            link.post(WRITE, encode_request(transfer.notif, pack(transfer.remote)), transfer, outgoing=rows)
+        return True
 
-    def send_notif(self, name: str, message: bytes) -> None:
-        """Raises TransportError: no such peer."""
+    def send_notif(self, name: str, message: bytes) -> bool:
         link = self._links.get(name)
-        if link is None:
-            raise TransportError(f"agent {name} is not known: add_remote_agent first")
-        link.post(NOTIF, message)
+        if link is not None:
+            link.post(NOTIF, message)
+        return link is not None
 
     def fence(self) -> None:
-        """See Transport.fence."""
         self._thread.mailbox.call(self._fence)
 
     # -- the lane's thread
@@ -118,7 +110,6 @@ class TCPLane:
         self._clients.cut_off()
 
     def end(self) -> None:
-        """When the thread does."""
         self._give_up_all("the transport was closed")
         self._clients.close()
 
@@ -128,16 +119,16 @@ class TCPLane:
             if link is not None:
                 link.give_up(reason)
 
-    def _connect(self, where: TCPAddress) -> FramedSocket:
+    def _connect(self, where: Address) -> FramedSocket:
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         end = socket.socket(family, socket.SOCK_STREAM)
         try:
             set_options(end)
-            link = FramedSocket(end, takes_data=True)
+            link = FramedSocket(end, takes_data=True, moved=self._clients.moved)
             error = end.connect_ex((where.host, where.port))
             if error not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
-            link.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(where.secret, self._name)))
+            link.send(HELLO, 0, msgspec.msgpack.encode(Hello(where.secret, self._name)))
         except OSError:
             end.close()
             raise

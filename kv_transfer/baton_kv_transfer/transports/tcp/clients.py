@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -21,14 +22,29 @@ from baton_kv_transfer.transports.lane_protocol import (
     NOTIF,
     READ,
     WRITE,
-    TCPAddress,
-    TCPHello,
     decode_request,
 )
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.rows import Rows
 
 logger = logging.getLogger(__name__)
+
+
+class Address(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer needs to connect."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a connection."""
+
+    secret: bytes
+    """The peer's, as proof of its metadata."""
+    name: str
+
 
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 128
@@ -69,6 +85,8 @@ class TCPClients:
     """What a peer needs to connect, packed."""
     num_refused = 0
     """Descriptors outside registered memory."""
+    moved: Counter[str]
+    """Data bytes of all connections, also of those that this side opened."""
 
     def __init__(self, thread: LaneThread, host: str, deliver: Callable[[str, bytes], None]) -> None:
         """Listens, before the thread starts.
@@ -81,6 +99,7 @@ class TCPClients:
         """
         self._thread = thread
         self._deliver = deliver
+        self.moved = Counter()
         self._regions: list[Region] = []
         self._clients: list[_Client] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -126,7 +145,7 @@ class TCPClients:
     def _draw_secret(self) -> None:
         self._secret = os.urandom(_SECRET_BYTES)
         host, port = self._here
-        self.address = msgspec.msgpack.encode(TCPAddress(host, port, self._secret))
+        self.address = msgspec.msgpack.encode(Address(host, port, self._secret))
 
     def _listen(self) -> None:
         self._thread.watch(self._server.fileno(), self._accept)
@@ -143,7 +162,7 @@ class TCPClients:
         if len(strangers) >= MAX_STRANGERS:
             self._drop(strangers[0], "too many do not say hello")
         set_options(end)
-        client = _Client(FramedSocket(end, MAX_HELLO_BYTES), f"{where[0]}:{where[1]}")
+        client = _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self.moved), f"{where[0]}:{where[1]}")
         self._clients.append(client)
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
         self._thread.watch(client.link.fileno(), lambda: self._serve(client))
@@ -179,7 +198,7 @@ class TCPClients:
             raise ConnectionError(f"message {number} of kind {kind} makes no sense")
 
     def _greet(self, client: _Client, kind: int, payload: bytes) -> None:
-        hello = msgspec.msgpack.decode(payload, type=TCPHello) if kind == HELLO else TCPHello(b"", "")
+        hello = msgspec.msgpack.decode(payload, type=Hello) if kind == HELLO else Hello(b"", "")
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
             raise ConnectionError("it does not know this agent's metadata")
         client.name = hello.name

@@ -1,0 +1,497 @@
+"""Connections to remote UCX workers, and the requests that the two sides of each serve for one another.
+
+Memory is only touched by its owner's process, after it checked every row of a request against what it registered. Each request
+that UCX holds belongs to a connection. A connection that fails, falls silent or is given up is cut: UCX closes its endpoint by
+force, and a transfer ends when UCX has given back all its memory. If UCX does not, the worker itself is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import hmac
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from baton_kv_transfer.transports.base import Region
+from baton_kv_transfer.transports.iovec import RUN_BYTES, check, count_outside, pack
+from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx.library import UCXError
+from baton_kv_transfer.transports.ucx.messages import DATA_BIT, Done, Go, Hello, Message, Notif, Read, Refused, Write
+from baton_kv_transfer.transports.ucx.streams import Stream
+from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXContext, UCXWorker
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 10
+"""A peer with transfers under way of which nothing arrives for this long is given up."""
+RETURN_TIMEOUT_S = 0.5
+"""How long UCX may take to give back the memory of a cut connection before its worker is replaced."""
+NETWORK_TIMEOUT_S = 20.0
+"""How long a fence waits for a network to make a new worker on."""
+RETRY_S = 0.5
+_TICK_S = 1.0
+_ROUNDS = 4
+_SECRET_BYTES = 16
+
+
+class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer needs to connect."""
+
+    worker: bytes
+    secret: bytes
+
+
+class Outgoing:
+    """A transfer that this side began. `is_answered`: nothing of the peer is waited for but data."""
+
+    def __init__(self, transfer: Transfer, stream: Stream) -> None:
+        self.transfer = transfer
+        self.stream = stream
+        self.is_answered = transfer.op == "READ"
+
+
+class Connection:
+    """An endpoint of UCX with what depends on it."""
+
+    def __init__(self, worker: UCXWorker, address: bytes, on_close: Callable[[int], None], moved: Counter[str]) -> None:
+        """
+        Args:
+            on_close: called with `session` when UCX says that the connection failed.
+            moved: bytes by lanes, to add to.
+
+        Raises:
+            UCXError: the address is none that UCX reaches from here.
+        """
+        self.address = address
+        self.session = messages.new_session()
+        self.peer_session: int | None = None  # announced by the peer's HELLO
+        self.peer_name = ""
+        self.has_greeted = False
+        self.error = ""
+        self.silent_ticks = 0
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: dict[int, Stream] = {}
+        self._worker = worker
+        self._moved = moved
+        self._lanes = ""
+        self._outbox: deque[bytes] = deque()
+        self._sending: bytes | None = None
+        self._num_held = 0
+        self._is_cut = False
+        self._endpoint: Any = worker.connect(address, on_close, self.session)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.outgoing or self.incoming or self._num_held)
+
+    def fail(self, reason: str) -> None:
+        """Marks the connection to be cut."""
+        self.error = self.error or reason
+
+    def cut(self) -> None:
+        """Nothing arrives over it any more; streams end as UCX gives their memory back."""
+        self._outbox.clear()
+        self._is_cut = True
+        self._num_held += 1
+        self._worker.disconnect(self._endpoint, self._release)
+        for stream in [*self.incoming.values(), *(out.stream for out in self.outgoing.values())]:
+            stream.stop(self.error)
+
+    def drop(self) -> None:
+        """The endpoint's last reference, before its worker is destroyed."""
+        self._endpoint = None
+
+    def tell(self, message: Message) -> None:
+        """Sends after what was told before; UCX alone would let a short message overtake a long one."""
+        self._outbox.append(messages.encode(message))
+        if self._sending is None and not self.error:
+            self._send_next()
+
+    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        self._num_held += 1
+        return self._worker.send(self._endpoint, tag, buffer, self._counted(buffer.nbytes, on_end))
+
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        self._num_held += 1
+        return self._worker.receive(tag, buffer, self._counted(buffer.nbytes, on_end))
+
+    def cancel(self, request: Request) -> None:
+        self._worker.cancel(request)
+
+    def _counted(self, nbytes: int, on_end: Callable[[str], None]) -> Callable[[str], None]:
+        def end(error: str) -> None:
+            if not error:
+                self._lanes = self._lanes or self._worker.query_lanes(self._endpoint)
+                self._moved[self._lanes] += nbytes
+                self.silent_ticks = 0
+            self._release(error)
+            on_end(error)
+
+        return end
+
+    def _send_next(self) -> None:
+        packed = self._sending = self._outbox.popleft()
+        address = c.cast(c.c_char_p(packed), c.c_void_p).value
+        assert address is not None, "a message is not empty"
+        self._num_held += 1
+        buffer = Buffer(address, len(packed), len(packed))
+        self._worker.send(self._endpoint, messages.CONTROL_TAG, buffer, self._sent)
+
+    def _sent(self, error: str) -> None:
+        self._sending = None
+        self._release(error)
+        if error:
+            self.fail(error)
+        elif self._outbox:
+            self._send_next()
+
+    def _release(self, error: str) -> None:
+        self._num_held -= 1
+        if self._is_cut and not self._num_held:
+            self.drop()
+
+
+class Connections:
+    """All methods but the constructor belong to the thread, save `address`."""
+
+    address: bytes
+    """The packed PeerAddress."""
+    num_refused = 0
+
+    def __init__(
+        self,
+        thread: LaneThread,
+        context: UCXContext,
+        name: str,
+        deliver: Callable[[str, bytes], None],
+        wakeup: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            deliver: called with (sender, notification).
+            wakeup: called after a transfer ended.
+
+        Raises:
+            UCXError: the network is down.
+        """
+        self._thread = thread
+        self._context = context
+        self._name = name
+        self._deliver = deliver
+        self._wakeup = wakeup
+        self.regions: list[Region] = []
+        self.moved: Counter[str] = Counter()
+        self._by_address: dict[bytes, Connection] = {}
+        self._by_session: dict[int, Connection] = {}
+        self._cut: list[Connection] = []
+        self._closed: list[int] = []  # sessions whose endpoints failed
+        self._is_ticking = False
+        self._worker: UCXWorker | None = None
+        self._use_worker(context.create_worker())
+
+    # -- transfers of this side
+
+    def begin(self, peer: PeerAddress, transfer: Transfer) -> None:
+        try:
+            connection = self._connect(peer, transfer.peer)
+            self._begin(connection, transfer)
+        except (UCXError, ValueError) as error:
+            transfer.end(f"{transfer.op} of {transfer.peer}'s memory: {error}")
+            self._wakeup()
+
+    def notify(self, peer: PeerAddress, name: str, message: bytes) -> None:
+        try:
+            connection = self._connect(peer, name)
+            connection.tell(Notif(connection.session, message))
+        except UCXError as error:
+            logger.warning("notification to %s was lost: %s", name, error)
+
+    def disconnect(self, peer: PeerAddress, reason: str) -> None:
+        """Ends what this side began with a peer."""
+        connection = self._by_address.get(peer.worker)
+        if connection is not None and (connection.outgoing or connection.peer_session is None):
+            connection.fail(reason)
+            self._cut_failed()
+
+    def forget_region(self, region: Region) -> None:
+        """When this returns, nothing of a peer reaches the memory any more."""
+        self.regions.remove(region)
+        for connection in self._by_address.values():
+            if any(count_outside(stream.pieces.iovec, self.regions) for stream in connection.incoming.values()):
+                connection.fail("memory that was used was deregistered")
+        if self._cut_failed() and not self._wait_for_memory():
+            self._replace_worker()
+
+    def fence(self) -> None:
+        """Cuts all connections and replaces the worker: what peers know of this side leads nowhere any more.
+
+        Raises:
+            UCXError: no worker can be made, the network is down.
+        """
+        self._cut_all("this agent cut all its peers off")
+        self._replace_worker()
+
+    def end(self) -> None:
+        self._cut_all("the transport was closed")
+        self._drop_worker()
+
+    # -- progress
+
+    def progress(self) -> bool:
+        """Does what there is to do at once; whether there is more."""
+        worker = self._worker
+        if worker is None:
+            return False
+        for _ in range(_ROUNDS):
+            worker.progress()
+            while arrived := worker.probe(0, DATA_BIT):
+                self._take(worker, *arrived)
+            while arrived := worker.probe(DATA_BIT, DATA_BIT):  # of a transfer that was given up, or of a stranger
+                worker.take(arrived[0], Buffer(0, 0, 0), lambda error: None)
+            self._cut_failed()
+            if worker.arm():
+                return False
+        return True
+
+    def _take(self, worker: UCXWorker, message: int, nbytes: int) -> None:
+        content = bytearray(nbytes if nbytes <= messages.MAX_MESSAGE_BYTES else 0)
+        address = c.addressof(c.c_char.from_buffer(content)) if content else 0
+
+        def on_end(error: str) -> None:
+            if content and not error:
+                self._handle(content)
+
+        worker.take(message, Buffer(address, len(content), len(content)), on_end)
+
+    def _handle(self, content: bytearray) -> None:
+        try:
+            message = messages.decode(content)
+        except (msgspec.DecodeError, RecursionError) as error:
+            logger.info("a message of %d bytes is not understood: %s", len(content), error)
+            return
+        if isinstance(message, Hello):
+            self._greet(message)
+            return
+        connection = self._by_session.get(message.session)
+        if connection is None or connection.error:
+            return  # of a connection that was cut, or of a stranger
+        connection.silent_ticks = 0
+        if message.session == connection.peer_session and isinstance(message, Read | Write):
+            self._serve(connection, message)
+        elif message.session == connection.peer_session and isinstance(message, Notif):
+            self._deliver(connection.peer_name, message.message)
+        elif message.session == connection.session and isinstance(message, Go | Refused | Done):
+            self._take_answer(connection, message)
+
+    def _greet(self, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.secret, self._secret):
+            logger.info("a message of a stranger who says that it is %s was ignored", hello.name)
+            return
+        connection = self._by_address.get(hello.address)
+        if connection is not None and connection.peer_session not in (None, hello.session):
+            connection.fail(f"{hello.name} connected again")
+            self._cut_failed()
+            connection = None
+        if connection is None:
+            try:
+                connection = self._open(hello.address)
+            except UCXError as error:
+                logger.info("no connection back to %s: %s", hello.name, error)
+                return
+        connection.peer_session, connection.peer_name = hello.session, hello.name
+        self._by_session[hello.session] = connection
+
+    # -- transfers that peers began
+
+    def _serve(self, connection: Connection, request: Read | Write) -> None:
+        try:
+            check(request.rows)
+            outside = count_outside(request.rows, self.regions)
+            if outside:
+                self.num_refused += outside
+                count = len(request.rows) // RUN_BYTES
+                raise ValueError(f"{outside} of {count} descriptors are outside the memory registered there")
+            if request.transfer in connection.incoming:
+                raise ValueError("two transfers have the same number")
+
+            def on_end(stream: Stream) -> None:
+                del connection.incoming[stream.transfer]
+                if isinstance(request, Write) and not stream.error:
+                    if request.notif:
+                        self._deliver(connection.peer_name, request.notif)
+                    connection.tell(Done(request.session, request.transfer))
+
+            stream = Stream(connection, request.transfer, request.rows, on_end)
+        except ValueError as error:
+            connection.tell(Refused(request.session, request.transfer, str(error)))
+            return
+        connection.incoming[request.transfer] = stream
+        self._tick_later()
+        if isinstance(request, Read):
+            stream.send()
+        else:
+            stream.receive()
+            connection.tell(Go(request.session, request.transfer))
+
+    # -- transfers that this side began
+
+    def _begin(self, connection: Connection, transfer: Transfer) -> None:
+        remote, notif = pack(transfer.remote), transfer.notif
+        if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
+            raise ValueError(f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones")
+        number = messages.new_transfer()
+        stream = Stream(connection, number, pack(transfer.local), lambda stream: self._end_outgoing(connection, number))
+        connection.outgoing[number] = Outgoing(transfer, stream)
+        self._tick_later()
+        if transfer.op == "READ":
+            stream.receive()
+            connection.tell(Read(connection.session, number, remote))
+        else:
+            connection.tell(Write(connection.session, number, remote, notif))
+
+    def _take_answer(self, connection: Connection, answer: Go | Refused | Done) -> None:
+        outgoing = connection.outgoing.get(answer.transfer)
+        if outgoing is None:
+            return
+        if isinstance(answer, Go):
+            outgoing.stream.send()
+        elif isinstance(answer, Done):
+            outgoing.is_answered = True
+            self._end_outgoing(connection, answer.transfer)
+        else:
+            outgoing.stream.stop(answer.reason)
+
+    def _end_outgoing(self, connection: Connection, number: int) -> None:
+        """If UCX has given back the transfer's memory, and nothing of the peer is waited for."""
+        outgoing = connection.outgoing[number]
+        stream, transfer = outgoing.stream, outgoing.transfer
+        error = stream.error or connection.error
+        if not stream.ended or not (error or outgoing.is_answered):
+            return
+        del connection.outgoing[number]
+        if error:
+            error = f"{transfer.op} of {transfer.peer}'s memory: {error}"
+        elif transfer.op == "READ" and transfer.notif:
+            connection.tell(Notif(connection.session, transfer.notif))
+        transfer.end(error)
+        self._wakeup()
+
+    # -- connections
+
+    def _connect(self, peer: PeerAddress, name: str) -> Connection:
+        connection = self._by_address.get(peer.worker) or self._open(peer.worker)
+        if not connection.has_greeted:
+            connection.has_greeted = True
+            connection.peer_name = connection.peer_name or name
+            assert self._worker is not None, "it is connected"
+            connection.tell(Hello(peer.secret, connection.session, self._name, self._worker.address))
+        return connection
+
+    def _open(self, address: bytes) -> Connection:
+        if self._worker is None:
+            raise UCXError("the transport lost its network")
+        connection = Connection(self._worker, address, self._closed.append, self.moved)
+        self._by_address[address] = self._by_session[connection.session] = connection
+        return connection
+
+    def _cut_failed(self) -> bool:
+        """Cuts connections that failed; whether there were any."""
+        while self._closed:
+            connection = self._by_session.get(self._closed.pop())
+            if connection is not None:
+                connection.fail(f"connection to {connection.peer_name} lost")
+        failed = [connection for connection in self._by_address.values() if connection.error]
+        for connection in failed:
+            logger.info("connection with %s cut: %s", connection.peer_name or "?", connection.error)
+            del self._by_address[connection.address]
+            self._by_session.pop(connection.session, None)
+            self._by_session.pop(connection.peer_session or -1, None)
+            self._cut.append(connection)
+            connection.cut()
+            for number in list(connection.outgoing):
+                self._end_outgoing(connection, number)  # those that were waiting for DONE only
+            self._tick_later()
+        return bool(failed)
+
+    def _cut_all(self, reason: str) -> None:
+        for connection in self._by_address.values():
+            connection.fail(reason)
+        self._cut_failed()
+        self._wait_for_memory()
+
+    def _wait_for_memory(self) -> bool:
+        """Whether UCX gave back all memory of cut connections within RETURN_TIMEOUT_S."""
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while self._worker is not None and any(connection.is_busy for connection in self._cut):
+            self._worker.progress()
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _tick_later(self) -> None:
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._thread.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Ticks are counted, not seconds: a process that was stopped itself takes what arrived before it gives a peer up."""
+        self._is_ticking = False
+        self._cut = [connection for connection in self._cut if connection.is_busy]
+        is_lost = False
+        for connection in self._busy():
+            connection.silent_ticks += 1
+            if connection.silent_ticks >= SILENT_S / _TICK_S:
+                is_lost |= bool(connection.error)
+                connection.fail(f"nothing arrived of {connection.peer_name} for {SILENT_S:g} s")
+            self._tick_later()
+        self._cut_failed()
+        if is_lost:
+            logger.error(
+                "UCX did not give back memory of a cut connection: its worker is replaced, all peers are cut off"
+            )
+            self._cut_all("UCX's worker was replaced")
+            self._replace_worker()
+
+    def _busy(self) -> Iterator[Connection]:
+        return (connection for connection in [*self._by_address.values(), *self._cut] if connection.is_busy)
+
+    # -- the worker
+
+    def _use_worker(self, worker: UCXWorker) -> None:
+        self._worker = worker
+        self._secret = os.urandom(_SECRET_BYTES)
+        self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))
+        self._thread.watch(worker.event_fd, lambda: None)
+
+    def _drop_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._thread.unwatch(worker.event_fd)
+        for connection in self._cut:
+            connection.drop()
+        worker.destroy()
+        self._cut.clear()
+        self._closed.clear()
+
+    def _replace_worker(self) -> None:
+        self._cut_all("UCX's worker was replaced")
+        self._drop_worker()
+        deadline = time.monotonic() + NETWORK_TIMEOUT_S
+        while True:
+            try:
+                self._use_worker(self._context.create_worker())
+                return
+            except UCXError as error:
+                if time.monotonic() > deadline or self._thread.mailbox.closed:
+                    raise
+                logger.warning("no new connections yet: %s", error)
+                time.sleep(RETRY_S)
