@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,8 +30,8 @@ from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXContext,
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 10
-"""A peer with transfers under way of which nothing arrives for this long is given up."""
+SILENT_TICKS = 10
+"""A peer with transfers under way is given up when nothing arrives of it for so many seconds."""
 RETURN_TIMEOUT_S = 0.5
 """How long UCX may take to give back the memory of a cut connection before its worker is replaced."""
 NETWORK_TIMEOUT_S = 20.0
@@ -228,7 +228,7 @@ class Connections:
             if any(count_outside(stream.pieces.iovec, self.regions) for stream in connection.incoming.values()):
                 connection.fail("memory that was used was deregistered")
         if self._cut_failed() and not self._wait_for_memory():
-            self._replace_worker()
+            self._replace_worker("UCX did not give back deregistered memory")
 
     def fence(self) -> None:
         """Cuts all connections and replaces the worker: what peers know of this side leads nowhere any more.
@@ -236,8 +236,7 @@ class Connections:
         Raises:
             UCXError: no worker can be made, the network is down.
         """
-        self._cut_all("this agent cut all its peers off")
-        self._replace_worker()
+        self._replace_worker("this agent cut all its peers off")
 
     def end(self) -> None:
         self._cut_all("the transport was closed")
@@ -444,24 +443,17 @@ class Connections:
     def _tick(self) -> None:
         """Ticks are counted, not seconds: a process that was stopped itself takes what arrived before it gives a peer up."""
         self._is_ticking = False
+        for connection in self._by_address.values():
+            connection.silent_ticks += connection.is_busy
+            if connection.silent_ticks >= SILENT_TICKS:
+                connection.fail(f"nothing arrived of {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s")
+        if not self._wait_for_memory():
+            logger.error("UCX did not give back memory of a cut connection: its worker is replaced")
+            self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]
-        is_lost = False
-        for connection in self._busy():
-            connection.silent_ticks += 1
-            if connection.silent_ticks >= SILENT_S / _TICK_S:
-                is_lost |= bool(connection.error)
-                connection.fail(f"nothing arrived of {connection.peer_name} for {SILENT_S:g} s")
-            self._tick_later()
         self._cut_failed()
-        if is_lost:
-            logger.error(
-                "UCX did not give back memory of a cut connection: its worker is replaced, all peers are cut off"
-            )
-            self._cut_all("UCX's worker was replaced")
-            self._replace_worker()
-
-    def _busy(self) -> Iterator[Connection]:
-        return (connection for connection in [*self._by_address.values(), *self._cut] if connection.is_busy)
+        if self._cut or any(connection.is_busy for connection in self._by_address.values()):
+            self._tick_later()
 
     # -- the worker
 
@@ -482,8 +474,8 @@ class Connections:
         self._cut.clear()
         self._closed.clear()
 
-    def _replace_worker(self) -> None:
-        self._cut_all("UCX's worker was replaced")
+    def _replace_worker(self, reason: str) -> None:
+        self._cut_all(reason)
         self._drop_worker()
         deadline = time.monotonic() + NETWORK_TIMEOUT_S
         while True:
