@@ -8,7 +8,7 @@
     nixl      the NIXL library; an agent of its own, not a Transport
 
 `lanes` makes a transport of one or more of the first three; they share a thread (`lane_thread`), with `mailbox` and `iovec`. tcp
-and shm share `lane_link`, `lane_protocol`, `framed_socket` and `rows`.
+and shm share `lane_link`, `lane_clients`, `lane_protocol`, `framed_socket` and `rows`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def create_transport(kind: str, name: str, host: str = "") -> Transport:
         from baton_kv_transfer.transports.inproc import InprocTransport
 
         return InprocTransport(name)
-    from baton_kv_transfer.transports.lanes import LaneFactory, LaneTransport
+    from baton_kv_transfer.transports.lanes import Lane, LaneTransport
     from baton_kv_transfer.transports.shm.lane import SHMLane
     from baton_kv_transfer.transports.tcp.lane import TCPLane
 
-    factories: dict[str, LaneFactory] = {"shm": SHMLane, "tcp": TCPLane}
+    lanes: dict[str, type[Lane]] = {"shm": SHMLane, "tcp": TCPLane}
     if kind == "ucx" or (kind == "auto" and (has_rdma() or has_gpu())):
         from baton_kv_transfer.transports.ucx.lane import UCXLane
 
-        factories["ucx"] = UCXLane
+        lanes["ucx"] = UCXLane
     kinds = [kind] if kind != "auto" else ["shm", "ucx", "tcp"] if has_rdma() else ["shm", "tcp", "ucx"]
-    chosen = {kind: factories[kind] for kind in kinds if kind in factories}
+    chosen = {kind: lanes[kind] for kind in kinds if kind in lanes}
     if not chosen:
         raise ValueError(f"no such transport: {kind!r}")
     return LaneTransport(name, host or os.environ.get("POD_IP") or "127.0.0.1", chosen)

@@ -48,7 +48,7 @@ class FramedSocket:
         """
         Args:
             takes_data: the other side may send data; what nobody expects is thrown away.
-            moved: data bytes sent and received are added to its "data".
+            moved: data bytes sent and received are added to its "sockets".
         """
         end.setblocking(False)
         self._end = end
@@ -183,7 +183,7 @@ class FramedSocket:
 
     def _send_data(self, number: int, rows: Rows) -> int:
         of_head, sent = rows.send(self.fileno(), self._head)
-        self._moved["data"] += sent
+        self._moved["sockets"] += sent
         del self._head[:of_head]
         if not rows.frame_missing:
             self._sending = None
@@ -197,7 +197,7 @@ class FramedSocket:
         """Bytes that came, and whether there may be more. All that came before was looked at."""
         if self._target is not None:
             received = self._target.receive(self.fileno())
-            self._moved["data"] += received
+            self._moved["sockets"] += received
             self._missing -= received
             return received, True
         if self._missing > _BUFFER_BYTES and self._payload:
@@ -239,7 +239,7 @@ class FramedSocket:
                 self._payload[first : first + nbytes] = self._view[self._read : self._read + nbytes]
             elif self._target is not None:
                 self._target.put(self._base + self._read, nbytes)
-                self._moved["data"] += nbytes
+                self._moved["sockets"] += nbytes
             self._read += nbytes
             self._missing -= nbytes
 

@@ -1,49 +1,47 @@
-"""The asking side of a lane: requests, data and notifications to one peer, and what it answers, over one connection at a time."""
+"""The asking side of lanes over sockets: requests, data and notifications to a peer, and its answers, over one connection."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from baton_kv_transfer.transports.base import TransportError
 from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
 from baton_kv_transfer.transports.lane_protocol import ANSWER, NOTIF
-from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import Lane, LaneContext
 from baton_kv_transfer.transports.rows import Rows
 from baton_kv_transfer.transports.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 
-class Link:
-    """`post` is for any thread, the rest belongs to the lane's. The first post connects, and the first after a loss."""
+class Link(abc.ABC):
+    """`post` and `withdraw` are for any thread, the rest is for the lane's. The first post connects, and the first after a loss."""
 
-    def __init__(
-        self,
-        thread: LaneThread,
-        peer: str,
-        connect: Callable[[], FramedSocket],
-        wakeup: Callable[[], None],
-        lost: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """
-        Args:
-            connect: begins a connection, and says hello; raises OSError.
-            wakeup: called after a transfer ended.
-            lost: called by the thread with why a connection ended.
-        """
-        self._thread = thread
-        self._peer = peer
-        self._connect = connect
-        self._wakeup = wakeup
-        self._lost = lost
+    def __init__(self, context: LaneContext, peer: str) -> None:
+        self._context = context
+        self._thread = context.thread
+        self.peer = peer
+        self.error = ""
+        """Why it was given up."""
         self._lock = threading.RLock()
-        self._error = ""
         self._socket: FramedSocket | None = None
         self._transfers: dict[int, Transfer] = {}
         self._next_number = 0
+
+    @abc.abstractmethod
+    def connect(self) -> FramedSocket:
+        """Begins a connection, and sends HELLO. Raises OSError."""
+
+    def withdraw(self) -> None:  # noqa: B027
+        """Before it is given up by the thread."""
+
+    def on_lost(self, reason: str) -> None:  # noqa: B027
+        """After a connection ended."""
 
     def post(
         self,
@@ -64,17 +62,17 @@ class Link:
         error = self._post(kind, payload, transfer, outgoing, incoming)
         if error and transfer is not None:
             transfer.end(error)
-            self._wakeup()
+            self._context.wakeup()
         elif error:
-            logger.warning("notification to %s was lost: %s", self._peer, error)
+            logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
         """Ends all that is under way; later posts end at once."""
         with self._lock:
-            self._error = self._error or reason
+            self.error = self.error or reason
             connection = self._socket
         if connection is not None:
-            self._lose(connection, self._error)
+            self._lose(connection, self.error)
 
     def _post(
         self, kind: int, payload: bytes, transfer: Transfer | None, outgoing: Rows | None, incoming: Rows | None
@@ -82,12 +80,12 @@ class Link:
         if len(payload) > MAX_PAYLOAD_BYTES:
             return f"{len(payload)} bytes are more than a frame's {MAX_PAYLOAD_BYTES}: make several smaller transfers"
         with self._lock:
-            if self._error:
-                return self._error
+            if self.error:
+                return self.error
             try:
                 connection = self._socket or self._open()
             except OSError as failure:
-                return f"no connection to {self._peer}: {failure}"
+                return f"no connection to {self.peer}: {failure}"
             self._next_number += 1
             number = self._next_number
             if transfer is not None:
@@ -97,7 +95,7 @@ class Link:
             try:
                 connection.send(kind, number, payload, outgoing)
             except OSError as failure:
-                reason = f"connection to {self._peer} lost: {failure}"
+                reason = f"connection to {self.peer} lost: {failure}"
                 self._tell(lambda: self._lose(connection, reason))  # ends this one, too
                 return "" if transfer is not None else reason
             if connection.has_outgoing:
@@ -105,7 +103,7 @@ class Link:
         return ""
 
     def _open(self) -> FramedSocket:
-        connection = self._socket = self._connect()
+        connection = self._socket = self.connect()
         self._tell(lambda: self._watch(connection))
         return connection
 
@@ -132,7 +130,7 @@ class Link:
                     self._take(connection, kind, number, payload.decode(errors="replace"))
             self._watch_writable(connection)
         except OSError as error:
-            self._lose(connection, f"connection to {self._peer} lost: {error}")
+            self._lose(connection, f"connection to {self.peer} lost: {error}")
 
     def _take(self, connection: FramedSocket, kind: int, number: int, error: str) -> None:
         transfer = self._transfers.pop(number, None)
@@ -144,8 +142,8 @@ class Link:
             error = "it answered before all bytes were there"
         if kind == DATA and transfer.notif:  # a write's goes with its request
             self.post(NOTIF, transfer.notif)
-        transfer.end(error and f"{transfer.op} of {self._peer}'s memory: {error}")
-        self._wakeup()
+        transfer.end(error and f"{transfer.op} of {self.peer}'s memory: {error}")
+        self._context.wakeup()
 
     def _lose(self, connection: FramedSocket, reason: str) -> None:
         with self._lock:
@@ -159,5 +157,37 @@ class Link:
         logger.log(logging.WARNING if unsent else logging.INFO, "%s", reason)
         for transfer in transfers.values():
             transfer.end(reason)
-        self._wakeup()
-        self._lost(reason)
+        self._context.wakeup()
+        self.on_lost(reason)
+
+
+_Link = TypeVar("_Link", bound=Link)
+
+
+class LinkedLane(Lane, Generic[_Link]):
+    """A lane with a Link to each peer."""
+
+    def __init__(self, context: LaneContext) -> None:
+        super().__init__(context)
+        self._links: dict[str, _Link] = {}
+
+    def remove_peer(self, name: str) -> None:
+        link = self._links.get(name)
+        if link is not None:
+            link.withdraw()
+            with contextlib.suppress(TransportError):  # closed: all are given up
+                self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
+                del self._links[name]
+
+    def send_notif(self, name: str, message: bytes) -> bool:
+        link = self._links.get(name)
+        if link is not None:
+            link.post(NOTIF, message)
+        return link is not None
+
+    def give_up_all(self, reason: str) -> None:
+        for name in list(self._links):
+            link = self._links.pop(name, None)
+            if link is not None:
+                link.withdraw()
+                link.give_up(reason)

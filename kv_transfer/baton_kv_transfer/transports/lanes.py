@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -12,45 +12,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Descriptors, Operation, Region, Transport, TransportError
+from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.transfer import Transfer
 
 
-class Lane(abc.ABC):
-    """Methods may be called from any thread, save `end`. Constructors take
+class LaneContext:
+    """What a lane has of its transport: the thread, the memory that peers may use, and where news goes."""
 
-    Args:
-        thread: not started yet.
-        name: of the agent.
-        host: address to listen at, and to be reached at.
-        deliver: called by the thread with (sender, notification).
-        wakeup: called after a transfer ended.
-    """
+    def __init__(
+        self,
+        thread: LaneThread,
+        name: str,
+        host: str,
+        deliver: Callable[[str, bytes], None],
+        wakeup: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            thread: not started yet.
+            name: of the agent.
+            host: address to listen at, and to be reached at.
+            deliver: called by the thread with (sender, notification).
+            wakeup: called after a transfer ended.
+        """
+        self.thread, self.name, self.host = thread, name, host
+        self.deliver, self.wakeup = deliver, wakeup
+        self.regions: list[Region] = []
+        self.num_refused = 0
+        self.moved: Counter[str] = Counter()
+        """Bytes, by what carried them."""
+
+    def refuse(self, iovec: bytes) -> str:
+        """Why a peer's request is refused; empty: all its runs are in registered memory."""
+        outside = count_outside(iovec, self.regions)
+        self.num_refused += outside
+        count = len(iovec) // RUN_BYTES
+        return f"{outside} of {count} descriptors are outside the memory registered there" if outside else ""
+
+
+class Lane(abc.ABC):
+    """`forget_region`, `fence` and `end` belong to the thread, the others are for any."""
 
     mem_types: tuple[str, ...] = ("DRAM",)
     """What it moves."""
+    address: bytes
+    """What a peer needs to connect."""
 
-    @property
-    @abc.abstractmethod
-    def num_refused(self) -> int:
-        """See Transport."""
-
-    @property
-    @abc.abstractmethod
-    def bytes_moved(self) -> dict[str, int]:
-        """See Transport."""
+    def __init__(self, context: LaneContext) -> None:
+        self._context = context
+        self._thread = context.thread
 
     @abc.abstractmethod
-    def address(self) -> bytes:
-        """What a peer needs to connect."""
-
-    @abc.abstractmethod
-    def register(self, region: Region) -> None:
-        """Peers may use it from here on."""
-
-    @abc.abstractmethod
-    def deregister(self, region: Region) -> None:
-        """When this returns, nothing of a peer reaches it any more."""
+    def forget_region(self, region: Region) -> None:
+        """It was deregistered: when this returns, nothing of a peer reaches it any more."""
 
     @abc.abstractmethod
     def add_peer(self, name: str, address: bytes) -> None:
@@ -61,7 +76,7 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, transfer: Transfer) -> bool:
-        """False: it does not move this one; the transfer is as it was."""
+        """False: it does not reach the peer; the transfer is as it was."""
 
     @abc.abstractmethod
     def send_notif(self, name: str, message: bytes) -> bool:
@@ -76,14 +91,11 @@ class Lane(abc.ABC):
         """The thread's last act."""
 
 
-LaneFactory = Callable[[LaneThread, str, str, Callable[[str, bytes], None], Callable[[], None]], Lane]
-
-
 class LaneTransport(Transport):
-    def __init__(self, name: str, host: str, factories: dict[str, LaneFactory]) -> None:
+    def __init__(self, name: str, host: str, kinds: dict[str, type[Lane]]) -> None:
         """
         Args:
-            factories: name of each lane -> makes it, in order of preference.
+            kinds: lanes by name, in order of preference.
 
         Raises:
             What the lanes' constructors raise.
@@ -91,13 +103,14 @@ class LaneTransport(Transport):
         self._name = name
         self._notifs: deque[tuple[str, bytes]] = deque()
         self._wakeup: Callable[[], None] = lambda: None
-        self._device_memory: list[Region] = []
         self._peers: dict[str, list[Region]] = {}
         self._thread = LaneThread(f"kv-{name}")
+        self._contexts: dict[str, LaneContext] = {}
         self._lanes: dict[str, Lane] = {}
         try:
-            for kind, create in factories.items():
-                self._lanes[kind] = create(self._thread, name, host, self._deliver, self._wake)
+            for kind, lane in kinds.items():
+                self._contexts[kind] = LaneContext(self._thread, name, host, self._deliver, self._wake)
+                self._lanes[kind] = lane(self._contexts[kind])
         except BaseException:
             self._thread.close()
             raise
@@ -105,34 +118,32 @@ class LaneTransport(Transport):
 
     @property
     def num_refused(self) -> int:  # type: ignore[override]
-        return sum(lane.num_refused for lane in self._lanes.values())
+        return sum(context.num_refused for context in self._contexts.values())
 
     @property
     def bytes_moved(self) -> dict[str, int]:
-        return {key: nbytes for lane in self._lanes.values() for key, nbytes in lane.bytes_moved.items()}
+        return {
+            f"{kind} {lane}": nbytes
+            for kind, context in self._contexts.items()
+            for lane, nbytes in context.moved.copy().items()
+        }
 
     def address(self) -> bytes:
-        return msgspec.msgpack.encode({kind: lane.address() for kind, lane in self._lanes.items()})
+        return msgspec.msgpack.encode({kind: lane.address for kind, lane in self._lanes.items()})
 
     def register(self, address: int, length: int, mem_type: str = "DRAM", device_id: int = 0) -> Region:
-        lanes = self._lanes_for(mem_type)
+        lanes = [kind for kind, lane in self._lanes.items() if mem_type in lane.mem_types]
         if not lanes:
             raise ValueError(
                 f"{' and '.join(self._lanes)} cannot move {mem_type} here: GPU memory needs transport ucx or auto, an NVIDIA "
                 f"driver, and a UCX with CUDA (cuda_copy in UCX_TLS where that is set)"
             )
-        region = Region(address, length, mem_type=mem_type, device_id=device_id)
-        for lane in lanes:
-            lane.register(region)
-        if mem_type != "DRAM":
-            self._device_memory.append(region)
+        region = Region(address, length, mem_type, device_id)
+        self._thread.mailbox.call(lambda: self._add_region(region, lanes))
         return region
 
     def deregister(self, region: Region) -> None:
-        for lane in self._lanes_for(region.mem_type):
-            lane.deregister(region)
-        if region.mem_type != "DRAM":
-            self._device_memory.remove(region)
+        self._thread.mailbox.call(lambda: self._forget_region(region))
 
     def add_peer(self, name: str, address: bytes, regions: list[Region]) -> None:
         try:
@@ -151,15 +162,14 @@ class LaneTransport(Transport):
 
     def fence(self) -> None:
         self._peers.clear()
-        for lane in self._lanes.values():
-            lane.fence()
+        self._thread.mailbox.call(lambda: [lane.fence() for lane in self._lanes.values()])
 
     def post(
         self, op: str, peer: str, local: Descriptors, remote: Descriptors, regions: NDArray[np.int64], notif: bytes
     ) -> Operation:
         transfer = Transfer(op, peer, local, remote, regions, notif)
         mem_type = "VRAM" if self._uses_device(transfer) else "DRAM"
-        if not any(lane.begin(transfer) for lane in self._lanes_for(mem_type)):
+        if not any(mem_type in lane.mem_types and lane.begin(transfer) for lane in self._lanes.values()):
             transfer.end(
                 f"{op} of {peer}'s memory ({mem_type}): none of {', '.join(self._lanes)} leads there from {self._name}; "
                 f"both sides need one in common"
@@ -183,14 +193,22 @@ class LaneTransport(Transport):
     def close(self) -> None:
         self._thread.close()
 
-    def _lanes_for(self, mem_type: str) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if mem_type in lane.mem_types]
+    def _add_region(self, region: Region, lanes: list[str]) -> None:
+        for kind in lanes:
+            self._contexts[kind].regions.append(region)
+
+    def _forget_region(self, region: Region) -> None:
+        for kind, context in self._contexts.items():
+            if region in context.regions:
+                context.regions.remove(region)
+                self._lanes[kind].forget_region(region)
 
     def _uses_device(self, transfer: Transfer) -> bool:
         """Rows of one list are of one memory type here; a peer's may be of several."""
         address = int(transfer.local[0, 0])
-        if any(0 <= address - region.address < region.length for region in self._device_memory):
-            return True
+        for region in [region for context in self._contexts.values() for region in context.regions]:
+            if region.mem_type != "DRAM" and 0 <= address - region.address < region.length:
+                return True
         theirs = [index for index, region in enumerate(self._peers.get(transfer.peer, [])) if region.mem_type != "DRAM"]
         return bool(theirs and np.isin(transfer.regions, theirs).any())
 

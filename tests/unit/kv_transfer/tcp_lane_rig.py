@@ -15,6 +15,7 @@ from baton_kv_transfer.transports.base import Region, XferState
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.lane_protocol import HELLO, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import FRAME_BYTES
 from baton_kv_transfer.transports.tcp.clients import Address, Hello
 from baton_kv_transfer.transports.tcp.lane import TCPLane
@@ -37,17 +38,23 @@ class LaneHere:
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
-        self.lane = TCPLane(
+        self.context = LaneContext(
             self.thread, name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None
         )
+        self.lane = TCPLane(self.context)
         self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.lane.register(self.region)
+        self.context.regions.append(self.region)
 
     @property
     def address(self) -> Address:
-        return msgspec.msgpack.decode(self.lane.address(), type=Address)
+        return msgspec.msgpack.decode(self.lane.address, type=Address)
+
+    def deregister(self) -> None:
+        """Of all its memory."""
+        self.context.regions.clear()
+        self.thread.mailbox.call(lambda: self.lane.forget_region(self.region))
 
     def post(
         self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""

@@ -22,6 +22,7 @@ from baton_kv_transfer.transports.base import Operation, Region, XferState
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack, pack_run
 from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.shm import cross_memory, messages
 from baton_kv_transfer.transports.shm.clients import SHMClients
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
@@ -47,13 +48,14 @@ class LaneHere:
     def __init__(self, name: str) -> None:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
-        self.lane = SHMLane(
+        self.context = LaneContext(
             self.thread, name, "", lambda sender, message: self.notifs.append((sender, message)), lambda: None
         )
+        self.lane = SHMLane(self.context)
         self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.lane.register(self.region)
+        self.context.regions.append(self.region)
 
     def post(
         self,
@@ -69,7 +71,7 @@ class LaneHere:
 
     @property
     def address(self) -> HostAddress:
-        return msgspec.msgpack.decode(self.lane.address(), type=HostAddress)
+        return msgspec.msgpack.decode(self.lane.address, type=HostAddress)
 
     def knows(self, address: HostAddress) -> bool:
         """After it was told of a peer "x" at this address."""
@@ -236,7 +238,7 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
 def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], LaneHere]) -> None:
     writer, owner = lanes("writer"), lanes("owner")
     writer.words[:] = -1
-    writer.lane.add_peer("owner", owner.lane.address())
+    writer.lane.add_peer("owner", owner.lane.address)
     elsewhere = np.zeros(8, dtype=np.int64)
 
     def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
@@ -246,25 +248,27 @@ def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], La
     state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
     assert state is XferState.ERR
     assert "1 of 2 descriptors are outside the memory registered there" in error
-    assert owner.lane.num_refused == 1
+    assert owner.context.num_refused == 1
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     assert not elsewhere.any()
     assert not owner.notifs
     assert write(rows(owner.words, (0, 8)))[0] is XferState.DONE
     assert (owner.words[:8] == -1).all()
     assert owner.notifs == [("writer", b"n")]
-    owner.lane.deregister(owner.region)
+    owner.context.regions.clear()
+    owner.thread.mailbox.call(lambda: owner.lane.forget_region(owner.region))
     assert write(rows(owner.words, (8, 8)))[0] is XferState.ERR
     assert (owner.words[8:] == np.arange(8, WORDS)).all()
 
 
 def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile() -> None:
     thread = LaneThread("lane-owner")
-    clients = SHMClients(thread, lambda sender, message: None)
+    context = LaneContext(thread, "owner", "", lambda sender, message: None, lambda: None)
+    clients = SHMClients(context)
     memory, source, cell = np.zeros(2**22, dtype=np.int64), np.full(2**22, 9), Cell()
     region = Region(memory.ctypes.data, memory.nbytes)
     clients.open()
-    clients.add_region(region)
+    context.regions.append(region)
     address = msgspec.msgpack.decode(clients.address, type=HostAddress)
     request = messages.encode_write(b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22))))
 
@@ -287,6 +291,7 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
             thread.call_later(0.0001, forget)
             return
         leaving.close()
+        context.regions.clear()
         clients.forget_region(region)
         queued.append(len(thread.jobs))
         memory[:] = 0
@@ -335,10 +340,10 @@ def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> Non
 
 def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHere]) -> None:
     writer, owner = lanes("writer"), lanes("owner")
-    writer.lane.add_peer("owner", owner.lane.address())
+    writer.lane.add_peer("owner", owner.lane.address)
     local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(i, 1) for i in range(WORDS)])
     writes = [writer.post("WRITE", "owner", local, remote) for _ in range(50)]
-    owner.lane.fence()
+    owner.thread.mailbox.call(owner.lane.fence)
     owner.words[:] = -5
     for write in writes:
         end(write)
@@ -346,7 +351,7 @@ def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHer
     read = writer.post("READ", "owner", local[:1], remote[:1])
     assert end(read)[0] is XferState.ERR
     assert (owner.words == -5).all()
-    writer.lane.add_peer("owner", owner.lane.address())
+    writer.lane.add_peer("owner", owner.lane.address)
     assert end(writer.post("WRITE", "owner", local, remote))[0] is XferState.DONE
     assert (owner.words == 0).all()
 
@@ -357,7 +362,7 @@ def test_a_lane_that_is_closed_leaves_nothing_open(lanes: Callable[[str], LaneHe
         one, other = LaneHere("one"), LaneHere("other")
         assert one.knows(other.address)
         wait_for("the notification", lambda other=other: other.notifs)
-        other.lane.fence()
+        other.thread.mailbox.call(other.lane.fence)
         one.thread.close()
         other.thread.close()
     assert len(os.listdir("/proc/self/fd")) == num_open

@@ -136,14 +136,14 @@ def test_a_lane_that_is_closed_leaves_nothing_open(tcp_lanes: Callable[..., Lane
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         one, other = LaneHere("one"), LaneHere("other")
-        one.lane.add_peer("other", other.lane.address())
+        one.lane.add_peer("other", other.lane.address)
         one.lane.send_notif("other", b"hello")
         wait_for("the notification", lambda other=other: other.notifs)
-        other.lane.fence()
+        other.thread.mailbox.call(other.lane.fence)
         one.thread.close()
         other.thread.close()
         with pytest.raises(TransportError, match="closed"):
-            one.lane.register(one.region)
+            one.thread.mailbox.call(one.lane.fence)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -165,7 +165,7 @@ def test_the_lane_listens_where_it_is_told_only(
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
 def test_ipv6_hosts(tcp_lanes: Callable[..., LaneHere]) -> None:
     one, owner = tcp_lanes("one", "::1"), tcp_lanes("owner", "::1")
-    one.lane.add_peer("owner", owner.lane.address())
+    one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
     assert one.words[:8].tolist() == list(range(8, 16))
 

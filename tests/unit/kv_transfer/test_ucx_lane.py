@@ -16,7 +16,8 @@ from ucx_lane_rig import WORDS, LaneHere, Raw, end, rows
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.transports.base import TransportError, XferState
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.ucx import connections, messages, worker
+from baton_kv_transfer.transports.ucx import lane as lane_module
+from baton_kv_transfer.transports.ucx import messages, worker
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
 
@@ -37,7 +38,7 @@ def make(made: Callable[[Any], Any]) -> Callable[[str], LaneHere]:
 def pair(make: Callable[[str], LaneHere]) -> tuple[LaneHere, LaneHere]:
     """(one that knows the owner, the owner)."""
     one, owner = make("one"), make("owner")
-    one.lane.add_peer("owner", owner.lane.address())
+    one.lane.add_peer("owner", owner.lane.address)
     return one, owner
 
 
@@ -83,7 +84,7 @@ def test_rows_of_all_sizes_move_and_nothing_beside_them(pair: tuple[LaneHere, La
     np.testing.assert_array_equal(target, expected)
     wait_for("the notification", lambda: owner.notifs == [("one", b"moved")])
     nbytes = 8 * sum(count for _, count in runs)
-    assert one.lane.bytes_moved == owner.lane.bytes_moved == {"ucx tcp/lo": nbytes}
+    assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
 
 
 def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(pair: tuple[LaneHere, LaneHere]) -> None:
@@ -127,7 +128,7 @@ def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(pa
         state, error = end(one.post(op, "owner", rows(one.words, (0, MIB_WORDS), (MIB_WORDS, MIB_WORDS)), remote, b"n"))
         assert state is XferState.ERR
         assert "1 of 2 descriptors are outside the memory registered there" in error
-    assert owner.lane.num_refused == 2
+    assert owner.context.num_refused == 2
     assert not elsewhere.any()
     assert not owner.notifs
     wait_for("nothing is held", lambda: not one.num_held() and not owner.num_held())
@@ -152,7 +153,7 @@ def test_a_stranger_without_the_secret_is_ignored(pair: tuple[LaneHere, LaneHere
     one.lane.send_notif("owner", b"me")
     wait_for("a message of a real peer", lambda: owner.notifs)
     assert owner.notifs == [("one", b"me")]
-    assert not owner.connections._by_session.get(raw.session)
+    assert not owner.lane._by_session.get(raw.session)
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
@@ -185,7 +186,7 @@ def test_a_piece_of_another_length_ends_the_connection(pair: tuple[LaneHere, Lan
     raw.tell(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n"))
     raw.wait("the owner's receives", lambda: raw.received == [messages.Go(raw.session, 5)])
     raw.send(messages.data_tag(5, 0), b"x" * 400)
-    raw.wait("the end of the connection", lambda: not owner.connections._by_address)
+    raw.wait("the end of the connection", lambda: not owner.lane._by_address)
     assert not owner.notifs
 
 
@@ -193,7 +194,7 @@ def test_a_piece_of_another_length_ends_the_connection(pair: tuple[LaneHere, Lan
 
 
 def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SILENT_TICKS", 2)
+    monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     read, write = side.make_everything("READ", times=8), side.make_everything("WRITE", times=8)
@@ -212,13 +213,13 @@ def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.Monke
 def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
     pair: tuple[LaneHere, LaneHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SILENT_TICKS", 2)
+    monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
     owner = pair[1]
     raw.greet(owner)
     raw.tell(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 4 * MIB_WORDS))), b"n"))
     raw.wait("the owner's receives", lambda: raw.received)
     raw.send(messages.data_tag(5, 0), b"\xff" * PIECE_BYTES)
-    wait_for("the connection was cut", lambda: not owner.connections._by_address and not owner.num_held())
+    wait_for("the connection was cut", lambda: not owner.lane._by_address and not owner.num_held())
     assert not owner.notifs
 
 
@@ -254,21 +255,21 @@ def test_deregistered_memory_is_not_held_when_the_call_returns(pair: tuple[LaneH
     everything = [(0, WORDS)] * 64
     for op in ("READ", "WRITE"):
         transfer = one.post(op, "owner", rows(one.words, *everything), rows(owner.words, *everything))
-        wait_for("it began", lambda: any(c.incoming for c in list(owner.connections._by_address.values())))
-        owner.lane.deregister(owner.region)
-        held = owner.num_held()
+        wait_for("it began", lambda: any(c.incoming for c in list(owner.lane._by_address.values())))
+        owner.deregister()
+        held = [connection for connection in owner.lane._cut if connection.is_busy]
         owner.words[:] = 7
         assert not held
         assert end(transfer)[0] is XferState.ERR
         assert (owner.words == 7).all()
-        owner.lane.register(owner.region)
+        owner.context.regions.append(owner.region)
     some = rows(one.words, (0, 8))
     assert end(one.post("WRITE", "owner", some, rows(owner.words, (0, 8))))[0] is XferState.DONE
 
 
 def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(pair: tuple[LaneHere, LaneHere]) -> None:
     one, owner = pair
-    owner.lane.add_peer("one", one.lane.address())
+    owner.lane.add_peer("one", one.lane.address)
     everything = [(0, WORDS)] * 16
     assert end(owner.post("READ", "one", rows(owner.words, (0, 8)), rows(one.words, (0, 8))))[0] is XferState.DONE
     read = one.post("READ", "owner", rows(one.words, *everything), rows(owner.words, *everything))
@@ -280,7 +281,7 @@ def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(pair
     assert state is XferState.ERR
     assert "removed" in error
     one.words[:] = 5
-    one.lane.add_peer("owner", owner.lane.address())
+    one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0] is XferState.DONE
     assert (one.words == 5).all()
 
@@ -291,23 +292,23 @@ def test_a_peer_that_connects_again_replaces_its_connection(pair: tuple[LaneHere
     for _ in range(5):
         assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
         one.lane.remove_peer("owner")
-        one.lane.add_peer("owner", owner.lane.address())
+        one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
-    wait_for("one connection is left", lambda: len(owner.connections._by_address) == 1 and not owner.num_held())
+    wait_for("one connection is left", lambda: len(owner.lane._by_address) == 1 and not owner.num_held())
 
 
 def test_memory_that_ucx_does_not_give_back_costs_the_worker(pair: tuple[LaneHere, LaneHere]) -> None:
     one, owner = pair
-    before = one.lane.address()
+    before = one.lane.address
     assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
 
     def hold() -> None:
-        (connection,) = one.connections._by_address.values()
+        (connection,) = one.lane._by_address.values()
         connection._num_held += 1
         connection.fail("a test")
 
     one.on_thread(hold)
-    wait_for("another worker", lambda: one.lane.address() != before)
+    wait_for("another worker", lambda: one.lane.address != before)
     assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
 
 
@@ -330,7 +331,7 @@ class Network:
     """Makes the next workers of an agent fail, as they do without a device."""
 
     def __init__(self, agent: Any) -> None:
-        self._context = agent._transport._lanes["ucx"]._connections._context
+        self._context = agent._transport._lanes["ucx"]._ucx
         self._create = self._context.create_worker
         self._context.create_worker = self._create_worker
         self.failures_left = 0.0
@@ -352,7 +353,7 @@ def test_a_fence_waits_until_the_network_is_back(side: Side) -> None:
 
 
 def test_without_a_network_the_fence_says_so(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "NETWORK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lane_module, "NETWORK_TIMEOUT_S", 0.0)
     Network(side.agent).failures_left = float("inf")
     with pytest.raises(UCXError, match="No such device"):
         side.agent.fence()
@@ -366,14 +367,14 @@ def test_a_lane_that_is_closed_leaves_nothing_open(make: Callable[[str], LaneHer
     num_open = 0
     for attempt in range(4):
         one, other = LaneHere("one"), LaneHere("other")
-        one.lane.add_peer("other", other.lane.address())
+        one.lane.add_peer("other", other.lane.address)
         one.lane.send_notif("other", b"hello")
         wait_for("the notification", lambda other=other: other.notifs)
-        other.lane.fence()
+        other.thread.mailbox.call(other.lane.fence)
         one.thread.close()
         other.thread.close()
         with pytest.raises(TransportError, match="closed"):
-            one.lane.register(one.region)
+            one.thread.mailbox.call(one.lane.fence)
         del one, other
         num_open = num_open or len(os.listdir("/proc/self/fd"))  # UCX keeps some for the process
         assert len(os.listdir("/proc/self/fd")) <= num_open, attempt

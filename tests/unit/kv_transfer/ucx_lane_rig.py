@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.base import Region, XferState
 from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
-from baton_kv_transfer.transports.ucx.connections import Connections, PeerAddress
-from baton_kv_transfer.transports.ucx.lane import UCXLane
+from baton_kv_transfer.transports.ucx.lane import PeerAddress, UCXLane
 from baton_kv_transfer.transports.ucx.worker import Buffer, UCXContext
 
 WORDS = 2**20
@@ -39,29 +39,31 @@ class LaneHere:
     def __init__(self, name: str) -> None:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
-        self.lane = UCXLane(
+        self.context = LaneContext(
             self.thread, name, HOST, lambda sender, message: self.notifs.append((sender, message)), lambda: None
         )
+        self.lane = UCXLane(self.context)
         self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.lane.register(self.region)
+        self.context.regions.append(self.region)
 
     @property
     def address(self) -> PeerAddress:
-        return msgspec.msgpack.decode(self.lane.address(), type=PeerAddress)
-
-    @property
-    def connections(self) -> Connections:
-        return self.lane._connections
+        return msgspec.msgpack.decode(self.lane.address, type=PeerAddress)
 
     def on_thread(self, function: Callable[[], Any]) -> Any:
         return self.thread.mailbox.call(function)
 
+    def deregister(self) -> None:
+        """Of all its memory."""
+        self.context.regions.clear()
+        self.on_thread(lambda: self.lane.forget_region(self.region))
+
     def num_held(self) -> int:
         """Requests that UCX holds."""
-        assert self.connections._worker is not None
-        return len(self.connections._worker._requests)
+        assert self.lane._worker is not None
+        return len(self.lane._worker._requests)
 
     def post(
         self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""

@@ -1,70 +1,48 @@
-"""Those who connected to this process to write to its memory: what they ask is checked here, and done by the lane's thread."""
+"""Processes that connected to write to memory here: what they ask is checked here, and done by the lane's thread."""
 
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
 
 import msgspec
 
 from baton_kv_transfer.transports.base import Region
-from baton_kv_transfer.transports.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside, total_bytes
-from baton_kv_transfer.transports.lane_protocol import (
-    ANSWER,
-    HELLO,
-    MAX_HELLO_BYTES,
-    NOTIF,
-    WRITE,
-)
-from baton_kv_transfer.transports.lane_thread import Job, LaneThread
-from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports.framed_socket import FramedSocket
+from baton_kv_transfer.transports.iovec import count_outside
+from baton_kv_transfer.transports.lane_clients import Client, Clients
+from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, WRITE
+from baton_kv_transfer.transports.lane_thread import Job
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
 from baton_kv_transfer.transports.shm.messages import Hello, HostAddress, decode_write, get_location
-
-logger = logging.getLogger(__name__)
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
-class _Client:
-    """A process that connected to ask for writes here. `process` is None until its hello was accepted."""
+class _Client(Client):
+    """`process` is None until its HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, pid: int) -> None:
-        self.link = link
+        super().__init__(link, f"process {pid}")
         self.pid = pid
-        self.name = ""
         self.process: Process | None = None
 
+    def close(self) -> None:
+        super().close()
+        if self.process is not None:
+            self.process.close()
 
-class SHMClients:
-    """All methods belong to the lane's thread, save `address`."""
 
+class SHMClients(Clients[_Client]):
     address: bytes
     """What a process of the same host needs to connect, packed."""
-    num_refused = 0
-    """Descriptors outside registered memory."""
-    num_copied = 0
-    """Bytes copied into memory here, also by reads of this side."""
-
-    def __init__(self, thread: LaneThread, deliver: Callable[[str, bytes], None]) -> None:
-        """`deliver` is called with (sender, notification)."""
-        self._thread = thread
-        self._deliver = deliver
-        self._regions: list[Region] = []
-        self._clients: list[_Client] = []
-
-    def add_region(self, region: Region) -> None:
-        self._regions.append(region)
 
     def forget_region(self, region: Region) -> None:
-        self._regions.remove(region)
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
             # Finishing one may have ended its client, and with it others of these jobs.
-            if job in self._thread.jobs and count_outside(job.copy.target, self._regions):
+            if job in self._thread.jobs and count_outside(job.copy.target, self._context.regions):
                 self._thread.jobs.remove(job)
                 job.finish("the memory was deregistered")
 
@@ -83,12 +61,10 @@ class SHMClients:
         )
 
     def close(self) -> None:
-        """Cuts all of them off."""
         self._cell.clear()
         self._thread.unwatch(self._server.fileno())
         self._server.close()
-        for client in list(self._clients):
-            self._drop_client(client)
+        super().close()
 
     def _accept(self) -> None:
         try:
@@ -101,63 +77,36 @@ class SHMClients:
         if uid not in (os.geteuid(), 0):
             end.close()
             return
-        client = _Client(FramedSocket(end, MAX_HELLO_BYTES), pid)
-        self._clients.append(client)
-        self._thread.watch(client.link.fileno(), lambda: self._serve_client(client))
+        self._add(_Client(self._link(end), pid))
 
-    def _serve_client(self, client: _Client) -> None:
-        try:
-            client.link.flush()
-            for kind, number, payload in client.link.receive():
-                if kind == HELLO and client.process is None:
-                    self._greet(client, msgspec.msgpack.decode(payload, type=Hello))
-                elif client.process is None:
-                    raise ConnectionError("no hello")
-                elif kind == NOTIF:
-                    self._deliver(client.name, payload)
-                elif kind == WRITE:
-                    self._serve_write(client, client.process, number, payload)
-            self._watch_writable(client)
-        except (OSError, ValueError, OverflowError, RecursionError, msgspec.DecodeError, CopyError) as error:
-            logger.info("same-host connection of process %d (%s) ended: %s", client.pid, client.name or "?", error)
-            self._drop_client(client)
-
-    def _greet(self, client: _Client, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.peer_cell, self._cell.value):
+    def _greet(self, client: _Client, kind: int, payload: bytes) -> str:
+        if kind != HELLO:
+            raise ConnectionError("no hello")
+        hello = msgspec.msgpack.decode(payload, type=Hello)
+        if not hello.name or not hmac.compare_digest(hello.peer_cell, self._cell.value):
             raise ConnectionError("it does not know this agent's metadata")
         client.process = Process(client.pid, hello.cell_address, hello.cell)
-        client.name = hello.name
-        client.link.max_payload_bytes = MAX_PAYLOAD_BYTES
+        return hello.name
 
-    def _serve_write(self, client: _Client, process: Process, number: int, request: bytes) -> None:
+    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        if kind == NOTIF:
+            self._context.deliver(client.name, payload)
+        elif kind == WRITE:
+            self._write(client, number, payload)
+
+    def _write(self, client: _Client, number: int, request: bytes) -> None:
         notif, source, target = decode_write(request)
+        assert client.process is not None, "it was greeted"
+        copy = BatchedCopy(client.process, target, source)
 
         def finish(error: str) -> None:
-            self.num_copied += 0 if error else total_bytes(target)
-            if not error and notif:
-                self._deliver(client.name, notif)
-            try:
-                client.link.send(ANSWER, number, error.encode())
-                self._watch_writable(client)
-            except OSError:
-                self._drop_client(client)
+            if not error:
+                self._context.moved["process_vm_readv"] += copy.nbytes
+                if notif:
+                    self._context.deliver(client.name, notif)
+            self._answer(client, number, error)
 
-        outside = count_outside(target, self._regions)
-        if outside:
-            self.num_refused += outside
-            finish(f"{outside} of {len(target) // RUN_BYTES} descriptors are outside the memory registered there")
-            return
-        self._thread.jobs.append(Job(BatchedCopy(process, target, source), finish, client))
-
-    def _watch_writable(self, client: _Client) -> None:
-        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
-
-    def _drop_client(self, client: _Client) -> None:
-        if client not in self._clients:
-            return
-        self._clients.remove(client)
-        self._thread.unwatch(client.link.fileno())
-        client.link.close()
-        if client.process is not None:
-            client.process.close()
-        self._thread.take_jobs(client)
+        if refusal := self._context.refuse(target):
+            self._answer(client, number, refusal)
+        else:
+            self._thread.jobs.append(Job(copy, finish, client))

@@ -12,7 +12,7 @@ from baton_kv_transfer.transports.ucx import library, messages
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
 if TYPE_CHECKING:
-    from baton_kv_transfer.transports.ucx.connections import Connection
+    from baton_kv_transfer.transports.ucx.connection import Connection
 
 PIECE_BYTES = 2**20
 _PIECE_ROWS = 1024

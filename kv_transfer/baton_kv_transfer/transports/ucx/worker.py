@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ SETTINGS = {
     "ZCOPY_THRESH": "64K",
 }
 """UCX's settings, where the environment has none."""
+DRAIN_TIMEOUT_S = 0.2
+"""How long a worker that is destroyed may take to end the requests of others: of messages whose senders are gone."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -192,13 +195,18 @@ class UCXWorker:
         return (message, self._info.length) if message else None
 
     def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """Receives what `probe` returned. A buffer of no bytes discards it."""
+        """Receives what `probe` returned."""
         request, key = self._new_request(buffer.nbytes, on_end)
         self._receive.datatype, self._receive.user_data = buffer.datatype, key
         pointer = self._ucp.ucp_tag_msg_recv_nbx(
             self._handle, buffer.address, buffer.count, message, c.byref(self._receive)
         )
         return self._begin(request, key, pointer, self._info.length)
+
+    def discard(self, tag: int, mask: int) -> None:
+        """Throws away what `probe` would return."""
+        while arrived := self.probe(tag, mask):
+            self.take(arrived[0], Buffer(0, 0, 0), lambda error: None)
 
     def cancel(self, request: Request) -> None:
         """Takes effect on receives that no message has matched; the others end with their endpoint."""
@@ -236,8 +244,10 @@ class UCXWorker:
 
     def destroy(self) -> None:
         """After its endpoints were dropped: UCX does not touch the memory of requests any more, and all of them end."""
-        while arrived := self.probe(0, 0):  # ucxx would wait for their bytes, which a dead peer never sends
-            self.take(arrived[0], Buffer(0, 0, 0), lambda error: None)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while self._requests and time.monotonic() < deadline:
+            self.progress()
+        self.discard(0, 0)  # ucxx would wait for their bytes, which a dead peer never sends
         self._worker = None
         self._ended.clear()
         requests, self._requests = self._requests, {}
