@@ -6,7 +6,6 @@ numbers: arrays are slower until there are many, and several times as slow in a 
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 
@@ -52,8 +51,6 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
     """Bytes up to and with each run."""
-    if _are_few(iovec):
-        return list(itertools.accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
     return ends
 

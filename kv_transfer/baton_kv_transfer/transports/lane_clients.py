@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
-import socket
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from baton_kv_transfer.transports.base import Region
+from baton_kv_transfer.transports.base import Region, TransportError
 from baton_kv_transfer.transports.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.lane_protocol import ANSWER, MAX_HELLO_BYTES
-from baton_kv_transfer.transports.lanes import LaneContext
+from baton_kv_transfer.transports.lane_link import ANSWER, NOTIF, Link
+from baton_kv_transfer.transports.lanes import Lane, LaneContext
 from baton_kv_transfer.transports.shm.cross_memory import CopyError
 
+MAX_HELLO_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +36,9 @@ _Client = TypeVar("_Client", bound=Client)
 
 class Clients(abc.ABC, Generic[_Client]):
     """All methods but the constructor belong to the lane's thread."""
+
+    address: bytes
+    """What a peer needs to connect, packed."""
 
     def __init__(self, context: LaneContext) -> None:
         self._context = context
@@ -57,9 +61,6 @@ class Clients(abc.ABC, Generic[_Client]):
         """Cuts all of them off."""
         for client in list(self._clients):
             self._drop(client, "this agent cut all its peers off")
-
-    def _link(self, end: socket.socket) -> FramedSocket:
-        return FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved)
 
     def _add(self, client: _Client) -> None:
         self._clients.append(client)
@@ -96,3 +97,44 @@ class Clients(abc.ABC, Generic[_Client]):
         self._thread.unwatch(client.link.fileno())
         client.close()
         self._thread.take_jobs(client)
+
+
+_Link = TypeVar("_Link", bound=Link)
+
+
+class LinkedLane(Lane, Generic[_Link]):
+    """A lane over sockets: a Link to each peer, and the peers that connected."""
+
+    _clients: Clients[Any]
+
+    def __init__(self, context: LaneContext) -> None:
+        super().__init__(context)
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def address(self) -> bytes:  # type: ignore[override]
+        return self._clients.address
+
+    def forget_region(self, region: Region) -> None:
+        self._clients.forget_region(region)
+
+    def remove_peer(self, name: str) -> None:
+        link = self._links.get(name)
+        if link is not None:
+            link.withdraw()
+            with contextlib.suppress(TransportError):  # closed: all are given up
+                self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
+                del self._links[name]
+
+    def send_notif(self, name: str, message: bytes) -> bool:
+        link = self._links.get(name)
+        if link is not None:
+            link.post(NOTIF, message)
+        return link is not None
+
+    def give_up_all(self, reason: str) -> None:
+        for name in list(self._links):
+            link = self._links.pop(name, None)
+            if link is not None:
+                link.withdraw()
+                link.give_up(reason)

@@ -7,14 +7,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
-from baton_kv_transfer.transports.base import TransportError
+from baton_kv_transfer.transports.base import Transfer, TransportError
 from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.lane_protocol import ANSWER, NOTIF
-from baton_kv_transfer.transports.lanes import Lane, LaneContext
+from baton_kv_transfer.transports.iovec import check
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import Rows
-from baton_kv_transfer.transports.transfer import Transfer
+
+HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
+"""Kinds of messages. A frame's number names the transfer that it asks for, answers, or has bytes of."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,33 +162,16 @@ class Link(abc.ABC):
         self.on_lost(reason)
 
 
-_Link = TypeVar("_Link", bound=Link)
+def encode_request(notif: bytes, iovec: bytes) -> bytes:
+    return len(notif).to_bytes(4, "little") + notif + iovec
 
 
-class LinkedLane(Lane, Generic[_Link]):
-    """A lane with a Link to each peer."""
+def decode_request(request: bytes) -> tuple[bytes, bytes]:
+    """(notification, iovec).
 
-    def __init__(self, context: LaneContext) -> None:
-        super().__init__(context)
-        self._links: dict[str, _Link] = {}
-
-    def remove_peer(self, name: str) -> None:
-        link = self._links.get(name)
-        if link is not None:
-            link.withdraw()
-            with contextlib.suppress(TransportError):  # closed: all are given up
-                self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
-                del self._links[name]
-
-    def send_notif(self, name: str, message: bytes) -> bool:
-        link = self._links.get(name)
-        if link is not None:
-            link.post(NOTIF, message)
-        return link is not None
-
-    def give_up_all(self, reason: str) -> None:
-        for name in list(self._links):
-            link = self._links.pop(name, None)
-            if link is not None:
-                link.withdraw()
-                link.give_up(reason)
+    Raises:
+        ValueError: not a request, without runs, or for more than one transfer may move.
+    """
+    end = 4 + int.from_bytes(request[:4], "little")
+    check(request[end:])
+    return request[4:end], request[end:]

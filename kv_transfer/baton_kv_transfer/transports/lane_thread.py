@@ -113,7 +113,7 @@ class LaneThread:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, at_end: Callable[[], None]) -> None:
+    def start(self, at_end: Callable[[], object]) -> None:
         """`at_end`: the thread's last act, after `close` or a failure of its own."""
         self._at_end = at_end
         self._thread.start()

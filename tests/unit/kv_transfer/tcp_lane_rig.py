@@ -11,15 +11,14 @@ import numpy as np
 from kv_processes import wait_for
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports.base import Region, XferState
+from baton_kv_transfer.transports.base import Region, Transfer, XferState
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_protocol import HELLO, encode_request
+from baton_kv_transfer.transports.lane_link import HELLO, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import FRAME_BYTES
 from baton_kv_transfer.transports.tcp.clients import Address, Hello
 from baton_kv_transfer.transports.tcp.lane import TCPLane
-from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 2**20
 HEADER = struct.Struct("<IIQ")

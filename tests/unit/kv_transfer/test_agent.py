@@ -668,7 +668,7 @@ def test_an_idle_agent_that_knows_a_peer_sleeps(side: Side) -> None:
 
 
 def test_unknown_transports_are_refused_naming_the_options() -> None:
-    with pytest.raises(ValueError, match="must be ucx, tcp, shm, auto, nixl or inproc, got 'pigeon'"):
+    with pytest.raises(ValueError, match="must be ucx, tcp, shm, auto, inproc or nixl, got 'pigeon'"):
         create_agent("me", "pigeon")
 
 

@@ -17,18 +17,17 @@ from agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
 from kv_processes import wait_for
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports import lane_protocol
-from baton_kv_transfer.transports.base import Operation, Region, XferState
+from baton_kv_transfer.transports import lane_link
+from baton_kv_transfer.transports.base import Region, Transfer, XferState
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack, pack_run
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.lanes import LaneContext
-from baton_kv_transfer.transports.shm import cross_memory, messages
-from baton_kv_transfer.transports.shm.clients import SHMClients
+from baton_kv_transfer.transports.shm import clients as messages
+from baton_kv_transfer.transports.shm import cross_memory
+from baton_kv_transfer.transports.shm.clients import HostAddress, SHMClients
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
 from baton_kv_transfer.transports.shm.lane import SHMLane
-from baton_kv_transfer.transports.shm.messages import HostAddress
-from baton_kv_transfer.transports.transfer import Transfer
 
 WORDS = 4096
 
@@ -100,7 +99,7 @@ def side() -> Iterator[Side]:
     side.owner.stop()
 
 
-def end(operation: Operation) -> tuple[XferState, str]:
+def end(operation: Transfer) -> tuple[XferState, str]:
     wait_for("end of the operation", lambda: operation.state is not XferState.PROC)
     return operation.state, operation.error
 
@@ -212,19 +211,19 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
     source, target = rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8))
     request = messages.encode_write(b"", pack(source), pack(target))
     if hello == "none":
-        link.send(lane_protocol.WRITE, 1, request)
+        link.send(lane_link.WRITE, 1, request)
     elif hello == "nothing but bytes":
         end_of_stranger.setblocking(True)
         end_of_stranger.sendall(b"\xff" * 64)
     elif hello == "deep":
-        link.send(lane_protocol.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
+        link.send(lane_link.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
     else:
         struct = messages.Hello(address.cell, "stranger", cell.address, cell.value)
         if hello == "wrong cell":
             struct.peer_cell = b"0" * 16
         elif hello == "no peer's cell":
             struct.cell = b"1" * 16
-        link.send(lane_protocol.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
+        link.send(lane_link.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
     end_of_stranger.settimeout(10)
     with contextlib.suppress(ConnectionResetError):
         assert end_of_stranger.recv(1) == b""
@@ -277,9 +276,9 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
         end.connect(address.socket_name)
         link = FramedSocket(end)
         hello = messages.Hello(address.cell, "client", cell.address, cell.value)
-        link.send(lane_protocol.HELLO, 0, msgspec.msgpack.encode(hello))
+        link.send(lane_link.HELLO, 0, msgspec.msgpack.encode(hello))
         for number in range(1, 4):
-            link.send(lane_protocol.WRITE, number, request)
+            link.send(lane_link.WRITE, number, request)
         return link
 
     leaving, staying = connect(), connect()

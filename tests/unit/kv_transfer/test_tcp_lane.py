@@ -17,7 +17,7 @@ from tcp_lane_rig import LENGTH, WORDS, LaneHere, Raw, end, rows
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.transports.base import TransportError, XferState
 from baton_kv_transfer.transports.framed_socket import DATA
-from baton_kv_transfer.transports.lane_protocol import HELLO, READ, WRITE
+from baton_kv_transfer.transports.lane_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.clients import Address
 
 

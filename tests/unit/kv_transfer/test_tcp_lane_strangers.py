@@ -15,7 +15,7 @@ from tcp_lane_rig import HEADER, LENGTH, WORDS, LaneHere, Raw, end, rows
 from baton_kv_transfer.transports.base import XferState
 from baton_kv_transfer.transports.framed_socket import DATA
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_protocol import (
+from baton_kv_transfer.transports.lane_link import (
     ANSWER,
     HELLO,
     NOTIF,

@@ -331,7 +331,7 @@ class Network:
     """Makes the next workers of an agent fail, as they do without a device."""
 
     def __init__(self, agent: Any) -> None:
-        self._context = agent._transport._lanes["ucx"]._ucx
+        self._context = agent._lanes["ucx"]._ucx
         self._create = self._context.create_worker
         self._context.create_worker = self._create_worker
         self.failures_left = 0.0

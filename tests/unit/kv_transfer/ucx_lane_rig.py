@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,9 @@ import numpy as np
 from kv_processes import wait_for
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports.base import Region, XferState
+from baton_kv_transfer.transports.base import Region, Transfer, XferState
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.lanes import LaneContext
-from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.lane import PeerAddress, UCXLane
 from baton_kv_transfer.transports.ucx.worker import Buffer, UCXContext
@@ -79,7 +79,7 @@ class Raw:
     def __init__(self, lane: LaneHere) -> None:
         self.worker = UCXContext(HOST).create_worker()
         self.address = msgspec.msgpack.encode(PeerAddress(self.worker.address, b"raw"))
-        self.session = messages.new_session()
+        self.session = secrets.randbits(64)
         self._endpoint = self.worker.connect(lane.address.worker, lambda number: None, 0)
         self._kept: list[bytearray | bytes] = []
         self.received: list[messages.Message] = []
@@ -96,7 +96,7 @@ class Raw:
         self._kept.append(content)
         address = c.cast(c.c_char_p(content), c.c_void_p).value
         assert address is not None
-        self.worker.send(self._endpoint, tag, Buffer(address, len(content), len(content)), self.sent.append)
+        self.worker.send(self._endpoint, tag, Buffer.of(address, len(content)), self.sent.append)
 
     def wait(self, what: str, condition: Callable[[], Any]) -> Any:
         def look() -> Any:
@@ -116,5 +116,5 @@ class Raw:
     def _take(self, message: int, nbytes: int) -> None:
         content = bytearray(nbytes)
         self._kept.append(content)
-        buffer = Buffer(c.addressof(c.c_char.from_buffer(content)), nbytes, nbytes)
+        buffer = Buffer.of(c.addressof(c.c_char.from_buffer(content)), nbytes)
         self.worker.take(message, buffer, lambda error: self.received.append(messages.decode(content)))

@@ -6,19 +6,62 @@ import hmac
 import os
 import socket
 import struct
+from pathlib import Path
 
 import msgspec
 
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.framed_socket import FramedSocket
-from baton_kv_transfer.transports.iovec import count_outside
-from baton_kv_transfer.transports.lane_clients import Client, Clients
-from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, WRITE
+from baton_kv_transfer.transports.iovec import check, count_outside, lengths_of
+from baton_kv_transfer.transports.lane_clients import MAX_HELLO_BYTES, Client, Clients
+from baton_kv_transfer.transports.lane_link import HELLO, NOTIF, WRITE, encode_request
 from baton_kv_transfer.transports.lane_thread import Job
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
-from baton_kv_transfer.transports.shm.messages import Hello, HostAddress, decode_write, get_location
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class HostAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a process of the same host needs to connect."""
+
+    boot_id: str
+    pid_namespace: int
+    network_namespace: int
+    pid: int
+    cell_address: int
+    cell: bytes
+    socket_name: bytes
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a connection: the peer's cell, as proof of its metadata, and the sender's own name and cell."""
+
+    peer_cell: bytes
+    name: str
+    cell_address: int
+    cell: bytes
+
+
+def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
+    """`source`, `target`: iovecs of runs of equal lengths."""
+    return encode_request(notif, source + target)
+
+
+def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
+    """(notification, source, target). Raises ValueError as `decode_request`, or if their lengths differ."""
+    end = 4 + int.from_bytes(request[:4], "little")
+    middle = end + (len(request) - end) // 2
+    source, target = request[end:middle], request[middle:]
+    check(target)
+    if len(source) != len(target) or lengths_of(source).tobytes() != lengths_of(target).tobytes():
+        raise ValueError("a request to write runs that are not as long as their sources")
+    return request[4:end], source, target
+
+
+def get_location() -> tuple[str, int, int]:
+    """Boot, pid namespace and network namespace of this process."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
 
 class _Client(Client):
@@ -36,9 +79,6 @@ class _Client(Client):
 
 
 class SHMClients(Clients[_Client]):
-    address: bytes
-    """What a process of the same host needs to connect, packed."""
-
     def forget_region(self, region: Region) -> None:
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
             # Finishing one may have ended its client, and with it others of these jobs.
@@ -77,7 +117,7 @@ class SHMClients(Clients[_Client]):
         if uid not in (os.geteuid(), 0):
             end.close()
             return
-        self._add(_Client(self._link(end), pid))
+        self._add(_Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), pid))
 
     def _greet(self, client: _Client, kind: int, payload: bytes) -> str:
         if kind != HELLO:

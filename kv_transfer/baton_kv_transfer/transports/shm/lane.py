@@ -15,17 +15,15 @@ import socket
 
 import msgspec
 
-from baton_kv_transfer.transports.base import Region
+from baton_kv_transfer.transports.base import Transfer
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_link import Link, LinkedLane
-from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, WRITE
+from baton_kv_transfer.transports.lane_clients import LinkedLane
+from baton_kv_transfer.transports.lane_link import HELLO, NOTIF, WRITE, Link
 from baton_kv_transfer.transports.lane_thread import Job
 from baton_kv_transfer.transports.lanes import LaneContext
-from baton_kv_transfer.transports.shm.clients import SHMClients
+from baton_kv_transfer.transports.shm.clients import Hello, HostAddress, SHMClients, encode_write, get_location
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
-from baton_kv_transfer.transports.shm.messages import Hello, HostAddress, encode_write, get_location
-from baton_kv_transfer.transports.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +79,12 @@ class _SHMLink(Link):
 
 
 class SHMLane(LinkedLane[_SHMLink]):
+    _clients: SHMClients
+
     def __init__(self, context: LaneContext) -> None:
         super().__init__(context)
         self._clients = SHMClients(context)
         self._clients.open()
-
-    @property
-    def address(self) -> bytes:  # type: ignore[override]
-        return self._clients.address
-
-    def forget_region(self, region: Region) -> None:
-        self._clients.forget_region(region)
 
     def add_peer(self, name: str, address: bytes) -> None:
         """One read of a few bytes of its memory tells whether the lane reaches it."""

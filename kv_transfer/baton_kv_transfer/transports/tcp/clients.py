@@ -12,8 +12,8 @@ import msgspec
 from baton_kv_transfer.transports.base import Region
 from baton_kv_transfer.transports.framed_socket import DATA, FramedSocket
 from baton_kv_transfer.transports.iovec import count_outside
-from baton_kv_transfer.transports.lane_clients import Client, Clients
-from baton_kv_transfer.transports.lane_protocol import HELLO, NOTIF, READ, WRITE, decode_request
+from baton_kv_transfer.transports.lane_clients import MAX_HELLO_BYTES, Client, Clients
+from baton_kv_transfer.transports.lane_link import HELLO, NOTIF, READ, WRITE, decode_request
 from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import Rows
 
@@ -63,9 +63,6 @@ class _Client(Client):
 
 
 class TCPClients(Clients[_Client]):
-    address: bytes
-    """What a peer needs to connect, packed."""
-
     def __init__(self, context: LaneContext) -> None:
         """Listens.
 
@@ -129,7 +126,7 @@ class TCPClients(Clients[_Client]):
         if len(strangers) >= MAX_STRANGERS:
             self._drop(strangers[0], "too many do not say hello")
         set_options(end)
-        client = _Client(self._link(end), f"{where[0]}:{where[1]}")
+        client = _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}")
         self._add(client)
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
 

@@ -17,15 +17,14 @@ import socket
 
 import msgspec
 
-from baton_kv_transfer.transports.base import Region
+from baton_kv_transfer.transports.base import Transfer
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_link import Link, LinkedLane
-from baton_kv_transfer.transports.lane_protocol import HELLO, READ, WRITE, encode_request
+from baton_kv_transfer.transports.lane_clients import LinkedLane
+from baton_kv_transfer.transports.lane_link import HELLO, READ, WRITE, Link, encode_request
 from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import Rows
 from baton_kv_transfer.transports.tcp.clients import Address, Hello, TCPClients, set_options
-from baton_kv_transfer.transports.transfer import Transfer
 
 
 class _TCPLink(Link):
@@ -51,17 +50,12 @@ class _TCPLink(Link):
 
 
 class TCPLane(LinkedLane[_TCPLink]):
+    _clients: TCPClients
+
     def __init__(self, context: LaneContext) -> None:
         """Raises OSError: `context.host` is no address of this machine."""
         super().__init__(context)
         self._clients = TCPClients(context)
-
-    @property
-    def address(self) -> bytes:  # type: ignore[override]
-        return self._clients.address
-
-    def forget_region(self, region: Region) -> None:
-        self._clients.forget_region(region)
 
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)

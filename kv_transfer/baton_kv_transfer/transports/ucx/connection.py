@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes as c
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.base import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
 from baton_kv_transfer.transports.ucx.streams import Stream
@@ -36,7 +37,7 @@ class Connection:
             UCXError: the address is none that UCX reaches from here.
         """
         self.address = address
-        self.session = messages.new_session()
+        self.session = secrets.randbits(64)
         self.peer_session: int | None = None  # announced by the peer's HELLO
         self.peer_name = ""
         self.has_greeted = False
@@ -108,7 +109,7 @@ class Connection:
         address = c.cast(c.c_char_p(packed), c.c_void_p).value
         assert address is not None, "a message is not empty"
         self._num_held += 1
-        buffer = Buffer(address, len(packed), len(packed))
+        buffer = Buffer.of(address, len(packed))
         self._worker.send(self._endpoint, messages.CONTROL_TAG, buffer, self._sent)
 
     def _sent(self, error: str) -> None:

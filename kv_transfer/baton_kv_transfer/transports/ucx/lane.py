@@ -11,14 +11,14 @@ import ctypes as c
 import hmac
 import logging
 import os
+import secrets
 import time
 
 import msgspec
 
-from baton_kv_transfer.transports.base import Region, TransportError
+from baton_kv_transfer.transports.base import Region, Transfer, TransportError
 from baton_kv_transfer.transports.iovec import check, count_outside, pack
 from baton_kv_transfer.transports.lanes import Lane, LaneContext
-from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
 from baton_kv_transfer.transports.ucx.library import UCXError
@@ -63,10 +63,10 @@ class UCXLane(Lane):
         self._by_session: dict[int, Connection] = {}
         self._cut: list[Connection] = []
         self._closed: list[int] = []  # sessions whose endpoints failed
-        self._is_ticking = False
         self._worker: UCXWorker | None = None
         self._use_worker(self._ucx.create_worker())
         self._thread.progress_also(self._progress)
+        self._thread.call_later(_TICK_S, self._tick)
 
     # -- for any thread
 
@@ -100,7 +100,7 @@ class UCXLane(Lane):
             remote, notif = pack(transfer.remote), transfer.notif
             if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
                 raise ValueError(f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones")
-            number = messages.new_transfer()
+            number = secrets.randbits(messages.TRANSFER_BITS)
             stream = Stream(
                 connection, number, pack(transfer.local), lambda stream: self._end_outgoing(connection, number)
             )
@@ -109,7 +109,6 @@ class UCXLane(Lane):
             self._context.wakeup()
             return
         connection.outgoing[number] = Outgoing(transfer, stream)
-        self._tick_later()
         if transfer.op == "READ":
             stream.receive()
             connection.tell(Read(connection.session, number, remote))
@@ -176,7 +175,7 @@ class UCXLane(Lane):
             if content and not error:
                 self._handle(content)
 
-        worker.take(message, Buffer(address, len(content), len(content)), on_end)
+        worker.take(message, Buffer.of(address, len(content)), on_end)
 
     def _handle(self, content: bytearray) -> None:
         try:
@@ -238,7 +237,6 @@ class UCXLane(Lane):
             connection.tell(Refused(request.session, request.transfer, str(error)))
             return
         connection.incoming[request.transfer] = stream
-        self._tick_later()
         if isinstance(request, Read):
             stream.send()
         else:
@@ -306,7 +304,6 @@ class UCXLane(Lane):
             connection.cut()
             for number in list(connection.outgoing):
                 self._end_outgoing(connection, number)  # those that were waiting for DONE only
-            self._tick_later()
         return bool(failed)
 
     def _cut_all(self, reason: str) -> None:
@@ -324,14 +321,8 @@ class UCXLane(Lane):
                 return False
         return True
 
-    def _tick_later(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            self._thread.call_later(_TICK_S, self._tick)
-
     def _tick(self) -> None:
         """Ticks are counted, not seconds: a process that was stopped itself takes what arrived before it gives a peer up."""
-        self._is_ticking = False
         for connection in self._by_address.values():
             connection.silent_ticks += connection.is_busy
             if connection.silent_ticks >= SILENT_TICKS:
@@ -341,8 +332,7 @@ class UCXLane(Lane):
             self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]
         self._cut_failed()
-        if self._cut or any(connection.is_busy for connection in self._by_address.values()):
-            self._tick_later()
+        self._thread.call_later(_TICK_S, self._tick)
 
     # -- the worker
 

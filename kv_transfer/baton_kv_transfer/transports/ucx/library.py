@@ -13,7 +13,6 @@ from typing import Any
 
 OK = 0
 INPROGRESS = 1
-ERR_MESSAGE_TRUNCATED = -10
 _FIRST_ERROR_POINTER = 2**64 - 100  # UCS_PTR_IS_ERR: status codes cast to pointers
 
 OP_ATTR_CALLBACK = 1 << 1
@@ -21,7 +20,6 @@ OP_ATTR_USER_DATA = 1 << 2
 OP_ATTR_DATATYPE = 1 << 3
 OP_ATTR_FLAGS = 1 << 4
 OP_ATTR_RECV_INFO = 1 << 7
-DATATYPE_BYTES = 1 << 3  # ucp_dt_make_contig(1)
 DATATYPE_IOV = 2
 EP_CLOSE_FORCE = 1 << 0
 EP_ATTR_TRANSPORTS = 1 << 3
@@ -137,8 +135,7 @@ def load_ucxx() -> Any:
 
 
 def status_text(status: int) -> str:
-    text: bytes = load().ucs_status_string(status)
-    return text.decode()
+    return str(load().ucs_status_string(status), "ascii")
 
 
 def pointer_status(pointer: int | None) -> int:

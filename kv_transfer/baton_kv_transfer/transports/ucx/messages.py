@@ -10,8 +10,6 @@ random session id, which every later message about the sender's requests carries
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 CONTROL_TAG = 1
@@ -68,14 +66,6 @@ Message = Hello | Read | Write | Go | Refused | Done | Notif
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
-
-
-def new_session() -> int:
-    return int.from_bytes(os.urandom(8), "little")
-
-
-def new_transfer() -> int:
-    return int.from_bytes(os.urandom(8), "little") >> (64 - TRANSFER_BITS)
 
 
 def data_tag(transfer: int, piece: int) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes as c
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split
-from baton_kv_transfer.transports.ucx import library, messages
+from baton_kv_transfer.transports.iovec import ends_of, split
+from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ class Pieces:
     def __init__(self, iovec: bytes) -> None:
         self.iovec = iovec
         self._rows = bytearray(split(iovec, PIECE_BYTES))
-        self._base = c.addressof(c.c_char.from_buffer(self._rows))
-        self._numbers = memoryview(self._rows).cast("q")
         ends = ends_of(self._rows)
         self._cuts = [0]
         self._bytes = [0]
@@ -43,9 +40,7 @@ class Pieces:
     def __getitem__(self, index: int) -> Buffer:
         first, count = self._cuts[index], self._cuts[index + 1] - self._cuts[index]
         nbytes = self._bytes[index + 1] - self._bytes[index]
-        if count == 1:
-            return Buffer(self._numbers[2 * first], nbytes, nbytes)
-        return Buffer(self._base + RUN_BYTES * first, count, nbytes, library.DATATYPE_IOV)
+        return Buffer(self._rows, first, count, nbytes)
 
 
 class Stream:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
@@ -46,10 +47,11 @@ class UCXContext:
         """
         self._ucxx = library.load_ucxx()
         settings = SETTINGS | {"NET_DEVICES": find_devices(host)}
-        settings = {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ}
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         try:
-            self._context = self._ucxx.UCXContext(settings, features)
+            self._context = self._ucxx.UCXContext(
+                {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ}, features
+            )
         except self._ucxx.UCXError as error:
             raise UCXError(
                 f"UCX does not start: {error} (is UCX_TLS or UCX_NET_DEVICES set to something this machine lacks?)"
@@ -99,25 +101,37 @@ def _find_interface(host: str) -> str:
 
 
 class Buffer:
-    """Memory of one tag message: contiguous, or a list of runs."""
+    """Memory of one tag message, as a list of runs.
 
-    __slots__ = ("address", "count", "datatype", "nbytes")
+    Runs also where there is one only: UCX 1.21 ends the process when a rendezvous of contiguous memory is aborted while its
+    registration cache is off, as it is beside another UCX (NIXL's) in one process.
+    """
 
-    def __init__(self, address: int, count: int, nbytes: int, datatype: int = library.DATATYPE_BYTES) -> None:
+    __slots__ = ("_runs", "address", "count", "nbytes")
+
+    def __init__(self, runs: bytearray, first: int, count: int, nbytes: int) -> None:
         """
         Args:
-            address: of the bytes, or of `count` struct iovec.
+            runs: packed struct iovecs, of which `count` from the `first` one on, `nbytes` bytes in all, are meant.
         """
-        self.address, self.count, self.nbytes, self.datatype = address, count, nbytes, datatype
+        self._runs = c.c_char.from_buffer(runs)
+        self.address = c.addressof(self._runs) + RUN_BYTES * first
+        self.count, self.nbytes = count, nbytes
+
+    @classmethod
+    def of(cls, address: int, nbytes: int) -> Buffer:
+        """Contiguous memory; no bytes: what arrives is discarded."""
+        return cls(bytearray(pack_run(address, nbytes)), 0, 1 if nbytes else 0, nbytes)
 
 
 class Request:
     """A tag message that UCX sends or receives."""
 
-    __slots__ = ("nbytes", "on_end", "pointer")
+    __slots__ = ("_buffer", "nbytes", "on_end", "pointer")
 
-    def __init__(self, nbytes: int, on_end: Callable[[str], None]) -> None:
-        self.nbytes = nbytes
+    def __init__(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> None:
+        self._buffer = buffer  # kept, UCX reads its list of runs
+        self.nbytes = buffer.nbytes if buffer else 0
         self.on_end = on_end
         self.pointer: int | None = None
 
@@ -140,9 +154,12 @@ class UCXWorker:
         self._on_sent = library.SendCallback(self._sent)
         self._on_received = library.ReceiveCallback(self._received)
         mask = library.OP_ATTR_CALLBACK | library.OP_ATTR_USER_DATA | library.OP_ATTR_DATATYPE
-        self._send = library.RequestParam(op_attr_mask=mask, callback=c.cast(self._on_sent, c.c_void_p))
+        self._send = library.RequestParam(
+            op_attr_mask=mask, datatype=library.DATATYPE_IOV, callback=c.cast(self._on_sent, c.c_void_p)
+        )
         self._receive = library.RequestParam(
             op_attr_mask=mask | library.OP_ATTR_RECV_INFO,
+            datatype=library.DATATYPE_IOV,
             callback=c.cast(self._on_received, c.c_void_p),
             recv_info=c.addressof(self._info),
         )
@@ -163,27 +180,31 @@ class UCXWorker:
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
         """Closes an endpoint at once: its requests end, and nothing of it arrives any more."""
-        request, key = self._new_request(0, on_end)
+        request, key = self._new_request(None, on_end)
         if endpoint.alive:
             endpoint.close_blocking()
             pointer = None
         else:  # ucxx does not close an endpoint that failed
-            mask = self._send.op_attr_mask | library.OP_ATTR_FLAGS
-            param = library.RequestParam(mask, library.EP_CLOSE_FORCE, callback=self._send.callback, user_data=key)
+            param = library.RequestParam(
+                self._send.op_attr_mask | library.OP_ATTR_FLAGS,
+                library.EP_CLOSE_FORCE,
+                callback=self._send.callback,
+                user_data=key,
+            )
             pointer = self._ucp.ucp_ep_close_nbx(endpoint.handle, c.byref(param))
         self._begin(request, key, pointer)
 
     def send(self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
         """`on_end(error)` is called within a later `progress`, when UCX needs the memory no more."""
-        request, key = self._new_request(buffer.nbytes, on_end)
-        self._send.datatype, self._send.user_data = buffer.datatype, key
+        request, key = self._new_request(buffer, on_end)
+        self._send.user_data = key
         pointer = self._ucp.ucp_tag_send_nbx(endpoint.handle, buffer.address, buffer.count, tag, c.byref(self._send))
         return self._begin(request, key, pointer, buffer.nbytes)
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
         """As `send`. A message of another length is an error."""
-        request, key = self._new_request(buffer.nbytes, on_end)
-        self._receive.datatype, self._receive.user_data = buffer.datatype, key
+        request, key = self._new_request(buffer, on_end)
+        self._receive.user_data = key
         pointer = self._ucp.ucp_tag_recv_nbx(
             self._handle, buffer.address, buffer.count, tag, 2**64 - 1, c.byref(self._receive)
         )
@@ -196,8 +217,8 @@ class UCXWorker:
 
     def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
         """Receives what `probe` returned."""
-        request, key = self._new_request(buffer.nbytes, on_end)
-        self._receive.datatype, self._receive.user_data = buffer.datatype, key
+        request, key = self._new_request(buffer, on_end)
+        self._receive.user_data = key
         pointer = self._ucp.ucp_tag_msg_recv_nbx(
             self._handle, buffer.address, buffer.count, message, c.byref(self._receive)
         )
@@ -206,7 +227,7 @@ class UCXWorker:
     def discard(self, tag: int, mask: int) -> None:
         """Throws away what `probe` would return."""
         while arrived := self.probe(tag, mask):
-            self.take(arrived[0], Buffer(0, 0, 0), lambda error: None)
+            self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 
     def cancel(self, request: Request) -> None:
         """Takes effect on receives that no message has matched; the others end with their endpoint."""
@@ -255,9 +276,9 @@ class UCXWorker:
             request.pointer = None
             request.on_end("the connection was cut")
 
-    def _new_request(self, nbytes: int, on_end: Callable[[str], None]) -> tuple[Request, int]:
+    def _new_request(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> tuple[Request, int]:
         self._next_key += 1
-        request = self._requests[self._next_key] = Request(nbytes, on_end)
+        request = self._requests[self._next_key] = Request(buffer, on_end)
         return request, self._next_key
 
     def _begin(self, request: Request, key: int, pointer: int | None, nbytes: int = 0) -> Request:
