@@ -38,7 +38,7 @@ class Apart:
             [*network.command, sys.executable, "-m", "support.memory_owner", "tcp", network.address, str(LARGE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
         )
         assert self.owner.stdout is not None
         hello = json.loads(self.owner.stdout.readline())
