@@ -1,9 +1,10 @@
-"""Block transfers between two processes of one host: our ucx transport against NIXL, and against what the machine gives.
+"""Block transfers between two processes of one host: our transports against NIXL, and against what the machine gives.
 
     make bench SUBJECT=kv_transfer [ARGS="--max-mib 256 --repeats 7"]
 
-Each library runs in a pair of processes of its own, with its own UCX and the same UCX_TLS: once unset, once tcp. Blocks are taken
-in different random orders on both sides, so none merge: one descriptor per block. A figure is the blocks' bytes over the time of
+Each library runs in a pair of processes of its own, with its own UCX and the same settings of it: with UCX_TLS unset ours is
+`auto`, which is `shm` here, with UCX_TLS=tcp it is `ucx`. Blocks are taken in different random orders on both sides, so none
+merge: one descriptor per block. A figure is the blocks' bytes over the time of
 the whole transfer: `off` from posting to DONE; `on` with every block summed by its producer, moved, and proved by its consumer, in
 pieces that overlap (agent_pair.py). Our API wakes who waits; NIXL's is polled, by one pair every 100 us, by another every 20.
 Only the pair that is measured runs, the others are stopped. Whose turn is first changes with every repeat; shapes of up to 16 MiB,
@@ -29,6 +30,8 @@ from report import Goal, print_table, write
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 NUM_BLOCKS = (1, 16, 256, 1024, 4096)
 TLS = {"default": "", "tcp": "tcp"}
+OURS = {"default": "auto", "tcp": "ucx"}
+"""Our transport that runs beside NIXL with each."""
 GOAL_FROM_KIB = 64
 SHORT_BYTES = 16 * 2**20
 """Shapes of no more bytes are repeated SHORT_REPEATS times as often."""
@@ -93,14 +96,15 @@ def main() -> None:
     parser.add_argument("--tls", nargs="+", choices=list(TLS), default=list(TLS))
     args = parser.parse_args()
     max_bytes = args.max_mib * 2**20
-    libraries = ["ours", *(NIXL_POLL_S if importlib.util.find_spec("nixl_cu12") else [])]
+    others = list(NIXL_POLL_S) if importlib.util.find_spec("nixl_cu12") else []
     shapes = [(num_blocks, kib * 1024) for kib, num_blocks in itertools.product(args.block_kib, NUM_BLOCKS)]
     table: list[dict[str, Any]] = []
     goals: list[Goal] = []
     for name in args.tls:
-        pairs = {library: AgentPair(library, TLS[name], max_bytes) for library in libraries}
+        pairs = {"ours": AgentPair(OURS[name], TLS[name], max_bytes)}
+        pairs |= {library: AgentPair(library, TLS[name], max_bytes) for library in others}
         for proved in (False, True):
-            part = f"UCX_TLS {name}, checksums {'on' if proved else 'off'}, GB/s"
+            part = f"{OURS[name]}, UCX_TLS {name}, checksums {'on' if proved else 'off'}, GB/s"
             rows: list[dict[str, Any]] = []
             for shape in shapes:
                 row: dict[str, Any] = {"part": part, "block_kib": shape[1] // 1024, "num_blocks": shape[0]}
@@ -124,7 +128,7 @@ def main() -> None:
                 ]
                 goals.append(
                     Goal(
-                        f"over NIXL, UCX_TLS {name}, checksums on, least of all shapes",
+                        f"{OURS[name]} over NIXL, UCX_TLS {name}, checksums on, least of all shapes",
                         min(ratios, default=None),
                         1.0,
                         "ratio",

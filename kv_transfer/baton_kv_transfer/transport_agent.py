@@ -1,9 +1,11 @@
-"""The agent over one of our transports: it knows names, regions and handles; the transport moves bytes."""
+"""The agent over lanes of ours: it keeps names, regions and handles; each transfer takes the first lane that can move it."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -22,10 +24,12 @@ from baton_kv_transfer.agent import (
     unknown_peer,
 )
 from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, may_merge, merge, select
-from baton_kv_transfer.transports import create_transport
-from baton_kv_transfer.transports.base import Descriptors, Operation, Region, TransportError, XferState
+from baton_kv_transfer.transports import choose_lanes
+from baton_kv_transfer.transports.base import Descriptors, Region, Transfer, TransportError, XferState
+from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import Lane, LaneContext
 
-_METADATA_VERSION = 3
+_METADATA_VERSION = 4
 _DIGEST_BYTES = 8
 
 
@@ -34,8 +38,8 @@ class AgentMetadata(msgspec.Struct, array_like=True):
     name: str
     transport: str
     address: bytes
-    regions: list[tuple[int, int, bytes, str, int]]
-    """(address, length, key, memory type, device id) of each registered region."""
+    regions: list[tuple[int, int, str, int]]
+    """(address, length, memory type, device id) of each registered region."""
 
 
 class _Peer:
@@ -44,11 +48,6 @@ class _Peer:
     def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
         self.regions = regions
         self.digest = digest
-
-
-class _RegDescs(RegDescs):
-    def __init__(self, regions: list[Region]) -> None:
-        self.regions = regions
 
 
 class _Dlist(DlistHandle):
@@ -73,7 +72,7 @@ class _Xfer(XferHandle):
         self.local, self.remote, self.regions = rows
         self.notif = notif
         self.num_descs = len(self.local)
-        self.operation: Operation | None = None
+        self.operation: Transfer | None = None
 
     @property
     def state(self) -> XferState | None:
@@ -82,17 +81,6 @@ class _Xfer(XferHandle):
     @property
     def error(self) -> str:
         return self.operation.error if self.operation else ""
-
-
-class _NotPosted(Operation):
-    """A post that failed at once."""
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-
-    @property
-    def state(self) -> XferState:
-        return XferState.ERR
 
 
 class TransportAgent(Agent):
@@ -108,7 +96,20 @@ class TransportAgent(Agent):
         """
         self.name = name
         self._transport_name = transport
-        self._transport = create_transport(transport, name, host)
+        self._notifs: deque[tuple[str, bytes]] = deque()
+        self._wakeup: Callable[[], None] = lambda: None
+        self._thread = LaneThread(f"kv-{name}")
+        self._contexts: dict[str, LaneContext] = {}
+        self._lanes: dict[str, Lane] = {}
+        host = host or os.environ.get("POD_IP") or "127.0.0.1"
+        try:
+            for kind, lane in choose_lanes(transport).items():
+                self._contexts[kind] = LaneContext(self._thread, name, host, self._deliver, self._wake)
+                self._lanes[kind] = lane(self._contexts[kind])
+        except BaseException:
+            self._thread.close()
+            raise
+        self._thread.start(lambda: [lane.end() for lane in self._lanes.values()])
         self._lock = threading.RLock()  # of the two below
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}
@@ -117,36 +118,50 @@ class TransportAgent(Agent):
 
     @property
     def num_refused(self) -> int:
-        return self._transport.num_refused
+        return sum(context.num_refused for context in self._contexts.values())
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return {
+            f"{kind} {lane}": nbytes
+            for kind, context in self._contexts.items()
+            for lane, nbytes in context.moved.copy().items()
+        }
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        self._transport.set_wakeup(wakeup)
+        self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        return self._transport.waiting()
+        return self._thread.waiting()
 
     def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
         check_mem_type(mem_type)
-        regions = []
+        lanes = [kind for kind, lane in self._lanes.items() if mem_type in lane.mem_types]
+        if not lanes:
+            raise ValueError(
+                f"{' and '.join(self._lanes)} cannot move {mem_type} here: GPU memory needs transport ucx or auto, an NVIDIA "
+                f"driver, and a UCX with CUDA (cuda_copy in UCX_TLS where that is set)"
+            )
+        regions: list[Region] = []
         for address, length, device_id, _ in reg_list:
-            regions.append(self._transport.register(address, length, mem_type, device_id))
+            regions.append(Region(address, length, mem_type, device_id))
+        self._thread.mailbox.call(lambda: self._add_regions(regions, lanes))
         with self._lock:
             self._regions += regions
             self._peers.pop(self.name, None)  # as it was
-        return _RegDescs(regions)
+        return RegDescs(regions)
 
     def deregister_memory(self, dereg_list: RegDescs) -> None:
-        assert isinstance(dereg_list, _RegDescs)
-        for region in dereg_list.regions:
-            with self._lock:
+        with self._lock:
+            for region in dereg_list.regions:
                 self._regions.remove(region)
-                self._peers.pop(self.name, None)
-            self._transport.deregister(region)
+            self._peers.pop(self.name, None)
+        self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
 
     def get_agent_metadata(self) -> bytes:
         with self._lock:
-            regions = [(r.address, r.length, r.key, r.mem_type, r.device_id) for r in self._regions]
-            address = self._transport.address()
+            regions = [(r.address, r.length, r.mem_type, r.device_id) for r in self._regions]
+            address = self._address()
         packed = msgspec.msgpack.encode(
             AgentMetadata(_METADATA_VERSION, self.name, self._transport_name, address, regions)
         )
@@ -178,13 +193,14 @@ class TransportAgent(Agent):
             known = self._peers.get(decoded.name)
             if known is None or known.digest != digest:
                 self._peers[decoded.name] = _Peer(regions, digest)
-                self._transport.add_peer(decoded.name, decoded.address, regions)
+                self._add_peer(decoded.name, decoded.address)
         return decoded.name
 
     def remove_remote_agent(self, agent: str) -> None:
         with self._lock:
             if self._peers.pop(agent, None) is not None:
-                self._transport.remove_peer(agent)
+                for lane in self._lanes.values():
+                    lane.remove_peer(agent)
 
     def prep_xfer_dlist(
         self,
@@ -238,14 +254,15 @@ class TransportAgent(Agent):
         with self._lock:
             check_post(handle)
             self._require_open()
-            if self._peers.get(handle.peer) is handle.known_peer:
-                notif = notif_msg or handle.notif
-                handle.operation = self._transport.post(
-                    handle.op, handle.peer, handle.local, handle.remote, handle.regions, notif
-                )
+            transfer = Transfer(
+                handle.op, handle.peer, handle.local, handle.remote, handle.regions, notif_msg or handle.notif
+            )
+            handle.operation = transfer
+            if handle.known_peer is None or self._peers.get(handle.peer) is not handle.known_peer:
+                transfer.end(f"agent {handle.peer} was removed or replaced: make the transfer again")
             else:
-                handle.operation = _NotPosted(f"agent {handle.peer} was removed or replaced: make the transfer again")
-        return handle.operation.state.value
+                self._begin(transfer, handle.known_peer)
+        return transfer.state.value
 
     def check_xfer_state(self, handle: XferHandle) -> str:
         if handle.state is None:
@@ -254,25 +271,27 @@ class TransportAgent(Agent):
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         notifs: dict[str, list[bytes]] = {}
-        for sender, message in self._transport.take_notifs():
+        for _ in range(len(self._notifs)):
+            sender, message = self._notifs.popleft()
             notifs.setdefault(sender, []).append(message)
         return notifs
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         self._peer(remote_agent_name)
-        self._transport.send_notif(remote_agent_name, notif_msg)
+        if not any(lane.send_notif(remote_agent_name, notif_msg) for lane in self._lanes.values()):
+            raise TransportError(f"agent {remote_agent_name} is gone, or is not reached: add_remote_agent again")
 
     def fence(self) -> None:
         with self._lock:
             self._require_open()
             self._peers.clear()
-            self._transport.fence()
+            self._thread.mailbox.call(lambda: [lane.fence() for lane in self._lanes.values()])
 
     def close(self) -> None:
         with self._closing:  # who comes second waits until it is done
             if not self._closed:
                 self._closed = True
-                self._transport.close()
+                self._thread.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -282,11 +301,59 @@ class TransportAgent(Agent):
         with self._lock:
             if name == self.name and name not in self._peers:
                 self._peers[name] = _Peer(list(self._regions))
-                self._transport.add_peer(name, self._transport.address(), self._peers[name].regions)
+                self._add_peer(name, self._address())
             try:
                 return self._peers[name]
             except KeyError:
                 raise unknown_peer(name) from None
+
+    def _address(self) -> bytes:
+        return msgspec.msgpack.encode({kind: lane.address for kind, lane in self._lanes.items()})
+
+    def _add_peer(self, name: str, address: bytes) -> None:
+        """Raises ValueError: not an address."""
+        try:
+            addresses = msgspec.msgpack.decode(address, type=dict[str, bytes])
+            for kind, lane in self._lanes.items():
+                if kind in addresses:
+                    lane.add_peer(name, addresses[kind])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"agent {name} has no address that this release understands: {error}") from error
+
+    def _begin(self, transfer: Transfer, peer: _Peer) -> None:
+        """Over the first lane that moves memory of these types to the peer."""
+        address = int(transfer.local[0, 0])  # rows of one list are of one memory type here; a peer's may be of several
+        theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
+        on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
+        for region in self._regions:
+            on_device |= region.mem_type != "DRAM" and 0 <= address - region.address < region.length
+        mem_type = "VRAM" if on_device else "DRAM"
+        if not any(mem_type in lane.mem_types and lane.begin(transfer) for lane in self._lanes.values()):
+            transfer.end(
+                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of {', '.join(self._lanes)} leads there from "
+                f"{self.name}; both sides need one in common"
+            )
+            self._wake()
+
+    def _deliver(self, sender: str, message: bytes) -> None:
+        self._notifs.append((sender, message))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._thread.on_news():
+            self._wakeup()
+
+    # -- the lanes' thread
+
+    def _add_regions(self, regions: list[Region], lanes: list[str]) -> None:
+        for kind in lanes:
+            self._contexts[kind].regions += regions
+
+    def _forget_regions(self, regions: list[Region]) -> None:
+        for kind, context in self._contexts.items():
+            for region in [region for region in regions if region in context.regions]:
+                context.regions.remove(region)
+                self._lanes[kind].forget_region(region)
 
 
 def _digest(packed: bytes) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.agent import XferHandle, create_agent
-from baton_kv_transfer.transports.tcp_clients import SILENT_S
+from baton_kv_transfer.transports.tcp.clients import SILENT_S
 from support.namespaces import Namespaces, namespaces
 from support.waiting import eventually
 
@@ -35,16 +35,16 @@ class Apart:
         self.net = net
         network = net.networks[0]
         self.owner = subprocess.Popen(
-            [*network.command, sys.executable, "-m", "support.memory_owner", network.address, str(LARGE)],
+            [*network.command, sys.executable, "-m", "support.memory_owner", "tcp", network.address, str(LARGE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "UCX_TLS": "tcp", "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
         )
         assert self.owner.stdout is not None
         hello = json.loads(self.owner.stdout.readline())
         self._base = hello["address"]
         self._words = np.zeros(LARGE // 8, dtype=np.int64)
-        self._agent = create_agent("me", "ucx", net.host)
+        self._agent = create_agent("me", "tcp", net.host)
         self._agent.register_memory([(self._words.ctypes.data, LARGE, 0, "")])
         self._agent.add_remote_agent(bytes.fromhex(hello["metadata"]))
         assert self.outcome(self.begin("READ", SMALL)) == "DONE"
@@ -77,8 +77,7 @@ class Apart:
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+def apart() -> Iterator[Apart]:
     with namespaces(1, {}) as net:
         made = Apart(net)
         yield made

@@ -140,7 +140,7 @@ class ObservabilityConfig(_Config, frozen=True):
 class KVTransferConfig(_Config, frozen=True):
     role: KVRole = KVRole.NONE
     transport: str = "ucx"
-    """ucx, nixl or inproc."""
+    """ucx, tcp, shm, auto, nixl or inproc."""
     port: int = KV_PORT
     load_failure_policy: str = "recompute"
     """recompute or fail."""

@@ -1,12 +1,8 @@
-"""What a transport is to the agent: registered memory, peers, one-sided operations and notifications."""
+"""What agents and transports have in common: memory, the states of transfers, errors."""
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import enum
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,94 +29,37 @@ class XferState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered piece of memory, and what a peer needs to reach it."""
+    """One registered piece of memory."""
 
     address: int
     length: int
-    key: bytes = b""
     mem_type: str = "DRAM"
     """One of MEM_TYPES."""
     device_id: int = 0
 
 
-class Operation(abc.ABC):
-    """A posted batch of reads or writes."""
+class Transfer:
+    """A posted batch of reads or writes, whichever way it goes."""
 
-    error: str = ""
-    """Set before the state becomes ERR."""
-
-    @property
-    @abc.abstractmethod
-    def state(self) -> XferState:
+    def __init__(
+        self, op: str, peer: str, local: Descriptors, remote: Descriptors, regions: NDArray[np.int64], notif: bytes
+    ) -> None:
+        """
+        Args:
+            op: READ or WRITE.
+            local, remote: [n, 3], rows of equal length.
+            regions: [n], index of the peer's region that holds each remote row.
+            notif: follows once all of them ended well; empty: none.
+        """
+        self.op, self.peer, self.notif = op, peer, notif
+        self.local, self.remote, self.regions = local, remote, regions
+        self.error = ""
+        """Set before the state becomes ERR."""
+        self.state = XferState.PROC
         """Never PROC again once it left it; then the local memory is not touched any more."""
 
-
-class Transport(abc.ABC):
-    """Methods may be called from any thread and do not wait for peers."""
-
-    num_refused: int = 0
-    """Descriptors that peers named, this side was to execute, and refused: they were outside registered memory."""
-
-    @abc.abstractmethod
-    def address(self) -> bytes:
-        """What a peer needs to connect."""
-
-    @abc.abstractmethod
-    def register(self, address: int, length: int, mem_type: str = "DRAM", device_id: int = 0) -> Region:
-        """
-        Raises:
-            ValueError: the transport does not move memory of this type here.
-        """
-
-    @abc.abstractmethod
-    def deregister(self, region: Region) -> None: ...
-
-    @abc.abstractmethod
-    def add_peer(self, name: str, address: bytes, regions: list[Region]) -> None:
-        """Makes a peer known; connecting waits for the first use."""
-
-    @abc.abstractmethod
-    def remove_peer(self, name: str) -> None:
-        """Disconnects; operations in flight end in ERR."""
-
-    @abc.abstractmethod
-    def fence(self) -> None:
-        """Cuts all peers off: when it returns, nothing that a peer began still reaches registered memory.
-
-        Operations in flight ended in ERR, all peers are forgotten, `address()` is another one. Memory stays registered.
-        """
-
-    @abc.abstractmethod
-    def post(
-        self, op: str, peer: str, local: Descriptors, remote: Descriptors, regions: NDArray[np.int64], notif: bytes
-    ) -> Operation:
-        """Starts `op` (READ or WRITE) between rows of equal length; `notif` follows once all of them ended well.
-
-        Args:
-            local, remote: [n, 3], checked by the agent.
-            regions: [n], index of the peer's region that holds each remote row.
-        """
-
-    @abc.abstractmethod
-    def send_notif(self, peer: str, message: bytes) -> None: ...
-
-    @abc.abstractmethod
-    def take_notifs(self) -> list[tuple[str, bytes]]:
-        """(sender, message) since the last call, in order per sender."""
-
-    @abc.abstractmethod
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, after an operation ended or a notification arrived; but see `waiting`."""
-
-    def waiting(self) -> AbstractContextManager[int | None]:
-        """For a user about to sleep until `wakeup` is called: what is on the way then has one thread less to wake.
-
-        Gives a descriptor, or None, to poll within it beside the user's own; once it is readable, leave. On leaving, the caller
-        does what came up, a turn of the lanes at most, and then looks for what ended or arrived: `wakeup` is not called for what
-        came up so. Of two users at once the second gets None.
-        """
-        return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Ends everything: operations in flight end in ERR. Idempotent."""
+    def end(self, error: str = "") -> None:
+        """Only the first one counts; by whoever moves the bytes, once the local memory is not touched any more."""
+        if self.state is XferState.PROC:
+            self.error = error
+            self.state = XferState.ERR if error else XferState.DONE

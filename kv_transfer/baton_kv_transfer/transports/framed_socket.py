@@ -10,6 +10,7 @@ import contextlib
 import ctypes as c
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterator
 
 from baton_kv_transfer.transports.iovec import pack_run
@@ -37,17 +38,24 @@ class FramedSocket:
     """
 
     def __init__(
-        self, end: socket.socket, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, takes_data: bool = False
+        self,
+        end: socket.socket,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        *,
+        takes_data: bool = False,
+        moved: Counter[str] | None = None,
     ) -> None:
         """
         Args:
             takes_data: the other side may send data; what nobody expects is thrown away.
+            moved: data bytes sent and received are added to its "sockets".
         """
         end.setblocking(False)
         self._end = end
         self.max_payload_bytes = max_payload_bytes
         """Longer messages of the other side are an error of its."""
         self.takes_data = takes_data
+        self._moved: Counter[str] = Counter() if moved is None else moved
         self._messages = bytearray()  # to send before the next frame of data
         self._head = bytearray()  # being sent: messages, and the header of the frame of data that follows
         self._sending: tuple[int, Rows] | None = None
@@ -175,6 +183,7 @@ class FramedSocket:
 
     def _send_data(self, number: int, rows: Rows) -> int:
         of_head, sent = rows.send(self.fileno(), self._head)
+        self._moved["sockets"] += sent
         del self._head[:of_head]
         if not rows.frame_missing:
             self._sending = None
@@ -188,6 +197,7 @@ class FramedSocket:
         """Bytes that came, and whether there may be more. All that came before was looked at."""
         if self._target is not None:
             received = self._target.receive(self.fileno())
+            self._moved["sockets"] += received
             self._missing -= received
             return received, True
         if self._missing > _BUFFER_BYTES and self._payload:
@@ -229,6 +239,7 @@ class FramedSocket:
                 self._payload[first : first + nbytes] = self._view[self._read : self._read + nbytes]
             elif self._target is not None:
                 self._target.put(self._base + self._read, nbytes)
+                self._moved["sockets"] += nbytes
             self._read += nbytes
             self._missing -= nbytes
 

@@ -6,7 +6,6 @@ numbers: arrays are slower until there are many, and several times as slow in a 
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from baton_kv_transfer.transports.base import Descriptors, Region
 _RUN = struct.Struct("<qq")
 RUN_BYTES = _RUN.size
 FEW_RUNS = 16
+MAX_TRANSFER_BYTES = 2**40
 
 
 def pack(rows: Descriptors) -> bytes:
@@ -28,6 +28,14 @@ def pack(rows: Descriptors) -> bytes:
 def pack_run(address: int, nbytes: int) -> bytes:
     """Raises OverflowError: not an address."""
     return address.to_bytes(8, "little", signed=True) + nbytes.to_bytes(8, "little", signed=True)
+
+
+def check(iovec: bytes) -> None:
+    """Raises ValueError: not of whole runs, without any, or for more than one transfer may move."""
+    if not iovec or len(iovec) % RUN_BYTES:
+        raise ValueError(f"a request with {len(iovec)} bytes of runs of {RUN_BYTES} bytes")
+    if total_bytes(iovec) > MAX_TRANSFER_BYTES:
+        raise ValueError(f"a request for more than {MAX_TRANSFER_BYTES} bytes")
 
 
 def lengths_of(iovec: bytes | bytearray) -> memoryview:
@@ -43,8 +51,6 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
     """Bytes up to and with each run."""
-    if _are_few(iovec):
-        return list(itertools.accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
     return ends
 

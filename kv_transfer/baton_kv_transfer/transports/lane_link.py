@@ -1,49 +1,48 @@
-"""The asking side of a lane: requests, data and notifications to one peer, and what it answers, over one connection at a time."""
+"""The asking side of lanes over sockets: requests, data and notifications to a peer, and its answers, over one connection."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
-from baton_kv_transfer.transports.base import TransportError
+from baton_kv_transfer.transports.base import Transfer, TransportError
 from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.lane_protocol import ANSWER, NOTIF
-from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.iovec import check
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import Rows
-from baton_kv_transfer.transports.transfer import Transfer
+
+HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
+"""Kinds of messages. A frame's number names the transfer that it asks for, answers, or has bytes of."""
 
 logger = logging.getLogger(__name__)
 
 
-class Link:
-    """`post` is for any thread, the rest belongs to the lane's. The first post connects, and the first after a loss."""
+class Link(abc.ABC):
+    """`post` and `withdraw` are for any thread, the rest is for the lane's. The first post connects, and the first after a loss."""
 
-    def __init__(
-        self,
-        thread: LaneThread,
-        peer: str,
-        connect: Callable[[], FramedSocket],
-        wakeup: Callable[[], None],
-        lost: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """
-        Args:
-            connect: begins a connection, and says hello; raises OSError.
-            wakeup: called after a transfer ended.
-            lost: called by the thread with why a connection ended.
-        """
-        self._thread = thread
-        self._peer = peer
-        self._connect = connect
-        self._wakeup = wakeup
-        self._lost = lost
+    def __init__(self, context: LaneContext, peer: str) -> None:
+        self._context = context
+        self._thread = context.thread
+        self.peer = peer
+        self.error = ""
+        """Why it was given up."""
         self._lock = threading.RLock()
-        self._error = ""
         self._socket: FramedSocket | None = None
         self._transfers: dict[int, Transfer] = {}
         self._next_number = 0
+
+    @abc.abstractmethod
+    def connect(self) -> FramedSocket:
+        """Begins a connection, and sends HELLO. Raises OSError."""
+
+    def withdraw(self) -> None:  # noqa: B027
+        """Before it is given up by the thread."""
+
+    def on_lost(self, reason: str) -> None:  # noqa: B027
+        """After a connection ended."""
 
     def post(
         self,
@@ -64,17 +63,17 @@ class Link:
         error = self._post(kind, payload, transfer, outgoing, incoming)
         if error and transfer is not None:
             transfer.end(error)
-            self._wakeup()
+            self._context.wakeup()
         elif error:
-            logger.warning("notification to %s was lost: %s", self._peer, error)
+            logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
         """Ends all that is under way; later posts end at once."""
         with self._lock:
-            self._error = self._error or reason
+            self.error = self.error or reason
             connection = self._socket
         if connection is not None:
-            self._lose(connection, self._error)
+            self._lose(connection, self.error)
 
     def _post(
         self, kind: int, payload: bytes, transfer: Transfer | None, outgoing: Rows | None, incoming: Rows | None
@@ -82,12 +81,12 @@ class Link:
         if len(payload) > MAX_PAYLOAD_BYTES:
             return f"{len(payload)} bytes are more than a frame's {MAX_PAYLOAD_BYTES}: make several smaller transfers"
         with self._lock:
-            if self._error:
-                return self._error
+            if self.error:
+                return self.error
             try:
                 connection = self._socket or self._open()
             except OSError as failure:
-                return f"no connection to {self._peer}: {failure}"
+                return f"no connection to {self.peer}: {failure}"
             self._next_number += 1
             number = self._next_number
             if transfer is not None:
@@ -97,7 +96,7 @@ class Link:
             try:
                 connection.send(kind, number, payload, outgoing)
             except OSError as failure:
-                reason = f"connection to {self._peer} lost: {failure}"
+                reason = f"connection to {self.peer} lost: {failure}"
                 self._tell(lambda: self._lose(connection, reason))  # ends this one, too
                 return "" if transfer is not None else reason
             if connection.has_outgoing:
@@ -105,7 +104,7 @@ class Link:
         return ""
 
     def _open(self) -> FramedSocket:
-        connection = self._socket = self._connect()
+        connection = self._socket = self.connect()
         self._tell(lambda: self._watch(connection))
         return connection
 
@@ -132,7 +131,7 @@ class Link:
                     self._take(connection, kind, number, payload.decode(errors="replace"))
             self._watch_writable(connection)
         except OSError as error:
-            self._lose(connection, f"connection to {self._peer} lost: {error}")
+            self._lose(connection, f"connection to {self.peer} lost: {error}")
 
     def _take(self, connection: FramedSocket, kind: int, number: int, error: str) -> None:
         transfer = self._transfers.pop(number, None)
@@ -144,8 +143,8 @@ class Link:
             error = "it answered before all bytes were there"
         if kind == DATA and transfer.notif:  # a write's goes with its request
             self.post(NOTIF, transfer.notif)
-        transfer.end(error and f"{transfer.op} of {self._peer}'s memory: {error}")
-        self._wakeup()
+        transfer.end(error and f"{transfer.op} of {self.peer}'s memory: {error}")
+        self._context.wakeup()
 
     def _lose(self, connection: FramedSocket, reason: str) -> None:
         with self._lock:
@@ -159,5 +158,20 @@ class Link:
         logger.log(logging.WARNING if unsent else logging.INFO, "%s", reason)
         for transfer in transfers.values():
             transfer.end(reason)
-        self._wakeup()
-        self._lost(reason)
+        self._context.wakeup()
+        self.on_lost(reason)
+
+
+def encode_request(notif: bytes, iovec: bytes) -> bytes:
+    return len(notif).to_bytes(4, "little") + notif + iovec
+
+
+def decode_request(request: bytes) -> tuple[bytes, bytes]:
+    """(notification, iovec).
+
+    Raises:
+        ValueError: not a request, without runs, or for more than one transfer may move.
+    """
+    end = 4 + int.from_bytes(request[:4], "little")
+    check(request[end:])
+    return request[4:end], request[end:]

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from baton_kv_transfer.transports.cross_memory import BatchedCopy, CopyError
 from baton_kv_transfer.transports.mailbox import Mailbox
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, CopyError
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class LaneThread:
         self.jobs: deque[Job] = deque()
         self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
         """Events waited for and what to call, by descriptor."""
+        self._progress: Callable[[], bool] = lambda: False
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._epoll = select.epoll()
@@ -112,10 +113,14 @@ class LaneThread:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, at_end: Callable[[], None]) -> None:
+    def start(self, at_end: Callable[[], object]) -> None:
         """`at_end`: the thread's last act, after `close` or a failure of its own."""
         self._at_end = at_end
         self._thread.start()
+
+    def progress_also(self, progress: Callable[[], bool]) -> None:
+        """Calls `progress` in every turn; it returns whether it has more to do that no descriptor tells of."""
+        self._progress = progress
 
     def close(self) -> None:
         if self._thread.ident is None:  # never started
@@ -241,7 +246,8 @@ class LaneThread:
                 asleep = not woken and self._lent and self._waits == waits
             if asleep and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
-                    self._run_due()
+                    self._turn()
+                os.eventfd_write(self._event_fd, 1)  # the user does what the turn has left
 
     def _take_back(self, asleep: bool) -> bool:
         """Whether the work is the thread's. If not, it is about to sleep: until it is woken if `asleep`."""
@@ -283,9 +289,10 @@ class LaneThread:
             self._copy_batch()
             self._run_due()
             self.mailbox.run()
+            more = self._progress()
         finally:
             self._worker = None
-        return bool(self.jobs or self._epoll.poll(0))
+        return bool(more or self.jobs or self._epoll.poll(0))
 
     def _signal(self) -> None:
         if threading.get_ident() != self._worker:  # whose turn ends with running what was submitted

@@ -21,16 +21,12 @@ class Mailbox:
         self._signal = signal
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self.closed = False
 
     def submit(self, command: Callable[[], None]) -> None:
         """Raises TransportError if closed."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise TransportError("the transport is closed")
             self._commands.append(command)
             self._signal()
@@ -55,29 +51,22 @@ class Mailbox:
         except TimeoutError:
             raise TransportError(f"the progress thread does not answer within {CALL_TIMEOUT_S:g} s") from None
 
-    def run(self) -> bool:
-        """The thread's part: runs what was submitted; true if there was something."""
-        busy = bool(self._commands)
+    def run(self) -> None:
+        """The thread's part: runs what was submitted."""
         while self._commands:
             self._commands.popleft()()
-        return busy
-
-    def replace_signal(self, signal: Callable[[], None]) -> None:
-        """When this returns, the old signal is not called any more."""
-        with self._lock:
-            self._signal = signal
 
     def close(self) -> bool:
         """Takes no more commands and wakes the thread; false if it was closed before."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
-            self._closed = True
+            self.closed = True
             self._signal()
             return True
 
     def finish(self) -> None:
         """The thread's last part: runs what is left. When this returns, `signal` is not called any more."""
         with self._lock:  # whoever closes has signalled
-            self._closed = True
+            self.closed = True
         self.run()

@@ -77,13 +77,10 @@ class _Peer:
 
 class _RegDescs(RegDescs):
     def __init__(self, rows: list[tuple[int, int, int, str]], mem_type: str, native: Any) -> None:
+        super().__init__([Region(address, length, mem_type, device_id) for address, length, device_id, _ in rows])
         self.rows = rows
         self.mem_type = mem_type
         self.native = native
-
-    @property
-    def regions(self) -> list[Region]:
-        return [Region(address, length, b"", self.mem_type, device_id) for address, length, device_id, _ in self.rows]
 
 
 class _Dlist(DlistHandle):
@@ -143,11 +140,6 @@ class NixlAgent(Agent):
         self._nixl: Any = nixl_library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def num_refused(self) -> int:
-        """Always 0: the library refuses unseen."""
-        return 0
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
@@ -301,7 +293,7 @@ class NixlAgent(Agent):
                     else:
                         self._collect(handle)
                 except self._errors as error:
-                    handle.end(_posting_failed(handle, error))
+                    handle.end(f"the transfer with {handle.peer} could not be posted: {error}")
             state = handle.state
         assert state is not None
         if state is not XferState.PROC:
@@ -341,11 +333,6 @@ class NixlAgent(Agent):
             super().release_xfer_handle(handle)  # the library would release one in flight, with bytes still to come
             assert isinstance(handle, _Xfer)
             handle.native.drop()
-
-    def release_dlist_handle(self, handle: DlistHandle) -> None:
-        assert isinstance(handle, _Dlist)
-        with self._lock:
-            handle.released = True  # the library's list goes with the last transfer made from it
 
     def fence(self) -> None:
         with self._lock:
@@ -487,7 +474,3 @@ class NixlAgent(Agent):
             self._in_flight.remove(xfer)
         xfer.end(error)
         return True
-
-
-def _posting_failed(xfer: _Xfer, error: Exception) -> str:
-    return f"the transfer with {xfer.peer} could not be posted: {error}"

@@ -16,7 +16,6 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split, total_
 
 FRAME_BYTES = 2**20
 """Greatest frame: some tenths of a millisecond, then others have their turn."""
-MAX_TRANSFER_BYTES = 2**40
 _MAX_ROWS = 1024  # IOV_MAX
 
 
@@ -26,7 +25,7 @@ class Rows:
     def __init__(self, iovec: bytes) -> None:
         """
         Args:
-            iovec: at least one run, none empty, MAX_TRANSFER_BYTES altogether at most.
+            iovec: at least one run, none empty, iovec.MAX_TRANSFER_BYTES altogether at most.
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)

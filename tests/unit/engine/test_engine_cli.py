@@ -68,7 +68,7 @@ def test_flags_override_the_file(tmp_path):
         ("--worker-class Fast", r"parallel\.worker_class must be a qualified name"),
         ("--tensor-parallel-size 0", r"parallel\.tensor_parallel_size must be at least 1"),
         ("--pipeline-parallel-size 0", r"parallel\.pipeline_parallel_size must be at least 1"),
-        ("--kv-transport pigeon", r"kv_transfer\.transport must be ucx, nixl or inproc"),
+        ("--kv-transport pigeon", r"kv_transfer\.transport must be ucx, tcp, shm, auto, nixl or inproc"),
         ("--kv-load-failure-policy hope", r"kv_transfer\.load_failure_policy must be recompute or fail"),
         ("--kv-mode throw", r"kv_transfer\.mode must be pull or push"),
         ("--kv-max-inflight-bytes 0", r"kv_transfer\.max_inflight_bytes must be at least 1"),

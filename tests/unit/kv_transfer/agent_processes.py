@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +15,6 @@ from kv_processes import _Process, _serve, wait_for
 from numpy.typing import NDArray
 
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle, create_agent
-from baton_kv_transfer.transports import ucx_endpoints
 
 NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
 BLOCK_WORDS = BLOCK_NBYTES // 8
@@ -97,26 +96,14 @@ class OwnerMethods:
         self.agent.close()
 
 
-def emulate_network_access(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """UCX's emulation over tcp stands in for a network that accesses memory."""
-    patch(ucx_endpoints, "NETWORK_ACCESS", ("tcp",))
-    patch(ucx_endpoints, "has_network_access", lambda tls: True)
-
-
-def _run_owner(pipe: Connection, transport: str, environment: dict[str, str], name: str, emulated: bool) -> None:
-    os.environ.pop("UCX_TLS", None)  # of the test that started the fork server
-    os.environ.update(environment)
-    if emulated:
-        emulate_network_access()
+def _run_owner(pipe: Connection, transport: str, name: str) -> None:
     methods = OwnerMethods(transport, name)
     _serve(pipe, methods, methods.hello())
 
 
 class OwnerProcess(_Process):
-    def __init__(
-        self, transport: str, environment: dict[str, str], name: str = "owner", emulated: bool = False
-    ) -> None:
-        super().__init__(_run_owner, transport, environment, name, emulated)
+    def __init__(self, transport: str, name: str = "owner") -> None:
+        super().__init__(_run_owner, transport, name)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -69,5 +69,5 @@ def tcp_lanes() -> Iterator[Callable[..., LaneHere]]:
 def tcp_pair(tcp_lanes: Callable[..., LaneHere]) -> tuple[LaneHere, LaneHere]:
     """(one that knows the owner, the owner)."""
     one, owner = tcp_lanes("one"), tcp_lanes("owner")
-    one.lane.add_peer("owner", owner.lane.address())
+    one.lane.add_peer("owner", owner.lane.address)
     return one, owner

@@ -18,7 +18,7 @@ from baton_kv_transfer.memory import HostKVMemory, KVMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription, Publish, PublishedBlock, Subscribe
 from baton_kv_transfer.staged_memory import StagedKVMemory
 from baton_kv_transfer.transport_agent import TransportAgent
-from baton_kv_transfer.transports.base import Operation, XferState
+from baton_kv_transfer.transports.base import XferState
 
 HOST = "127.0.0.1"
 WAIT_MS = 60_000
@@ -54,10 +54,11 @@ def content(transfer_id: str, index: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (NUM_HEADS, HEAD_NBYTES), dtype=np.uint8)
 
 
-class _Held(Operation):
+class _Held:
     """A transfer under way."""
 
     def __init__(self) -> None:
+        self.error = ""
         self.now = XferState.PROC
 
     @property

@@ -24,9 +24,9 @@ from baton_kv_transfer import create_connector
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, HeadRange, KVCacheLayout, LoadResult
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_kv_transfer.transports import libucp
+from baton_kv_transfer.transports.ucx import library
 
-libucp.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
+library.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0

@@ -11,18 +11,14 @@ import numpy as np
 from kv_processes import wait_for
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports.base import Region, XferState
+from baton_kv_transfer.transports.base import Region, Transfer, XferState
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_protocol import (
-    HELLO,
-    TCPAddress,
-    TCPHello,
-    encode_request,
-)
+from baton_kv_transfer.transports.lane_link import HELLO, encode_request
 from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import FRAME_BYTES
-from baton_kv_transfer.transports.tcp_lane import TCPLane
-from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.tcp.clients import Address, Hello
+from baton_kv_transfer.transports.tcp.lane import TCPLane
 
 WORDS = 2**20
 HEADER = struct.Struct("<IIQ")
@@ -41,17 +37,23 @@ class LaneHere:
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
-        self.lane = TCPLane(
+        self.context = LaneContext(
             self.thread, name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None
         )
+        self.lane = TCPLane(self.context)
         self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.lane.register(self.region)
+        self.context.regions.append(self.region)
 
     @property
-    def address(self) -> TCPAddress:
-        return msgspec.msgpack.decode(self.lane.address(), type=TCPAddress)
+    def address(self) -> Address:
+        return msgspec.msgpack.decode(self.lane.address, type=Address)
+
+    def deregister(self) -> None:
+        """Of all its memory."""
+        self.context.regions.clear()
+        self.thread.mailbox.call(lambda: self.lane.forget_region(self.region))
 
     def post(
         self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""
@@ -78,7 +80,7 @@ class Raw:
         """One whose hello is accepted, if it has a name."""
         raw = cls(socket.create_connection((lane.address.host, lane.address.port)))
         if name:
-            raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(lane.address.secret, name)))
+            raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(lane.address.secret, name)))
         return raw
 
     def send(self, kind: int, number: int, payload: bytes = b"") -> None:

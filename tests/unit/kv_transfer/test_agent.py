@@ -1,9 +1,10 @@
 """Conformance of the agent: NIXL's documented semantics, the same on every transport.
 
 inproc     both sides in this process; a transfer ends within the call that posts it, so none is ever in flight
-ucx        two processes of one host, over the lane that such processes agree on
-ucx_tcp    the same kept from that lane: over TCP, as between hosts whose network has no remote memory access
-ucx_rma    libucp's gets and puts, as where the network accesses memory; here UCX emulates them over tcp
+ucx        two processes, over UCX (tcp, loopback)
+tcp        the same over sockets of our own
+shm        two processes of one host that copy each other's memory
+auto       the fastest of these; here shm
 nixl       the real library. What it documents and does not do (1.5.1) is made good by our agent around it: a transfer that it
            released, or whose peer it removed, still moves bytes; a restarted peer's metadata is not taken; damaged metadata is.
 """
@@ -27,31 +28,23 @@ from agent_processes import (
     Side,
     block_rows,
     counting,
-    emulate_network_access,
 )
 from kv_processes import wait_for
 
 from baton_kv_transfer.agent import INIT_AGENT, Agent, create_agent
 from baton_kv_transfer.transports.base import TransportError
 
-KINDS = ("inproc", "ucx", "ucx_tcp", "ucx_rma", "nixl")
-BETWEEN_PROCESSES = ("ucx", "ucx_tcp", "nixl")
-"""Whose peers may be frozen; UCX's emulation does not always survive that (see below)."""
-CHECKS_WRITES_AT_THE_TARGET = ("inproc", "ucx", "ucx_tcp")
+OURS = ("ucx", "tcp", "shm", "auto")
+KINDS = ("inproc", *OURS, "nixl")
+BETWEEN_PROCESSES = (*OURS, "nixl")
+CHECKS_WRITES_AT_THE_TARGET = ("inproc", *OURS)
 """NIXL is one-sided: a network card, or UCX standing in for one, writes where the writer's key says."""
-OVER_TCP = ("ucx_tcp", "ucx_rma")
-SURVIVES_ITS_PEERS = ("ucx", "ucx_tcp")
-ANSWERED_BY_THE_OWNER = ("ucx_tcp", "nixl")
-"""Reads stand still while the owner does. On the lane the reader reads by itself."""
+ANSWERED_BY_THE_OWNER = ("ucx", "tcp", "nixl")
+"""Reads stand still while the owner does. On one host the reader reads by itself."""
 ABORTS_ANSWERING_A_LOST_CONNECTION = ("nixl",)
-"""A defect of UCX 1.21: software reads (tcp) that wait at the owner while their connection goes abort its process when it answers.
-NIXL has such reads; the ucx transport has them only where a test has UCX emulate a network."""
+"""A defect of UCX 1.21: a read over tcp that waits at the owner while its connection goes aborts the owner when it answers."""
 CONNECTS_WHEN_ADDED = ("nixl",)
 """Documented otherwise: NIXL's UCX backend makes its endpoint while it loads the metadata, and refuses those of a dead peer."""
-
-
-def transport_of(kind: str) -> str:
-    return kind.partition("_")[0]
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +66,11 @@ def owners() -> Iterator[Callable[[str], Owner]]:
 
 
 def new_owner(kind: str) -> Owner:
-    return OwnerHere() if kind == "inproc" else new_process(kind, "owner")
-
-
-def new_process(kind: str, name: str) -> OwnerProcess:
-    environment = {"UCX_TLS": "tcp"} if kind in OVER_TCP else {}
-    return OwnerProcess(transport_of(kind), environment, name, emulated=kind == "ucx_rma")
+    return OwnerHere() if kind == "inproc" else OwnerProcess(kind)
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param in OVER_TCP:
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    if request.param == "ucx_rma":
-        emulate_network_access(monkeypatch.setattr)
     if request.param == "nixl":
         monkeypatch.setattr("baton_kv_transfer.transports.nixl.REMOVE_GRACE_S", 0.2)
     return request.param
@@ -94,7 +78,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def side(kind: str, owners: Callable[[str], Owner]) -> Iterator[Side]:
-    side = Side(transport_of(kind), owners(kind))
+    side = Side(kind, owners(kind))
     yield side
     side.agent.close()
 
@@ -102,7 +86,7 @@ def side(kind: str, owners: Callable[[str], Owner]) -> Iterator[Side]:
 @pytest.fixture
 def own_side(kind: str) -> Iterator[Side]:
     """With an owner of its own, which may be killed."""
-    side = Side(transport_of(kind), new_owner(kind))
+    side = Side(kind, new_owner(kind))
     yield side
     side.agent.close()
     side.owner.stop()
@@ -363,17 +347,15 @@ def test_what_the_owner_deregistered_is_refused_by_it_and_counted(own_side: Side
     np.testing.assert_array_equal(side.owner.call("content"), before)
 
 
-def test_what_the_owner_deregistered_is_not_read_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    side = Side("ucx", new_process("ucx_tcp", "owner"))
+@pytest.mark.parametrize("kind", ["ucx", "tcp"], indirect=True)
+def test_what_the_owner_deregistered_is_not_read(own_side: Side) -> None:
+    side = own_side
     side.owner.call("deregister")
     handle = side.make("READ", [3, 5], [3, 6])
     assert side.run(handle) == "ERR"
     assert "2 of 2 descriptors" in handle.error
     assert side.owner.call("num_refused") == 2
     assert not side.words.any()
-    side.agent.close()
-    side.owner.stop()
 
 
 # -- peers
@@ -561,7 +543,7 @@ def test_a_peer_killed_in_the_middle_of_a_long_transfer(own_side: Side) -> None:
 @pytest.fixture
 def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
     """A second process that knows the owner and is connected to it."""
-    process = new_process(kind, "initiator")
+    process = OwnerProcess(kind, "initiator")
     process.call("learn", own_side.metadata)
     process.call("post", "READ", "owner", [0], own_side.base, [1])
     wait_for("the connection", lambda: process.call("state") == "DONE")
@@ -571,7 +553,7 @@ def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
     process.stop()
 
 
-@pytest.mark.parametrize("kind", SURVIVES_ITS_PEERS, indirect=True)
+@pytest.mark.parametrize("kind", OURS, indirect=True)
 @pytest.mark.parametrize("sleeper", ["owner", "initiator", "nobody"])
 def test_an_owner_lives_on_when_whoever_it_serves_dies(own_side: Side, initiator: OwnerProcess, sleeper: str) -> None:
     side, order = own_side, list(range(NUM_BLOCKS)) * 40
@@ -677,7 +659,7 @@ def test_a_closed_agent_says_so(side: Side) -> None:
         side.agent.fence()
 
 
-@pytest.mark.parametrize("kind", ["ucx", "nixl"], indirect=True)
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=True)
 def test_an_idle_agent_that_knows_a_peer_sleeps(side: Side) -> None:
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     before = time.process_time()
@@ -686,7 +668,7 @@ def test_an_idle_agent_that_knows_a_peer_sleeps(side: Side) -> None:
 
 
 def test_unknown_transports_are_refused_naming_the_options() -> None:
-    with pytest.raises(ValueError, match="must be ucx, nixl or inproc, got 'pigeon'"):
+    with pytest.raises(ValueError, match="must be ucx, tcp, shm, auto, inproc or nixl, got 'pigeon'"):
         create_agent("me", "pigeon")
 
 

@@ -24,7 +24,7 @@ def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
 
 def test_unknown_transports_are_refused_naming_the_options() -> None:
     config = KVTransferConfig(role=KVRole.BOTH, transport="carrier-pigeon", port=0)
-    with pytest.raises(ValueError, match="ucx, nixl, inproc, got 'carrier-pigeon'"):
+    with pytest.raises(ValueError, match="ucx, tcp, shm, auto, inproc or nixl, got 'carrier-pigeon'"):
         create_connector(config, instance_id="i", compatibility_hash="c", host=HOST)
 
 

@@ -26,7 +26,6 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_kv_transfer.transports.ucx import UCXTransport
 
 
 class Side:
@@ -223,10 +222,3 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
     assert "a defect" in consumer.connector.stats().failure
     # An event left unread would make the thread spin.
     wait_for("sleep", lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0], timeout_s=60)
-
-
-def test_removing_a_peer_of_a_closed_transport_does_nothing() -> None:
-    transport = UCXTransport("closed")
-    transport.add_peer("p", transport.address(), [])
-    transport.close()
-    transport.remove_peer("p")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from baton_kv_transfer.transports import iovec
 from baton_kv_transfer.transports.base import Region
-from baton_kv_transfer.transports.iovec import FEW_RUNS, RUN_BYTES
-from baton_kv_transfer.transports.lane_protocol import decode_request, decode_write, encode_request, encode_write
-from baton_kv_transfer.transports.rows import MAX_TRANSFER_BYTES
+from baton_kv_transfer.transports.iovec import FEW_RUNS, MAX_TRANSFER_BYTES, RUN_BYTES
+from baton_kv_transfer.transports.lane_link import decode_request, encode_request
+from baton_kv_transfer.transports.shm.clients import decode_write, encode_write
 
 INT64_MAX = 2**63 - 1
 Runs = list[tuple[int, int]]

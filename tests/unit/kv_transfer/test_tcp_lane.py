@@ -10,27 +10,20 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 import pytest
-from agent_processes import NUM_BLOCKS, OwnerProcess, Side, emulate_network_access
+from agent_processes import NUM_BLOCKS, OwnerProcess, Side
 from kv_processes import wait_for
 from tcp_lane_rig import LENGTH, WORDS, LaneHere, Raw, end, rows
 
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.transports.base import TransportError, XferState
 from baton_kv_transfer.transports.framed_socket import DATA
-from baton_kv_transfer.transports.lane_protocol import (
-    HELLO,
-    READ,
-    WRITE,
-    TCPAddress,
-)
-from baton_kv_transfer.transports.tcp_lane import TCPLane
-from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.lane_link import HELLO, READ, WRITE
+from baton_kv_transfer.transports.tcp.clients import Address
 
 
 @pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    side = Side("ucx", OwnerProcess("ucx", {"UCX_TLS": "tcp"}))
+def side() -> Iterator[Side]:
+    side = Side("tcp", OwnerProcess("tcp"))
     yield side
     side.agent.close()
     side.owner.stop()
@@ -84,7 +77,7 @@ def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(tcp_lanes: Ca
     one = tcp_lanes("one")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        one.lane.add_peer("late", msgspec.msgpack.encode(TCPAddress(*server.getsockname(), b"s")))
+        one.lane.add_peer("late", msgspec.msgpack.encode(Address(*server.getsockname(), b"s")))
         some = rows(one.words, (0, 8))
         state, error = end(one.post("READ", "late", some, some))
         assert state is XferState.ERR
@@ -105,7 +98,7 @@ def test_a_host_that_does_not_answer_holds_up_nobody(tcp_pair: tuple[LaneHere, L
             end_of_other = queue.enter_context(socket.socket())
             end_of_other.setblocking(False)
             end_of_other.connect_ex(server.getsockname())
-        one.lane.add_peer("silent", msgspec.msgpack.encode(TCPAddress(*server.getsockname(), b"s")))
+        one.lane.add_peer("silent", msgspec.msgpack.encode(Address(*server.getsockname(), b"s")))
         some = rows(one.words, (0, 8))
         read = one.post("READ", "silent", some, some)
         assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
@@ -143,14 +136,14 @@ def test_a_lane_that_is_closed_leaves_nothing_open(tcp_lanes: Callable[..., Lane
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         one, other = LaneHere("one"), LaneHere("other")
-        one.lane.add_peer("other", other.lane.address())
+        one.lane.add_peer("other", other.lane.address)
         one.lane.send_notif("other", b"hello")
         wait_for("the notification", lambda other=other: other.notifs)
-        other.lane.fence()
+        other.thread.mailbox.call(other.lane.fence)
         one.thread.close()
         other.thread.close()
         with pytest.raises(TransportError, match="closed"):
-            one.lane.register(one.region)
+            one.thread.mailbox.call(one.lane.fence)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -162,67 +155,27 @@ def test_the_lane_listens_where_it_is_told_only(
 ) -> None:
     assert tcp_lanes("one", "127.0.0.3").address.host == "127.0.0.3"
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
-        create_agent("me", "ucx", "203.0.113.7")
+        create_agent("me", "tcp", "203.0.113.7")
     monkeypatch.setenv("POD_IP", "203.0.113.8")
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.8"):
-        create_agent("me", "ucx")
-    create_agent("me", "ucx", "127.0.0.1").close()
+        create_agent("me", "tcp")
+    create_agent("me", "tcp", "127.0.0.1").close()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
 def test_ipv6_hosts(tcp_lanes: Callable[..., LaneHere]) -> None:
     one, owner = tcp_lanes("one", "::1"), tcp_lanes("owner", "::1")
-    one.lane.add_peer("owner", owner.lane.address())
+    one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
     assert one.words[:8].tolist() == list(range(8, 16))
 
 
 @pytest.mark.parametrize(
     "address",
-    [b"", b"\xc1", *(msgspec.msgpack.encode(TCPAddress(h, p, b"")) for h, p in (("a.example", 1), ("::", 0)))],
+    [b"", b"\xc1", *(msgspec.msgpack.encode(Address(h, p, b"")) for h, p in (("a.example", 1), ("::", 0)))],
 )
 def test_addresses_that_are_none_are_refused(tcp_lanes: Callable[..., LaneHere], address: bytes) -> None:
     one = tcp_lanes("one")
     with pytest.raises((ValueError, msgspec.DecodeError)):
         one.lane.add_peer("x", address)
-    with pytest.raises(TransportError, match="not known"):
-        one.lane.send_notif("x", b"hello")
-
-
-# -- which way
-
-
-@pytest.mark.parametrize("network", ["memory access", "none"])
-def test_host_memory_goes_over_ucx_where_the_network_accesses_it(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    if network == "memory access":
-        emulate_network_access(monkeypatch.setattr)
-    over_tcp: list[Transfer] = []
-    begin = TCPLane.begin
-    monkeypatch.setattr(TCPLane, "begin", lambda lane, transfer: over_tcp.append(transfer) or begin(lane, transfer))
-    agent = create_agent("me")
-    words = np.arange(16, dtype=np.int64)
-    agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")])
-    source, target = ([(words.ctypes.data + offset, 64, 0)] for offset in (0, 64))
-    handle = agent.initialize_xfer("READ", agent.get_xfer_descs(target), agent.get_xfer_descs(source), "me")
-    agent.transfer(handle, b"done")
-    wait_for("the notification", lambda: agent.get_new_notifs() == {"me": [b"done"]})
-    wait_for("the end", lambda: agent.check_xfer_state(handle) == "DONE")
-    assert words[8:].tolist() == words[:8].tolist()
-    assert len(over_tcp) == (network == "none")
-    agent.close()
-
-
-def test_host_memory_goes_over_tcp_where_ucx_says_it_would_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr("baton_kv_transfer.transports.ucx_endpoints.has_network_access", lambda tls: True)
-    agent = create_agent("me")
-    words = np.arange(16, dtype=np.int64)
-    agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")])
-    source, target = ([(words.ctypes.data + offset, 64, 0)] for offset in (0, 64))
-    handle = agent.initialize_xfer("WRITE", agent.get_xfer_descs(source), agent.get_xfer_descs(target), "me")
-    agent.transfer(handle, b"done")
-    wait_for("the end", lambda: agent.check_xfer_state(handle) == "DONE")
-    assert words[8:].tolist() == words[:8].tolist()
-    assert agent.get_new_notifs() == {"me": [b"done"]}
-    agent.close()
+    assert not one.lane.send_notif("x", b"hello")

@@ -12,21 +12,20 @@ import pytest
 from kv_processes import wait_for
 from tcp_lane_rig import HEADER, LENGTH, WORDS, LaneHere, Raw, end, rows
 
-from baton_kv_transfer.transports import tcp_clients
 from baton_kv_transfer.transports.base import XferState
 from baton_kv_transfer.transports.framed_socket import DATA
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.lane_protocol import (
+from baton_kv_transfer.transports.lane_link import (
     ANSWER,
     HELLO,
     NOTIF,
     READ,
     WRITE,
-    TCPAddress,
-    TCPHello,
     encode_request,
 )
 from baton_kv_transfer.transports.rows import FRAME_BYTES
+from baton_kv_transfer.transports.tcp import clients as tcp_clients
+from baton_kv_transfer.transports.tcp.clients import Address, Hello
 
 # -- who may connect, and ask for what
 
@@ -51,11 +50,11 @@ def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., Lan
         raw.send(HELLO, 0, b"\x93\xc4\x00\xa1x" + b"\x91" * 4000 + b"\xc0")
     else:
         secret = b"0" * 16 if hello == "wrong secret" else owner.address.secret
-        raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(secret, "" if hello == "no name" else "raw")))
+        raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(secret, "" if hello == "no name" else "raw")))
     assert raw.is_cut_off()
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     peer = tcp_lanes("peer")
-    peer.lane.add_peer("owner", owner.lane.address())
+    peer.lane.add_peer("owner", owner.lane.address)
     peer.lane.send_notif("owner", b"hello")
     wait_for("a word of a real peer", lambda: owner.notifs == [("peer", b"hello")])
 
@@ -84,7 +83,7 @@ def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(tcp_pair: tuple[LaneHe
         state, error = end(one.post(op, "owner", local, bad, b"n"))
         assert state is XferState.ERR
         assert "1 of 2 descriptors are outside the memory registered there" in error
-        assert owner.lane.num_refused == number
+        assert owner.context.num_refused == number
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     assert not elsewhere.any()
     assert (one.words == -1).all()
@@ -138,7 +137,7 @@ def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(tcp_lanes: C
     raw.ask(WRITE, 1, rows(owner.words, (0, 2 * LENGTH)), b"all there")
     raw.end.sendall(HEADER.pack(FRAME_BYTES, DATA, 1) + b"\xff" * 1000)
     wait_for("the first bytes", lambda: (owner.words[:125] == -1).all())
-    owner.lane.deregister(owner.region)
+    owner.deregister()
     raw.end.sendall(b"\xff" * (FRAME_BYTES - 1000))
     raw.send(DATA, 1, b"\xff" * FRAME_BYTES)
     assert raw.receive() == (ANSWER, 1, b"the memory was deregistered")
@@ -153,7 +152,7 @@ def test_memory_deregistered_while_it_is_read_is_not_read_on(tcp_lanes: Callable
     raw = Raw.to(owner)
     raw.ask(READ, 1, rows(owner.words, *[(0, WORDS)] * 16))
     assert raw.receive()[:2] == (DATA, 1)
-    owner.lane.deregister(owner.region)
+    owner.deregister()
     owner.words[:] = -1
     while (frame := raw.receive())[0] == DATA:
         assert b"\xff" * 8 not in frame[2]
@@ -173,7 +172,7 @@ def test_who_reads_the_last_frame_of_memory_that_is_deregistered_is_hung_up_on(
     raw.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.ask(READ, 1, rows(owner.words, (0, LENGTH)))
     assert HEADER.unpack(raw.exactly(HEADER.size)) == (FRAME_BYTES, DATA, 1)
-    owner.lane.deregister(owner.region)
+    owner.deregister()
     owner.words[:] = -1
     received = bytearray()
     with contextlib.suppress(ConnectionResetError):
@@ -189,18 +188,18 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
 ) -> None:
     one, owner = tcp_pair
     everything = [(0, WORDS)] * 20
-    before = owner.lane.address()
+    before = owner.lane.address
     one.words[:] = 7
     write = one.post("WRITE", "owner", rows(one.words, *everything), rows(owner.words, *everything))
     wait_for("the first bytes", lambda: owner.words[0] == 7)
-    owner.lane.fence()
+    owner.thread.mailbox.call(owner.lane.fence)
     owner.words[:] = -5
     assert end(write)[0] is XferState.ERR
     read = one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8)))
     assert end(read)[0] is XferState.ERR
     assert (owner.words == -5).all()
-    assert owner.lane.address() != before
-    one.lane.add_peer("owner", owner.lane.address())
+    assert owner.lane.address != before
+    one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0] is XferState.DONE
     assert (one.words[:8] == -5).all()
 
@@ -209,7 +208,7 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
 def test_an_owner_that_answers_wrong_ends_the_transfer_in_err(tcp_lanes: Callable[..., LaneHere], answer: str) -> None:
     one = tcp_lanes("one")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        one.lane.add_peer("liar", msgspec.msgpack.encode(TCPAddress(*server.getsockname(), b"s")))
+        one.lane.add_peer("liar", msgspec.msgpack.encode(Address(*server.getsockname(), b"s")))
         read = one.post("READ", "liar", rows(one.words, (0, 8)), rows(one.words, (0, 8)))
         raw = Raw(server.accept()[0])
         assert raw.receive()[0] == HELLO

@@ -17,16 +17,17 @@ from agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
 from kv_processes import wait_for
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports import cross_memory, lane_protocol
-from baton_kv_transfer.transports.base import Operation, Region, XferState
-from baton_kv_transfer.transports.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports import lane_link
+from baton_kv_transfer.transports.base import Region, Transfer, XferState
 from baton_kv_transfer.transports.framed_socket import FramedSocket
 from baton_kv_transfer.transports.iovec import pack, pack_run
-from baton_kv_transfer.transports.lane_protocol import LaneAddress, permitted
 from baton_kv_transfer.transports.lane_thread import LaneThread
-from baton_kv_transfer.transports.same_host import SameHostLane
-from baton_kv_transfer.transports.same_host_clients import SameHostClients
-from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.lanes import LaneContext
+from baton_kv_transfer.transports.shm import clients as messages
+from baton_kv_transfer.transports.shm import cross_memory
+from baton_kv_transfer.transports.shm.clients import HostAddress, SHMClients
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
+from baton_kv_transfer.transports.shm.lane import SHMLane
 
 WORDS = 4096
 
@@ -46,13 +47,14 @@ class LaneHere:
     def __init__(self, name: str) -> None:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
-        self.lane = SameHostLane(
-            self.thread, name, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+        self.context = LaneContext(
+            self.thread, name, "", lambda sender, message: self.notifs.append((sender, message)), lambda: None
         )
+        self.lane = SHMLane(self.context)
         self.thread.start(self.lane.end)
         self.words = np.arange(WORDS, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.lane.register(self.region)
+        self.context.regions.append(self.region)
 
     def post(
         self,
@@ -61,19 +63,18 @@ class LaneHere:
         local: NDArray[np.int64],
         remote: NDArray[np.int64],
         notif: bytes = b"",
-        region: int = 0,
-    ) -> Transfer | None:
-        """None: not over the lane."""
-        transfer = Transfer(op, peer, local, remote, np.full(len(local), region), notif)
-        return transfer if self.lane.begin(transfer) else None
+    ) -> Transfer:
+        transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
+        assert self.lane.begin(transfer)
+        return transfer
 
     @property
-    def address(self) -> LaneAddress:
-        return msgspec.msgpack.decode(self.lane.address(), type=LaneAddress)
+    def address(self) -> HostAddress:
+        return msgspec.msgpack.decode(self.lane.address, type=HostAddress)
 
-    def knows(self, address: LaneAddress) -> bool:
+    def knows(self, address: HostAddress) -> bool:
         """After it was told of a peer "x" at this address."""
-        self.lane.add_peer("x", msgspec.msgpack.encode(address), [])
+        self.lane.add_peer("x", msgspec.msgpack.encode(address))
         return self.lane.send_notif("x", b"hello")
 
 
@@ -92,34 +93,15 @@ def lanes() -> Iterator[Callable[[str], LaneHere]]:
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("ucx", OwnerProcess("ucx", {}))
+    side = Side("shm", OwnerProcess("shm"))
     yield side
     side.agent.close()
     side.owner.stop()
 
 
-def end(operation: Operation | None) -> tuple[XferState, str]:
-    assert operation is not None
+def end(operation: Transfer) -> tuple[XferState, str]:
     wait_for("end of the operation", lambda: operation.state is not XferState.PROC)
     return operation.state, operation.error
-
-
-@pytest.mark.parametrize(
-    ("tls", "expected"),
-    [
-        (None, True),
-        ("all", True),
-        ("tcp,cma,self", True),
-        ("shm", True),
-        ("tcp", False),
-        ("rc,tcp", False),
-        ("^tcp", True),
-        ("^cma", False),
-        ("^tcp,sm", False),
-    ],
-)
-def test_the_lane_is_used_where_ucx_may_use_transports_of_one_host(tls: str | None, expected: bool) -> None:
-    assert permitted(tls) is expected
 
 
 def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +197,7 @@ def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(la
         replace(address, cell_address=2**64 - 1),
     ):
         assert not one.knows(wrong), wrong
-    one.lane.add_peer("x", b"no address", [])
+    one.lane.add_peer("x", b"no address")
     assert not one.lane.send_notif("x", b"hello")
 
 
@@ -227,21 +209,21 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
     end_of_stranger.connect(address.socket_name)
     link = FramedSocket(end_of_stranger)
     source, target = rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8))
-    request = lane_protocol.encode_write(b"", pack(source), pack(target))
+    request = messages.encode_write(b"", pack(source), pack(target))
     if hello == "none":
-        link.send(lane_protocol.WRITE, 1, request)
+        link.send(lane_link.WRITE, 1, request)
     elif hello == "nothing but bytes":
         end_of_stranger.setblocking(True)
         end_of_stranger.sendall(b"\xff" * 64)
     elif hello == "deep":
-        link.send(lane_protocol.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
+        link.send(lane_link.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
     else:
-        struct = lane_protocol.Hello(address.cell, "stranger", cell.address, cell.value)
+        struct = messages.Hello(address.cell, "stranger", cell.address, cell.value)
         if hello == "wrong cell":
             struct.peer_cell = b"0" * 16
         elif hello == "no peer's cell":
             struct.cell = b"1" * 16
-        link.send(lane_protocol.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
+        link.send(lane_link.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
     end_of_stranger.settimeout(10)
     with contextlib.suppress(ConnectionResetError):
         assert end_of_stranger.recv(1) == b""
@@ -255,7 +237,7 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
 def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], LaneHere]) -> None:
     writer, owner = lanes("writer"), lanes("owner")
     writer.words[:] = -1
-    writer.lane.add_peer("owner", owner.lane.address(), [owner.region])
+    writer.lane.add_peer("owner", owner.lane.address)
     elsewhere = np.zeros(8, dtype=np.int64)
 
     def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
@@ -265,36 +247,38 @@ def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], La
     state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
     assert state is XferState.ERR
     assert "1 of 2 descriptors are outside the memory registered there" in error
-    assert owner.lane.num_refused == 1
+    assert owner.context.num_refused == 1
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     assert not elsewhere.any()
     assert not owner.notifs
     assert write(rows(owner.words, (0, 8)))[0] is XferState.DONE
     assert (owner.words[:8] == -1).all()
     assert owner.notifs == [("writer", b"n")]
-    owner.lane.deregister(owner.region)
+    owner.context.regions.clear()
+    owner.thread.mailbox.call(lambda: owner.lane.forget_region(owner.region))
     assert write(rows(owner.words, (8, 8)))[0] is XferState.ERR
     assert (owner.words[8:] == np.arange(8, WORDS)).all()
 
 
 def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile() -> None:
     thread = LaneThread("lane-owner")
-    clients = SameHostClients(thread, lambda sender, message: None)
+    context = LaneContext(thread, "owner", "", lambda sender, message: None, lambda: None)
+    clients = SHMClients(context)
     memory, source, cell = np.zeros(2**22, dtype=np.int64), np.full(2**22, 9), Cell()
     region = Region(memory.ctypes.data, memory.nbytes)
     clients.open()
-    clients.add_region(region)
-    address = msgspec.msgpack.decode(clients.address, type=LaneAddress)
-    request = lane_protocol.encode_write(b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22))))
+    context.regions.append(region)
+    address = msgspec.msgpack.decode(clients.address, type=HostAddress)
+    request = messages.encode_write(b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22))))
 
     def connect() -> FramedSocket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.connect(address.socket_name)
         link = FramedSocket(end)
-        hello = lane_protocol.Hello(address.cell, "client", cell.address, cell.value)
-        link.send(lane_protocol.HELLO, 0, msgspec.msgpack.encode(hello))
+        hello = messages.Hello(address.cell, "client", cell.address, cell.value)
+        link.send(lane_link.HELLO, 0, msgspec.msgpack.encode(hello))
         for number in range(1, 4):
-            link.send(lane_protocol.WRITE, number, request)
+            link.send(lane_link.WRITE, number, request)
         return link
 
     leaving, staying = connect(), connect()
@@ -306,6 +290,7 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
             thread.call_later(0.0001, forget)
             return
         leaving.close()
+        context.regions.clear()
         clients.forget_region(region)
         queued.append(len(thread.jobs))
         memory[:] = 0
@@ -317,15 +302,6 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
     assert queued == [0]
     assert not memory.any()
     staying.close()
-
-
-def test_gpu_memory_of_a_peer_is_left_to_ucx(lanes: Callable[[str], LaneHere]) -> None:
-    one, other = lanes("one"), lanes("other")
-    regions = [other.region, Region(2**40, 4096, b"", "VRAM")]
-    one.lane.add_peer("other", other.lane.address(), regions)
-    run = rows(one.words, (0, 8))
-    assert one.post("READ", "other", run, np.array([[2**40, 64, 0]]), region=1) is None
-    assert end(one.post("READ", "other", run, rows(other.words, (8, 8))))[0] is XferState.DONE
 
 
 def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side: Side) -> None:
@@ -356,18 +332,17 @@ def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> Non
         os.kill(side.owner.process.pid, signal.SIGKILL)
         assert side.end(write) == "ERR"
     assert side.run(side.make("READ", [0], [0])) == "ERR"
-    side.meet(OwnerProcess("ucx", {}))
+    side.meet(OwnerProcess("shm"))
     assert side.run(side.make("READ", [0], [4])) == "DONE"
     np.testing.assert_array_equal(side.block(0), counting(4))
 
 
 def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHere]) -> None:
     writer, owner = lanes("writer"), lanes("owner")
-    regions = [owner.region]
-    writer.lane.add_peer("owner", owner.lane.address(), regions)
+    writer.lane.add_peer("owner", owner.lane.address)
     local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(i, 1) for i in range(WORDS)])
     writes = [writer.post("WRITE", "owner", local, remote) for _ in range(50)]
-    owner.lane.fence()
+    owner.thread.mailbox.call(owner.lane.fence)
     owner.words[:] = -5
     for write in writes:
         end(write)
@@ -375,7 +350,7 @@ def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHer
     read = writer.post("READ", "owner", local[:1], remote[:1])
     assert end(read)[0] is XferState.ERR
     assert (owner.words == -5).all()
-    writer.lane.add_peer("owner", owner.lane.address(), regions)
+    writer.lane.add_peer("owner", owner.lane.address)
     assert end(writer.post("WRITE", "owner", local, remote))[0] is XferState.DONE
     assert (owner.words == 0).all()
 
@@ -386,7 +361,7 @@ def test_a_lane_that_is_closed_leaves_nothing_open(lanes: Callable[[str], LaneHe
         one, other = LaneHere("one"), LaneHere("other")
         assert one.knows(other.address)
         wait_for("the notification", lambda other=other: other.notifs)
-        other.lane.fence()
+        other.thread.mailbox.call(other.lane.fence)
         one.thread.close()
         other.thread.close()
     assert len(os.listdir("/proc/self/fd")) == num_open

@@ -1,34 +1,38 @@
-"""Those who connected over TCP to read or write memory here: what they ask is checked and served by the lane's thread."""
+"""Peers that connected over TCP to read or write memory here: what they ask is checked and served by the lane's thread."""
 
 from __future__ import annotations
 
 import errno
 import hmac
-import logging
 import os
 import socket
-from collections.abc import Callable
 
 import msgspec
 
 from baton_kv_transfer.transports.base import Region
-from baton_kv_transfer.transports.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.iovec import RUN_BYTES, count_outside
-from baton_kv_transfer.transports.lane_protocol import (
-    ANSWER,
-    HELLO,
-    MAX_HELLO_BYTES,
-    NOTIF,
-    READ,
-    WRITE,
-    TCPAddress,
-    TCPHello,
-    decode_request,
-)
-from baton_kv_transfer.transports.lane_thread import LaneThread
+from baton_kv_transfer.transports.framed_socket import DATA, FramedSocket
+from baton_kv_transfer.transports.iovec import count_outside
+from baton_kv_transfer.transports.lane_clients import MAX_HELLO_BYTES, Client, Clients
+from baton_kv_transfer.transports.lane_link import HELLO, NOTIF, READ, WRITE, decode_request
+from baton_kv_transfer.transports.lanes import LaneContext
 from baton_kv_transfer.transports.rows import Rows
 
-logger = logging.getLogger(__name__)
+
+class Address(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer needs to connect."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a connection."""
+
+    secret: bytes
+    """The peer's, as proof of its metadata."""
+    name: str
+
 
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 128
@@ -51,38 +55,22 @@ def set_options(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // _PROBE_S - 1)
 
 
-class _Client:
-    """Who connected; its name is empty until its hello was accepted."""
-
+class _Client(Client):
     def __init__(self, link: FramedSocket, where: str) -> None:
-        self.link = link
-        self.where = where
-        self.name = ""
+        super().__init__(link, where)
         self.notifs: dict[int, bytes] = {}
         """Of writes under way, by number."""
 
 
-class TCPClients:
-    """All methods but the constructor belong to the lane's thread, save `address`."""
-
-    address: bytes
-    """What a peer needs to connect, packed."""
-    num_refused = 0
-    """Descriptors outside registered memory."""
-
-    def __init__(self, thread: LaneThread, host: str, deliver: Callable[[str, bytes], None]) -> None:
-        """Listens, before the thread starts.
-
-        Args:
-            deliver: called with (sender, notification).
+class TCPClients(Clients[_Client]):
+    def __init__(self, context: LaneContext) -> None:
+        """Listens.
 
         Raises:
-            OSError: `host` is no address of this machine.
+            OSError: `context.host` is no address of this machine.
         """
-        self._thread = thread
-        self._deliver = deliver
-        self._regions: list[Region] = []
-        self._clients: list[_Client] = []
+        super().__init__(context)
+        host = context.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -96,14 +84,10 @@ class TCPClients:
         self._listen()
         self._draw_secret()
 
-    def add_region(self, region: Region) -> None:
-        self._regions.append(region)
-
     def forget_region(self, region: Region) -> None:
-        self._regions.remove(region)
         for client in list(self._clients):
             for number, rows in client.link.transfers.items():
-                if not count_outside(rows.iovec, self._regions):
+                if not count_outside(rows.iovec, self._context.regions):
                     continue
                 if client.link.announced_whole(number):  # it would take what ends the frame for the memory
                     self._drop(client, "memory that it was reading was deregistered")
@@ -113,20 +97,19 @@ class TCPClients:
                 self._answer(client, number, "the memory was deregistered")
 
     def cut_off(self) -> None:
-        """Whoever is connected, and whoever knows the address of before."""
-        for client in list(self._clients):
-            self._drop(client, "this agent cut all its peers off")
+        """Those that are connected, and those that know the address of before."""
+        super().close()
         self._draw_secret()
 
     def close(self) -> None:
         self._thread.unwatch(self._server.fileno())
         self._server.close()
-        self.cut_off()
+        super().close()
 
     def _draw_secret(self) -> None:
         self._secret = os.urandom(_SECRET_BYTES)
         host, port = self._here
-        self.address = msgspec.msgpack.encode(TCPAddress(host, port, self._secret))
+        self.address = msgspec.msgpack.encode(Address(host, port, self._secret))
 
     def _listen(self) -> None:
         self._thread.watch(self._server.fileno(), self._accept)
@@ -143,72 +126,39 @@ class TCPClients:
         if len(strangers) >= MAX_STRANGERS:
             self._drop(strangers[0], "too many do not say hello")
         set_options(end)
-        client = _Client(FramedSocket(end, MAX_HELLO_BYTES), f"{where[0]}:{where[1]}")
-        self._clients.append(client)
+        client = _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}")
+        self._add(client)
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
-        self._thread.watch(client.link.fileno(), lambda: self._serve(client))
 
     def _drop_stranger(self, client: _Client) -> None:
         if not client.name:
             self._drop(client, f"no hello within {HELLO_TIMEOUT_S:g} s")
 
-    def _watch_writable(self, client: _Client) -> None:
-        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
-
-    def _serve(self, client: _Client) -> None:
-        try:
-            client.link.flush()
-            for kind, number, payload in client.link.receive():
-                self._take(client, kind, number, payload)
-            self._watch_writable(client)
-        except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
-            self._drop(client, str(error))
-
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
-        if not client.name:
-            self._greet(client, kind, payload)
-        elif kind == DATA:  # all of a write's rows are there
+        if kind == DATA:  # all of a write's rows are there
             if notif := client.notifs.pop(number):
-                self._deliver(client.name, notif)
+                self._context.deliver(client.name, notif)
             self._answer(client, number, "")
         elif kind == NOTIF:
-            self._deliver(client.name, payload)
+            self._context.deliver(client.name, payload)
         elif kind in (READ, WRITE) and number not in client.link.transfers:
             self._begin(client, kind, number, payload)
         else:
             raise ConnectionError(f"message {number} of kind {kind} makes no sense")
 
-    def _greet(self, client: _Client, kind: int, payload: bytes) -> None:
-        hello = msgspec.msgpack.decode(payload, type=TCPHello) if kind == HELLO else TCPHello(b"", "")
+    def _greet(self, client: _Client, kind: int, payload: bytes) -> str:
+        hello = msgspec.msgpack.decode(payload, type=Hello) if kind == HELLO else Hello(b"", "")
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
             raise ConnectionError("it does not know this agent's metadata")
-        client.name = hello.name
-        client.link.max_payload_bytes, client.link.takes_data = MAX_PAYLOAD_BYTES, True
+        client.link.takes_data = True
+        return hello.name
 
     def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
         notif, iovec = decode_request(request)
-        outside = count_outside(iovec, self._regions)
-        if outside:
-            self.num_refused += outside
-            refusal = f"{outside} of {len(iovec) // RUN_BYTES} descriptors are outside the memory registered there"
+        if refusal := self._context.refuse(iovec):
             self._answer(client, number, refusal)
         elif kind == READ:
             client.link.send_rows(number, Rows(iovec))
         else:
             client.notifs[number] = notif
             client.link.expect(number, Rows(iovec))
-
-    def _answer(self, client: _Client, number: int, error: str) -> None:
-        try:
-            client.link.send(ANSWER, number, error.encode())
-            self._watch_writable(client)
-        except OSError as failure:
-            self._drop(client, str(failure))
-
-    def _drop(self, client: _Client, reason: str) -> None:
-        if client not in self._clients:
-            return
-        logger.info("connection of %s (%s) ended: %s", client.where, client.name or "?", reason)
-        self._clients.remove(client)
-        self._thread.unwatch(client.link.fileno())
-        client.link.close()

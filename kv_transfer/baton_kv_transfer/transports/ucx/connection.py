@@ -1,0 +1,126 @@
+"""A connection: an endpoint of UCX, with the messages and requests that end with it."""
+
+from __future__ import annotations
+
+import ctypes as c
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from baton_kv_transfer.transports.base import Transfer
+from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx.messages import Message
+from baton_kv_transfer.transports.ucx.streams import Stream
+from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXWorker
+
+
+class Outgoing:
+    """A transfer that this side began. `is_answered`: nothing of the peer is waited for but data."""
+
+    def __init__(self, transfer: Transfer, stream: Stream) -> None:
+        self.transfer = transfer
+        self.stream = stream
+        self.is_answered = transfer.op == "READ"
+
+
+class Connection:
+    """An endpoint of UCX with what depends on it."""
+
+    def __init__(self, worker: UCXWorker, address: bytes, on_close: Callable[[int], None], moved: Counter[str]) -> None:
+        """
+        Args:
+            on_close: called with `session` when UCX says that the connection failed.
+            moved: bytes by lanes, to add to.
+
+        Raises:
+            UCXError: the address is none that UCX reaches from here.
+        """
+        self.address = address
+        self.session = secrets.randbits(64)
+        self.peer_session: int | None = None  # announced by the peer's HELLO
+        self.peer_name = ""
+        self.has_greeted = False
+        self.error = ""
+        self.silent_ticks = 0
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: dict[int, Stream] = {}
+        self._worker = worker
+        self._moved = moved
+        self._lanes = ""
+        self._outbox: deque[bytes] = deque()
+        self._sending: bytes | None = None
+        self._num_held = 0
+        self._is_cut = False
+        self._endpoint: Any = worker.connect(address, on_close, self.session)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.outgoing or self.incoming or self._num_held)
+
+    def fail(self, reason: str) -> None:
+        """Marks the connection to be cut."""
+        self.error = self.error or reason
+
+    def cut(self) -> None:
+        """Nothing arrives over it any more; streams end as UCX gives their memory back."""
+        self._outbox.clear()
+        self._is_cut = True
+        self._num_held += 1
+        self._worker.disconnect(self._endpoint, self._release)
+        for stream in [*self.incoming.values(), *(out.stream for out in self.outgoing.values())]:
+            stream.stop(self.error)
+
+    def drop(self) -> None:
+        """The endpoint's last reference, before its worker is destroyed."""
+        self._endpoint = None
+
+    def tell(self, message: Message) -> None:
+        """Sends after what was told before; UCX alone would let a short message overtake a long one."""
+        self._outbox.append(messages.encode(message))
+        if self._sending is None and not self.error:
+            self._send_next()
+
+    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        self._num_held += 1
+        return self._worker.send(self._endpoint, tag, buffer, self._counted(buffer.nbytes, on_end))
+
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        self._num_held += 1
+        return self._worker.receive(tag, buffer, self._counted(buffer.nbytes, on_end))
+
+    def cancel(self, request: Request) -> None:
+        self._worker.cancel(request)
+
+    def _counted(self, nbytes: int, on_end: Callable[[str], None]) -> Callable[[str], None]:
+        def end(error: str) -> None:
+            if not error:
+                if not (self._lanes or self._is_cut):
+                    self._lanes = self._worker.query_lanes(self._endpoint)
+                self._moved[self._lanes or "unknown"] += nbytes
+                self.silent_ticks = 0
+            self._release(error)
+            on_end(error)
+
+        return end
+
+    def _send_next(self) -> None:
+        packed = self._sending = self._outbox.popleft()
+        address = c.cast(c.c_char_p(packed), c.c_void_p).value
+        assert address is not None, "a message is not empty"
+        self._num_held += 1
+        buffer = Buffer.of(address, len(packed))
+        self._worker.send(self._endpoint, messages.CONTROL_TAG, buffer, self._sent)
+
+    def _sent(self, error: str) -> None:
+        self._sending = None
+        self._release(error)
+        if error:
+            self.fail(error)
+        elif self._outbox:
+            self._send_next()
+
+    def _release(self, error: str) -> None:
+        self._num_held -= 1
+        if self._is_cut and not self._num_held:
+            self.drop()

@@ -1,0 +1,72 @@
+"""Messages between the two sides of the `ucx` transport, and the tags of UCX's tag matching.
+
+    READ    reader: READ             owner: the data                  (or REFUSED)
+    WRITE   writer: WRITE            owner: GO         (or REFUSED)
+            writer: the data         owner: DONE
+
+The first message of a side over a new endpoint is HELLO. It proves that the sender has this agent's metadata, and announces a
+random session id, which every later message about the sender's requests carries in both directions.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+CONTROL_TAG = 1
+"""Of all messages."""
+DATA_BIT = 1 << 63
+"""Set in the tags of data: DATA_BIT | transfer << PIECE_BITS | piece."""
+PIECE_BITS = 19
+TRANSFER_BITS = 44
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class Hello(msgspec.Struct, array_like=True, tag=1):
+    secret: bytes  # of the receiver's metadata
+    session: int
+    name: str
+    address: bytes  # of the sender's UCX worker
+
+
+class Read(msgspec.Struct, array_like=True, tag=2):
+    session: int
+    transfer: int
+    rows: bytes  # iovec of the receiver's memory
+
+
+class Write(msgspec.Struct, array_like=True, tag=3):
+    session: int
+    transfer: int
+    rows: bytes
+    notif: bytes
+
+
+class Go(msgspec.Struct, array_like=True, tag=4):
+    session: int
+    transfer: int
+
+
+class Refused(msgspec.Struct, array_like=True, tag=5):
+    session: int
+    transfer: int
+    reason: str
+
+
+class Done(msgspec.Struct, array_like=True, tag=6):
+    session: int
+    transfer: int
+
+
+class Notif(msgspec.Struct, array_like=True, tag=7):
+    session: int
+    message: bytes
+
+
+Message = Hello | Read | Write | Go | Refused | Done | Notif
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def data_tag(transfer: int, piece: int) -> int:
+    return DATA_BIT | transfer << PIECE_BITS | piece

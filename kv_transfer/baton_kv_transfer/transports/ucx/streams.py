@@ -1,0 +1,108 @@
+"""The data of a transfer as tag messages: pieces of about a megabyte, cut alike on both sides, straight from and into the rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from baton_kv_transfer.transports.iovec import ends_of, split
+from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx.worker import Buffer, Request
+
+if TYPE_CHECKING:
+    from baton_kv_transfer.transports.ucx.connection import Connection
+
+PIECE_BYTES = 2**20
+_PIECE_ROWS = 1024
+WINDOW = 8
+"""Pieces of one transfer that are being sent at a time; others have their turn in between."""
+
+
+class Pieces:
+    """Rows of memory, cut at the same points wherever rows have the same lengths."""
+
+    def __init__(self, iovec: bytes) -> None:
+        self.iovec = iovec
+        self._rows = bytearray(split(iovec, PIECE_BYTES))
+        ends = ends_of(self._rows)
+        self._cuts = [0]
+        self._bytes = [0]
+        """Rows, and bytes, up to each cut."""
+        while self._cuts[-1] < len(ends):
+            end = bisect_right(ends, self._bytes[-1] + PIECE_BYTES, self._cuts[-1])
+            self._cuts.append(min(end, self._cuts[-1] + _PIECE_ROWS))
+            self._bytes.append(int(ends[self._cuts[-1] - 1]))
+
+    def __len__(self) -> int:
+        return len(self._cuts) - 1
+
+    def __getitem__(self, index: int) -> Buffer:
+        first, count = self._cuts[index], self._cuts[index + 1] - self._cuts[index]
+        nbytes = self._bytes[index + 1] - self._bytes[index]
+        return Buffer(self._rows, first, count, nbytes)
+
+
+class Stream:
+    """One side's part of a transfer's data."""
+
+    def __init__(self, connection: Connection, transfer: int, iovec: bytes, on_end: Callable[[Stream], None]) -> None:
+        """
+        Args:
+            transfer: number in the tags.
+            on_end: called once UCX has given back the memory of all pieces, and none follows.
+
+        Raises:
+            ValueError: too much for one transfer.
+        """
+        self.transfer = transfer
+        self.pieces = Pieces(iovec)
+        if len(self.pieces) >= 1 << messages.PIECE_BITS:
+            raise ValueError(f"{len(self.pieces)} pieces are too many for one transfer: make several smaller ones")
+        self.error = ""
+        self.ended = False
+        self._connection = connection
+        self._on_end = on_end
+        self._next = 0
+        self._held: dict[int, Request] = {}
+
+    def receive(self) -> None:
+        """All pieces are expected before the other side is asked for the first: so UCX never has to keep one."""
+        while self._next < len(self.pieces):
+            self._post(self._connection.receive)
+
+    def send(self) -> None:
+        while self._next < len(self.pieces) and len(self._held) < WINDOW and not self.error:
+            self._post(self._connection.send)
+
+    def stop(self, error: str) -> None:
+        """Nothing more is posted, and what no message has reached yet is taken back. Ends later if UCX holds more."""
+        if self.ended:
+            return
+        self.error = self.error or error
+        self._next = len(self.pieces)
+        for request in self._held.values():
+            self._connection.cancel(request)
+        self._end()
+
+    def _post(self, function: Callable[..., Request]) -> None:
+        piece = self._next
+        self._next += 1
+        tag = messages.data_tag(self.transfer, piece)
+        is_send = function == self._connection.send
+
+        def on_end(error: str) -> None:
+            del self._held[piece]
+            if error and not self.error:
+                self.stop(error)
+                self._connection.fail(error)
+            elif is_send:
+                self.send()
+            self._end()
+
+        self._held[piece] = function(tag, self.pieces[piece], on_end)
+
+    def _end(self) -> None:
+        if not self.ended and not self._held and self._next == len(self.pieces):
+            self.ended = True
+            self._on_end(self)

@@ -1,0 +1,302 @@
+"""UCX's context and worker: endpoints, and tag messages that call back when UCX has given their memory back."""
+
+from __future__ import annotations
+
+import ctypes as c
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
+from baton_kv_transfer.transports.ucx import library
+from baton_kv_transfer.transports.ucx.library import UCXError
+
+SETTINGS = {
+    "TLS": "^sm",  # UCX's shared memory ends a process whose peer dies
+    "TCP_TX_SEG_SIZE": "256K",  # two to three times the throughput of the defaults (8K, 64K)
+    "TCP_RX_SEG_SIZE": "512K",
+    "TCP_CONN_NB": "y",  # no wait in the progress of all other peers while one host does not answer
+    "TCP_SYN_CNT": "1",
+    "KEEPALIVE_INTERVAL": "500ms",
+    # A message is one fragment, or its receiver fetches it: UCX never gives back a receive of which it has some fragments.
+    "RNDV_THRESH": "64K",
+    "ZCOPY_THRESH": "64K",
+}
+"""UCX's settings, where the environment has none."""
+DRAIN_TIMEOUT_S = 0.2
+"""How long a worker that is destroyed may take to end the requests of others: of messages whose senders are gone."""
+_SIOCGIFADDR = 0x8915
+
+
+class UCXContext:
+    """What all workers of a process share. UCX only uses transports whose peers may fail."""
+
+    def __init__(self, host: str) -> None:
+        """
+        Args:
+            host: address of this machine; TCP uses its device only.
+
+        Raises:
+            UCXError: UCX is missing or does not start.
+        """
+        self._ucxx = library.load_ucxx()
+        settings = SETTINGS | {"NET_DEVICES": find_devices(host)}
+        features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
+        try:
+            self._context = self._ucxx.UCXContext(
+                {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ}, features
+            )
+        except self._ucxx.UCXError as error:
+            raise UCXError(
+                f"UCX does not start: {error} (is UCX_TLS or UCX_NET_DEVICES set to something this machine lacks?)"
+            ) from error
+
+    @property
+    def has_cuda(self) -> bool:
+        attributes = library.ContextAttr(field_mask=library.CONTEXT_ATTR_MEMORY_TYPES)
+        status = library.load().ucp_context_query(self._context.handle, c.byref(attributes))
+        return status == library.OK and bool(attributes.memory_types >> library.MEMORY_TYPE_CUDA & 1)
+
+    def create_worker(self) -> UCXWorker:
+        """Raises UCXError: the network is down."""
+        try:
+            return UCXWorker(self._ucxx, self._ucxx.UCXWorker(self._context))
+        except self._ucxx.UCXError as error:
+            raise UCXError(f"UCX makes no worker: {error}") from error
+
+
+def find_devices(host: str) -> str:
+    """UCX_NET_DEVICES for an address of this machine: its network device, and all RDMA devices."""
+    devices = [f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")]
+    return ",".join([_find_interface(host), *sorted(devices)])
+
+
+def _find_interface(host: str) -> str:
+    """Raises OSError: no device has this address."""
+    if ":" in host:
+        wanted = socket.inet_pton(socket.AF_INET6, host).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if address == wanted:
+                return name
+    else:
+        wanted_v4 = socket.inet_aton(host)
+        if wanted_v4[0] == 127:
+            return "lo"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                try:
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                except OSError:  # a device without an address
+                    continue
+                if reply[20:24] == wanted_v4:
+                    return name
+    raise OSError(f"KV transfers cannot be served at {host}: no network device of this machine has that address")
+
+
+class Buffer:
+    """Memory of one tag message, as a list of runs.
+
+    Runs also where there is one only: UCX 1.21 ends the process when a rendezvous of contiguous memory is aborted while its
+    registration cache is off, as it is beside another UCX (NIXL's) in one process.
+    """
+
+    __slots__ = ("_runs", "address", "count", "nbytes")
+
+    def __init__(self, runs: bytearray, first: int, count: int, nbytes: int) -> None:
+        """
+        Args:
+            runs: packed struct iovecs, of which `count` from the `first` one on, `nbytes` bytes in all, are meant.
+        """
+        self._runs = c.c_char.from_buffer(runs)
+        self.address = c.addressof(self._runs) + RUN_BYTES * first
+        self.count, self.nbytes = count, nbytes
+
+    @classmethod
+    def of(cls, address: int, nbytes: int) -> Buffer:
+        """Contiguous memory; no bytes: what arrives is discarded."""
+        return cls(bytearray(pack_run(address, nbytes)), 0, 1 if nbytes else 0, nbytes)
+
+
+class Request:
+    """A tag message that UCX sends or receives."""
+
+    __slots__ = ("_buffer", "nbytes", "on_end", "pointer")
+
+    def __init__(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> None:
+        self._buffer = buffer  # kept, UCX reads its list of runs
+        self.nbytes = buffer.nbytes if buffer else 0
+        self.on_end = on_end
+        self.pointer: int | None = None
+
+
+class UCXWorker:
+    """What peers connect to. All methods belong to one thread at a time."""
+
+    def __init__(self, ucxx: Any, worker: Any) -> None:
+        self._ucxx = ucxx
+        self._ucp = library.load()
+        self._worker = worker
+        worker.init_blocking_progress_mode()
+        self.event_fd: int = worker.epoll_file_descriptor
+        self.address: bytes = worker.address.tobytes()
+        self._handle: int = worker.handle
+        self._requests: dict[int, Request] = {}
+        self._next_key = 0
+        self._ended: deque[tuple[int, int, int]] = deque()  # key, status, bytes
+        self._info = library.TagInfo()
+        self._on_sent = library.SendCallback(self._sent)
+        self._on_received = library.ReceiveCallback(self._received)
+        mask = library.OP_ATTR_CALLBACK | library.OP_ATTR_USER_DATA | library.OP_ATTR_DATATYPE
+        self._send = library.RequestParam(
+            op_attr_mask=mask, datatype=library.DATATYPE_IOV, callback=c.cast(self._on_sent, c.c_void_p)
+        )
+        self._receive = library.RequestParam(
+            op_attr_mask=mask | library.OP_ATTR_RECV_INFO,
+            datatype=library.DATATYPE_IOV,
+            callback=c.cast(self._on_received, c.c_void_p),
+            recv_info=c.addressof(self._info),
+        )
+
+    def connect(self, address: bytes, on_close: Callable[[int], None], number: int) -> Any:
+        """ucxx's endpoint of a remote worker; `on_close(number)` is called within `progress` when it failed.
+
+        Raises:
+            UCXError: the address is none that UCX reaches from here.
+        """
+        try:
+            remote = self._ucxx.UCXAddress.create_from_buffer(address)
+            endpoint = self._ucxx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+        except self._ucxx.UCXError as error:
+            raise UCXError(str(error)) from error
+        endpoint.set_close_callback(on_close, (number,))
+        return endpoint
+
+    def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
+        """Closes an endpoint at once: its requests end, and nothing of it arrives any more."""
+        request, key = self._new_request(None, on_end)
+        if endpoint.alive:
+            endpoint.close_blocking()
+            pointer = None
+        else:  # ucxx does not close an endpoint that failed
+            param = library.RequestParam(
+                self._send.op_attr_mask | library.OP_ATTR_FLAGS,
+                library.EP_CLOSE_FORCE,
+                callback=self._send.callback,
+                user_data=key,
+            )
+            pointer = self._ucp.ucp_ep_close_nbx(endpoint.handle, c.byref(param))
+        self._begin(request, key, pointer)
+
+    def send(self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        """`on_end(error)` is called within a later `progress`, when UCX needs the memory no more."""
+        request, key = self._new_request(buffer, on_end)
+        self._send.user_data = key
+        pointer = self._ucp.ucp_tag_send_nbx(endpoint.handle, buffer.address, buffer.count, tag, c.byref(self._send))
+        return self._begin(request, key, pointer, buffer.nbytes)
+
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        """As `send`. A message of another length is an error."""
+        request, key = self._new_request(buffer, on_end)
+        self._receive.user_data = key
+        pointer = self._ucp.ucp_tag_recv_nbx(
+            self._handle, buffer.address, buffer.count, tag, 2**64 - 1, c.byref(self._receive)
+        )
+        return self._begin(request, key, pointer, self._info.length)
+
+    def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
+        """(message, bytes) of an arrived message that no posted receive matches; it is the caller's to take."""
+        message = self._ucp.ucp_tag_probe_nb(self._handle, tag, mask, 1, c.byref(self._info))
+        return (message, self._info.length) if message else None
+
+    def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+        """Receives what `probe` returned."""
+        request, key = self._new_request(buffer, on_end)
+        self._receive.user_data = key
+        pointer = self._ucp.ucp_tag_msg_recv_nbx(
+            self._handle, buffer.address, buffer.count, message, c.byref(self._receive)
+        )
+        return self._begin(request, key, pointer, self._info.length)
+
+    def discard(self, tag: int, mask: int) -> None:
+        """Throws away what `probe` would return."""
+        while arrived := self.probe(tag, mask):
+            self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
+
+    def cancel(self, request: Request) -> None:
+        """Takes effect on receives that no message has matched; the others end with their endpoint."""
+        if request.pointer is not None:
+            self._ucp.ucp_request_cancel(self._handle, request.pointer)
+
+    def progress(self) -> None:
+        """Moves what can be moved, and calls back for requests that ended."""
+        self._worker.progress()
+        while self._ended:
+            key, status, nbytes = self._ended.popleft()
+            request = self._requests.pop(key)
+            error = "" if status == library.OK else library.status_text(status)
+            if not error and nbytes != request.nbytes:
+                error = f"a message of {nbytes} bytes instead of {request.nbytes}"
+            request.on_end(error)
+
+    def arm(self) -> bool:
+        """Whether the event descriptor tells of the next event; False: `progress` has more to do."""
+        return not self._ended and bool(self._worker.arm())
+
+    def query_lanes(self, endpoint: Any) -> str:
+        """Transports and devices of an endpoint, such as `tcp/lo`."""
+        entries = (library.TransportEntry * 32)()
+        attributes = library.EpAttr(
+            field_mask=library.EP_ATTR_TRANSPORTS,
+            entries=c.addressof(entries),
+            num_entries=len(entries),
+            entry_size=c.sizeof(library.TransportEntry),
+        )
+        if self._ucp.ucp_ep_query(endpoint.handle, c.byref(attributes)) != library.OK:
+            return "unknown"
+        used = entries[: attributes.num_entries]
+        return ",".join(sorted({f"{lane.transport_name.decode()}/{lane.device_name.decode()}" for lane in used}))
+
+    def destroy(self) -> None:
+        """After its endpoints were dropped: UCX does not touch the memory of requests any more, and all of them end."""
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while self._requests and time.monotonic() < deadline:
+            self.progress()
+        self.discard(0, 0)  # ucxx would wait for their bytes, which a dead peer never sends
+        self._worker = None
+        self._ended.clear()
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.pointer = None
+            request.on_end("the connection was cut")
+
+    def _new_request(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> tuple[Request, int]:
+        self._next_key += 1
+        request = self._requests[self._next_key] = Request(buffer, on_end)
+        return request, self._next_key
+
+    def _begin(self, request: Request, key: int, pointer: int | None, nbytes: int = 0) -> Request:
+        status = library.pointer_status(pointer)
+        if status == library.INPROGRESS:
+            request.pointer = pointer
+        else:
+            self._ended.append((key, status, nbytes))
+        return request
+
+    def _sent(self, pointer: int, status: int, key: int) -> None:
+        """UCX's callback, inside ucp_worker_progress."""
+        request = self._requests[key]
+        request.pointer = None
+        self._ended.append((key, status, request.nbytes))
+        self._ucp.ucp_request_free(pointer)
+
+    def _received(self, pointer: int, status: int, info: Any, key: int) -> None:
+        self._requests[key].pointer = None
+        self._ended.append((key, status, info[0].length))
+        self._ucp.ucp_request_free(pointer)
