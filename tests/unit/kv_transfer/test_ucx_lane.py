@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -384,3 +386,14 @@ def test_ucx_listens_at_the_hosts_device_only() -> None:
     assert worker.find_devices("127.0.0.1").split(",")[0] == "lo"
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
         create_agent("me", "ucx", "203.0.113.7")
+
+
+def test_a_host_with_a_further_address_of_a_device() -> None:
+    script = f"""ip link set lo up && ip addr add 198.18.0.2/32 dev lo && {sys.executable} -c '
+from baton_kv_transfer.agent import create_agent
+create_agent("me", "ucx", "198.18.0.2").close()
+print("served")'"""
+    done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("needs the right to make a network namespace")
+    assert done.stdout == "served\n", done.stderr

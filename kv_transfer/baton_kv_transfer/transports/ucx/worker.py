@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes as c
-import fcntl
+import ipaddress
 import os
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
@@ -31,7 +32,6 @@ SETTINGS = {
 """UCX's settings, where the environment has none."""
 DRAIN_TIMEOUT_S = 0.2
 """How long a worker that is destroyed may take to end the requests of others: of messages whose senders are gone."""
-_SIOCGIFADDR = 0x8915
 
 
 class UCXContext:
@@ -79,24 +79,14 @@ def find_devices(host: str) -> str:
 
 def _find_interface(host: str) -> str:
     """Raises OSError: no device has this address."""
-    if ":" in host:
-        wanted = socket.inet_pton(socket.AF_INET6, host).hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            address, *_, name = line.split()
-            if address == wanted:
+    wanted = ipaddress.ip_address(host)
+    if wanted.is_loopback:
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            ip = address.family in (socket.AF_INET, socket.AF_INET6)
+            if ip and ipaddress.ip_address(address.address.partition("%")[0]) == wanted:
                 return name
-    else:
-        wanted_v4 = socket.inet_aton(host)
-        if wanted_v4[0] == 127:
-            return "lo"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                try:
-                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # a device without an address
-                    continue
-                if reply[20:24] == wanted_v4:
-                    return name
     raise OSError(f"KV transfers cannot be served at {host}: no network device of this machine has that address")
 
 
