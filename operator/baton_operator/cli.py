@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.leader_elect and not args.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace where $POD_NAMESPACE is not set")
     logs.configure(args.log_format, args.log_level)
+    gc.freeze()  # modules stay; with them a full collection holds the loop up for 0.04 to 0.24 s
     try:
         asyncio.run(runner.run(args))
     except KopfHangsError as error:
