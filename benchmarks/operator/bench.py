@@ -30,8 +30,8 @@ from baton_local.control_plane import ControlPlane
 from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_local.control_plane.real import RealControlPlane, find_assets, free_ports
 from baton_operator import names
-from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import Kube
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.kube.kinds import Kube
 
 Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")

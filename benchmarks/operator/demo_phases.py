@@ -14,8 +14,8 @@ from typing import Any
 
 from baton_kube.client import KubeError, connect
 from baton_operator import names
-from baton_operator.kube import Kube
-from baton_operator.observe import is_ready
+from baton_operator.kube.kinds import Kube
+from baton_operator.observe.observation import is_ready
 
 Object = dict[str, Any]
 DEMO = Path(__file__).parents[2] / "manifests/samples/demo.yaml"

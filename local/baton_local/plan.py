@@ -22,7 +22,7 @@ from baton_local.preview.steps import GroupChange, Preview, Step
 from baton_local.preview.target import Target, target_of
 from baton_local.service import load_documents
 from baton_operator import names
-from baton_operator.crd import custom_resource_definition
+from baton_operator.api.crd import custom_resource_definition
 
 _STYLES = {"ready": "green", "no room": "red", "starting": "yellow", "standby": "yellow"}
 MAX_VALUE_LENGTH = 60

@@ -39,7 +39,7 @@ from baton_local.service import (
 )
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
-from baton_operator.crd import custom_resource_definition
+from baton_operator.api.crd import custom_resource_definition
 
 DEMO_MODEL_URI = "file:///models/demo"
 """What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""

@@ -13,14 +13,14 @@ from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
-from baton_operator.diagnose import Diagnosis
-from baton_operator.events import Events
-from baton_operator.history import Former
-from baton_operator.kube import Kube
-from baton_operator.observe import Observation, controlled_by
-from baton_operator.plan import GroupPlan
+from baton_operator.kube.events import Events
+from baton_operator.kube.kinds import Kube
+from baton_operator.observe.observation import Observation, controlled_by
+from baton_operator.plan.plan_group import GroupPlan
 from baton_operator.problems import GatewayAPIMissing, NameConflict, Problem, ServiceKeyUnusable, problem_of
-from baton_operator.refusals import refusal_of
+from baton_operator.revisions import Former
+from baton_operator.status.diagnose import Diagnosis
+from baton_operator.status.refusals import refusal_of
 
 
 async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:

@@ -14,7 +14,7 @@ from kubernetes.aio.config import ConfigException
 from baton_engine.protocol import arguments
 from baton_engine.protocol.config import pod_ip
 from baton_operator import logs, names, runner
-from baton_operator.leader import LeaseLostError
+from baton_operator.kube.leader import LeaseLostError
 from baton_operator.runner import KopfHangsError
 from baton_operator.runtime import RESYNC_S
 from baton_operator.server import AddressError

@@ -15,8 +15,8 @@ import msgspec
 
 from baton_kube.client import KubeError
 from baton_operator import logs
-from baton_operator.freshness import MOVING_KINDS, Freshness
 from baton_operator.names import Key
+from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 
 log = logging.getLogger(__name__)
 

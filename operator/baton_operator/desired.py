@@ -1,10 +1,11 @@
-"""The desired state of a service: its objects, and the templates of its member pods, which `plan.py` replaces."""
+"""The desired state of a service: its objects, and the templates of its member pods, which `plan_group.py` replaces."""
 
 from __future__ import annotations
 
 import msgspec
 
 from baton_operator import names
+from baton_operator.api.rules import valid_spec
 from baton_operator.builders import (
     access,
     config,
@@ -17,9 +18,8 @@ from baton_operator.builders import (
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner
-from baton_operator.observe import Observation, gateway_schemes
+from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.problems import InvalidSpec
-from baton_operator.rules import valid_spec
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import msgspec
 from baton_engine.protocol.topology import TopologyRequest
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
-from baton_operator.api import Status
+from baton_operator.api.llmservice import Status
 from baton_operator.apply import apply_members, apply_objects, collect_config_maps, ensure_service_key
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
@@ -24,22 +24,22 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, desired, owner_of
-from baton_operator.events import Events
-from baton_operator.freshness import MOVING_KINDS, Freshness, StaleReadError
-from baton_operator.history import Former, find_former, kept_spec, recorded_name
-from baton_operator.history import record as record_spec
-from baton_operator.kube import Kube
+from baton_operator.kube.events import Events
+from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
-from baton_operator.observe import Observation, observe
-from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.pod_clients import CoordinatorClient, Drainer
+from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
+from baton_operator.observe.observation import Observation, observe
+from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.topology import filter_by_service_key, recorded_for
 from baton_operator.problems import InvalidSpec, Paused, Problem, problem_of
-from baton_operator.refusals import Refusals
-from baton_operator.report import is_news, new_failures, report, report_defect
-from baton_operator.report_group import Group, gateway_group, member_group
-from baton_operator.report_topology import operation_events
-from baton_operator.status_probes import StatusProbes, is_progress_expected
-from baton_operator.topology import filter_by_service_key, recorded_for
+from baton_operator.revisions import Former, find_former, kept_spec, recorded_name
+from baton_operator.revisions import record as record_spec
+from baton_operator.status.refusals import Refusals
+from baton_operator.status.report import is_news, new_failures, report, report_defect
+from baton_operator.status.report_group import Group, gateway_group, member_group
+from baton_operator.status.report_topology import operation_events
+from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 
 log = logging.getLogger(__name__)
 

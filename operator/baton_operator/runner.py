@@ -16,8 +16,8 @@ from typing import Any
 import kopf
 
 from baton_operator import handlers
-from baton_operator.kube import Kube
-from baton_operator.leader import Election, Elector
+from baton_operator.kube.kinds import Kube
+from baton_operator.kube.leader import Election, Elector
 from baton_operator.runtime import Runtime, open_runtime
 from baton_operator.server import serve
 

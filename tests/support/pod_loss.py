@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from baton_operator.observe import is_ready
+from baton_operator.observe.observation import is_ready
 from support.local_cluster import LocalClusterUnderTest
 from support.waiting import eventually
 

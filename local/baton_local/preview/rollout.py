@@ -11,12 +11,13 @@ from baton_local.preview.cluster import Cluster, Conditions, Pod
 from baton_local.preview.coordinator import NEVER
 from baton_local.preview.steps import Action, ActionName, MemberRow, Preview, Step
 from baton_local.preview.target import COORDINATOR, Target, field_changes, group_changes, object_changes, target_of
-from baton_operator import api, names
+from baton_operator import names
+from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.history import former_of, held_back, with_sizes
-from baton_operator.plan import GroupPlan, Member, update_of
-from baton_operator.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.topology import record
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.plan_group import GroupPlan, Member, update_of
+from baton_operator.plan.topology import record
+from baton_operator.revisions import former_of, held_back, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
 PATIENCE = timedelta(seconds=60)
@@ -53,7 +54,7 @@ class _Rollout:
         self._now = START
         self._owner, self._templates = new.owner, new.desired.members
         self._former = {} if old is None else former_of(new.owner, old.spec, self._templates)
-        self._recorded: api.TopologyStatus | None = None
+        self._recorded: llmservice.TopologyStatus | None = None
         self._never_ready = conditions.never_ready
         self._cluster = Cluster(conditions, [] if old is None else self._pods_of(old))
 

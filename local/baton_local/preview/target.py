@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from baton_local.preview.steps import FieldChange, GroupChange
+from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
 from baton_operator.builders.owner import Object, Owner
 from baton_operator.desired import Desired, desired
-from baton_operator.plan import update_of
-from baton_operator.rules import valid_spec
+from baton_operator.plan.plan_group import update_of
 
 COORDINATOR = "192.0.2.1"
 """Address of the coordinator's Service: ranks have no template without one."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from baton_operator import names, report_group
-from baton_operator.api_groups import AutoscalingStatus
+from baton_operator import names
+from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.history import History
 from baton_operator.autoscale.policy import Decision, Group, decide
@@ -26,6 +26,7 @@ from baton_operator.autoscale.settings import Settings, scrape_period_s, setting
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.owner import Owner
 from baton_operator.names import Key
+from baton_operator.status import report_group
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5

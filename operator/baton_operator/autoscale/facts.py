@@ -7,14 +7,15 @@ from math import isfinite
 from typing import Any
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
-from baton_operator import names, report_group
+from baton_operator import names
 from baton_operator.autoscale.policy import Group
 from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
 from baton_operator.builders.owner import Owner
-from baton_operator.diagnose import leaving
-from baton_operator.observe import is_ready
-from baton_operator.topology import ACTIVE
+from baton_operator.observe.observation import is_ready
+from baton_operator.plan.topology import ACTIVE
+from baton_operator.status import report_group
+from baton_operator.status.diagnose import leaving
 
 _ACTIVE = {str(phase) for phase in ACTIVE}
 

@@ -6,8 +6,8 @@ from math import inf
 
 import msgspec
 
-from baton_operator.api import Spec
-from baton_operator.api_groups import AutoscalingBounds
+from baton_operator.api.llmservice import Spec
+from baton_operator.api.spec_groups import AutoscalingBounds
 from baton_operator.autoscale.policy import Behavior, Bounds
 from baton_operator.autoscale.signals import Targets
 from baton_operator.names import MEMBER_ROLES, MemberRole

@@ -23,8 +23,8 @@ from baton_engine.protocol.config import (
 )
 from baton_engine.protocol.topology import COORDINATOR_PORT
 from baton_operator import names
-from baton_operator.api_groups import DEFAULT_HOLD_SECONDS
-from baton_operator.api_types import quantity_bytes
+from baton_operator.api.field_types import quantity_bytes
+from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.builders import access, model, service_key
 from baton_operator.builders.owner import Object, Owner
 

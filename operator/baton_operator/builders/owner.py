@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton_operator import names
-from baton_operator.api import Spec
+from baton_operator.api.llmservice import Spec
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON: the API's own form, with fields of any kind."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton_operator import names
-from baton_operator.api_types import Template
+from baton_operator.api.field_types import Template
 from baton_operator.builders import config, free_form, model, overlay, service_key
 from baton_operator.builders.owner import Object, Owner
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.crd import custom_resource_definition
+from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import API_VERSION, GROUP, KIND, PLURAL
 
 MODEL = {"model": {"uri": "file:///m"}}

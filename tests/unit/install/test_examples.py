@@ -10,9 +10,10 @@ import yaml
 from rendered_chart import ROOT, notes
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
-from baton_operator import api, names
-from baton_operator.crd import custom_resource_definition
-from baton_operator.rules import violations
+from baton_operator import names
+from baton_operator.api import llmservice
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.api.rules import violations
 
 SCHEMA = StructuralSchema(custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
 FENCE = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -59,7 +60,7 @@ def test_it_is_taken_whole(document: dict[str, Any]) -> None:
     assert unknown == []
     stored = SCHEMA.default(pruned)
     assert SCHEMA.validate(stored, None) == []
-    assert violations(api.decode_spec(stored["spec"])) == []
+    assert violations(llmservice.decode_spec(stored["spec"])) == []
 
 
 def test_the_search_finds_them() -> None:

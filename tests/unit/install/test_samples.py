@@ -9,7 +9,8 @@ import yaml
 from rendered_chart import ROOT, Object
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
-from baton_operator import api, names
+from baton_operator import names
+from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
@@ -27,7 +28,7 @@ def sample(name: str) -> Object:
 def owner(name: str) -> Owner:
     """The service as the API server would store it."""
     document = SCHEMA.default(sample(name))
-    spec = api.decode_spec(document["spec"])
+    spec = llmservice.decode_spec(document["spec"])
     return Owner(name=document["metadata"]["name"], namespace="default", uid="u", spec=spec, coordinator="10.0.0.1")
 
 

@@ -15,7 +15,7 @@ from operator_process import RESYNC_S, Operator, install
 from baton_kube.client import connect
 from baton_local.control_plane.real import find_assets
 from baton_local.ports import free_ports
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from baton_engine.protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from baton_operator import api
-from baton_operator.plan import Member, Update
-from baton_operator.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
-from baton_operator.topology import record
+from baton_operator.api import llmservice
+from baton_operator.plan.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
+from baton_operator.plan.plan_group import Member, Update
+from baton_operator.plan.topology import record
 
 ADDRESS = "10.96.0.9"
 TIMEOUT_S = 60.0
@@ -87,7 +87,7 @@ class Simulation:
     request: TopologyRequest | None = None
     operation: Operation | None = None
     fail_next: bool = False
-    recorded: api.TopologyStatus | None = None
+    recorded: llmservice.TopologyStatus | None = None
     requests: list[TopologyRequest] = field(default_factory=list)
     _instances: itertools.count[int] = field(default_factory=itertools.count)
 

@@ -16,7 +16,7 @@ import yaml
 
 from baton_kube.client import connect
 from baton_local.control_plane.real import find_assets
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 
 Object = dict[str, Any]

@@ -12,11 +12,11 @@ from simulated_api_server import ApiServer, SimulatedClient
 from simulated_nodes import MEMBER_NAME
 
 from baton_operator import names
-from baton_operator.api import Spec, decode_spec
-from baton_operator.api_groups import surge_and_unavailable
+from baton_operator.api.llmservice import Spec, decode_spec
+from baton_operator.api.spec_groups import surge_and_unavailable
 from baton_operator.builders.owner import controlled_by
-from baton_operator.observe import member
-from baton_operator.plan import STUCK_TERMINATING, Member
+from baton_operator.observe.observation import member
+from baton_operator.plan.plan_group import STUCK_TERMINATING, Member
 
 Object = dict[str, Any]
 Pods = dict[str, Object]

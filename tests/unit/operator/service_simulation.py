@@ -20,13 +20,13 @@ from simulated_watches import Wire
 from baton_kube.client import KubeError
 from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
-from baton_operator.api import decode_spec
+from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders.owner import controlled_by
 from baton_operator.controller import Outcome
-from baton_operator.freshness import Freshness
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
-from baton_operator.observe import member
+from baton_operator.observe.freshness import Freshness
+from baton_operator.observe.observation import member
 from baton_operator.reconcile import Reconciler
 from baton_operator.runtime import Runtime
 from baton_operator.server import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from baton_operator.api import decode_spec
+from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders.owner import Owner
 from baton_operator.names import GROUP
 

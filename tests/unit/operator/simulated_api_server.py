@@ -27,7 +27,7 @@ from baton_local.control_plane.embedded.routing import parse_path
 from baton_local.control_plane.embedded.selectors import label_selector
 from baton_local.control_plane.embedded.store import Event
 from baton_operator import names
-from baton_operator.crd import custom_resource_definition
+from baton_operator.api.crd import custom_resource_definition
 
 Object = dict[str, Any]
 NAMESPACE = "default"

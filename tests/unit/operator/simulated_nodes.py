@@ -11,7 +11,7 @@ from simulated_api_server import NAMESPACE, ApiServer
 
 from baton_operator import names
 from baton_operator.builders.owner import controlled_by
-from baton_operator.observe import member
+from baton_operator.observe.observation import member
 
 Object = dict[str, Any]
 BROKEN = {"name": "BROKEN", "value": "1"}

@@ -11,8 +11,8 @@ import pytest
 from autoscale_pods import Clock, FakePod, scraper, serving
 from services import owner, service
 
-from baton_operator.api import TopologyStatus
-from baton_operator.api_groups import AutoscalingStatus
+from baton_operator.api.llmservice import TopologyStatus
+from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler, News
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.scrape import Scraper
@@ -20,9 +20,9 @@ from baton_operator.autoscale.settings import SCRAPE_S, WAKEFUL_SCRAPE_S, scrape
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
 from baton_operator.names import ANNOTATION_DRAINING, Key
-from baton_operator.report import autoscaling_verdict
-from baton_operator.report_group import Group, group_verdict
-from baton_operator.report_topology import GroupTopology
+from baton_operator.status.report import autoscaling_verdict
+from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_topology import GroupTopology
 
 KEY = Key("default", "demo")
 WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -13,7 +13,7 @@ from baton_operator.builders import access, config, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import desired
 from baton_operator.names import ConfiguredRole
-from baton_operator.observe import gateway_schemes
+from baton_operator.observe.observation import gateway_schemes
 
 Object = dict[str, Any]
 TLS = {"tls": {"secretName": "cert"}}

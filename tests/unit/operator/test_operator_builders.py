@@ -11,7 +11,7 @@ from services import owner
 
 from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole
 from baton_engine.protocol.service_key import ServiceKey
-from baton_operator.api_types import quantity_bytes
+from baton_operator.api.field_types import quantity_bytes
 from baton_operator.apply import contains
 from baton_operator.builders import config, coordinator, gateway, members_service, service_key
 from baton_operator.builders.disruption_budget import disruption_budget

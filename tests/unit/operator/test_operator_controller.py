@@ -12,8 +12,8 @@ import pytest
 from baton_kube.client import KubeError
 from baton_operator import controller as module
 from baton_operator.controller import Controller, Outcome, Reconcile
-from baton_operator.freshness import Freshness, StaleReadError
 from baton_operator.names import Key
+from baton_operator.observe.freshness import Freshness, StaleReadError
 
 A, B = Key("ns", "a"), Key("ns", "b")
 NOTHING = Outcome()

@@ -17,7 +17,7 @@ from simulated_nodes import BROKEN
 from simulated_watches import Lists
 
 from baton_operator.handlers import INACTIVITY_S
-from baton_operator.observe import member
+from baton_operator.observe.observation import member
 
 SIZES = st.integers(0, 3)
 BOUNDS = st.sampled_from([(0, 1), (1, 0), (2, 0), (1, 1), ("50%", "25%"), (0, "100%")])

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from baton_operator.plan import Update
+from baton_operator.plan.plan_group import Update
 
 
 class Group(RuleBasedStateMachine):

@@ -10,9 +10,8 @@ from expert_group_simulation import Simulation
 from services import NOW
 
 from baton_engine.protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
-from baton_operator import api
-from baton_operator.plan import Member
-from baton_operator.plan_expert_group import (
+from baton_operator.api import llmservice
+from baton_operator.plan.plan_expert_group import (
     JOIN_TOGETHER,
     UNREGISTERED,
     ExpertGroup,
@@ -20,6 +19,7 @@ from baton_operator.plan_expert_group import (
     operation_id,
     plan_expert_group,
 )
+from baton_operator.plan.plan_group import Member
 
 TIMEOUT_S = 60.0
 STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING
@@ -49,16 +49,16 @@ def operation(phase: OperationPhase, kind: str = "scale") -> OperationStatus:
     return OperationStatus(operation_id="op", kind=kind, phase=phase, generation=4)
 
 
-def recorded(generation: int, *ordinals: int) -> api.TopologyStatus:
-    listed = [api.RankStatus(name=f"m-{o}", rank=r, phase="serving") for r, o in enumerate(ordinals)]
-    return api.TopologyStatus(coordinator="10.96.0.9", generation=generation, ranks=listed)
+def recorded(generation: int, *ordinals: int) -> llmservice.TopologyStatus:
+    listed = [llmservice.RankStatus(name=f"m-{o}", rank=r, phase="serving") for r, o in enumerate(ordinals)]
+    return llmservice.TopologyStatus(coordinator="10.96.0.9", generation=generation, ranks=listed)
 
 
 def plan(
     members: list[Member],
     desired: int,
     topology: TopologyStatus | None,
-    record: api.TopologyStatus | None = None,
+    record: llmservice.TopologyStatus | None = None,
     name: str = "g",
 ) -> ExpertGroupPlan:
     group = ExpertGroup(

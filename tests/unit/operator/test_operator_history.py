@@ -9,7 +9,7 @@ import pytest
 from service_simulation import NAME, Service, settled
 
 from baton_operator import names
-from baton_operator.history import LIMIT, _pod_fields, held_back
+from baton_operator.revisions import LIMIT, _pod_fields, held_back
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
 

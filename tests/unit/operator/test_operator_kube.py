@@ -10,7 +10,7 @@ import pytest
 from baton_kube.client import KubeError
 from baton_operator import names
 from baton_operator.handlers import keys_of
-from baton_operator.kube import Kube, resource_of
+from baton_operator.kube.kinds import Kube, resource_of
 from baton_operator.names import Key
 
 ROUTES = "/apis/gateway.networking.k8s.io/v1"

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kubernetes.aio import client
 
 from baton_kube.client import KubeClient, KubeError, WritesForbiddenError
-from baton_operator.kube import Kube
-from baton_operator.leader import Election, Elector, LeaseLostError, Record
+from baton_operator.kube.kinds import Kube
+from baton_operator.kube.leader import Election, Elector, LeaseLostError, Record
 
 LEASE_S = 15.0
 DRIFT = 0.05

@@ -19,7 +19,7 @@ from baton_operator.builders import gateway
 from baton_operator.builders.free_form import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import desired
-from baton_operator.plan_expert_group import plan_members
+from baton_operator.plan.plan_expert_group import plan_members
 
 SPEC: Object = {
     "model": {"uri": "hf://o/m"},

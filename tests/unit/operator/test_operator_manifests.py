@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import yaml
 
-from baton_operator import api
-from baton_operator.crd import custom_resource_definition
+from baton_operator.api import llmservice
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.api.rules import RULES
 from baton_operator.manifests import main
-from baton_operator.rules import RULES
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -72,7 +72,7 @@ def test_the_schema_defaults_what_the_structs_default() -> None:
         return value
 
     minimal = {"model": {"uri": "file:///m"}}
-    assert api.decode_spec(defaulted(SPEC, {"model": {"uri": "file:///m"}})) == api.decode_spec(minimal)
+    assert llmservice.decode_spec(defaulted(SPEC, {"model": {"uri": "file:///m"}})) == llmservice.decode_spec(minimal)
 
 
 def test_scale_points_at_decode() -> None:
@@ -83,9 +83,9 @@ def test_scale_points_at_decode() -> None:
 
 def test_what_a_stored_object_has_wrong_is_named() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
-        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
+        llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
     with pytest.raises(msgspec.ValidationError, match=r"decode\.parallelism\.redundantExperts"):
-        api.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}})
+        llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}})
 
 
 def test_the_repository_is_up_to_date() -> None:
@@ -117,6 +117,6 @@ def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])
 def test_the_samples_are_valid(name: str, expert: bool) -> None:
     sample = yaml.safe_load((MANIFESTS / "samples" / f"{name}.yaml").read_text())
-    spec = api.decode_spec(sample["spec"])
+    spec = llmservice.decode_spec(sample["spec"])
     assert (sample["metadata"]["name"], spec.decode.replicas) == (name, 2)
     assert spec.decode.parallelism.expert is expert

@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 from services import Object, pod
 
-from baton_operator import pod_clients
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
-from baton_operator.observe import controlled_by, member
-from baton_operator.pod_clients import Drainer
+from baton_operator.observe import pod_clients
+from baton_operator.observe.observation import controlled_by, member
+from baton_operator.observe.pod_clients import Drainer
 
 
 def running(**container: Any) -> Object:

@@ -14,9 +14,9 @@ from services import NOW, Object, owner, pod, service
 from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
 from baton_engine.protocol.progress import Health
 from baton_operator.names import Key
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group
-from baton_operator.status_probes import StatusProbes
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
+from baton_operator.status.status_probes import StatusProbes
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import NOW
 
-from baton_operator.plan import STUCK_TERMINATING, GroupPlan, Member, Update, plan_group
+from baton_operator.plan.plan_group import STUCK_TERMINATING, GroupPlan, Member, Update, plan_group
 
 TIMEOUT_S = 60.0
 

@@ -12,8 +12,8 @@ import pytest
 from baton_kube.client import KubeError
 from baton_operator import controller
 from baton_operator.controller import Controller, Outcome
-from baton_operator.freshness import Freshness
 from baton_operator.names import Key
+from baton_operator.observe.freshness import Freshness
 from baton_operator.server import Metrics, serve
 
 SERVICES = [Key("ns", f"service-{number}") for number in range(200)]

@@ -9,8 +9,8 @@ import pytest
 from operator_process import NAMESPACE, Cluster, Object, eventually, needs_api_server
 
 from baton_kube.client import KubeError
-from baton_operator.crd import custom_resource_definition
-from baton_operator.kube import Kube
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.kube.kinds import Kube
 from support.http_routes import ROUTES
 
 pytestmark = needs_api_server

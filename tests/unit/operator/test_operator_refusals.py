@@ -12,12 +12,12 @@ from services import NOW, Object, owner, pod, service
 from simulated_api_server import NAMESPACE
 
 from baton_kube.client import KubeError
-from baton_operator.diagnose import Diagnosis
 from baton_operator.names import Key
-from baton_operator.plan import GroupPlan
-from baton_operator.refusals import LAST_PAUSE_S, Refusals, refusal_of, refusal_of_deployment
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group
+from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.status.diagnose import Diagnosis
+from baton_operator.status.refusals import LAST_PAUSE_S, Refusals, refusal_of, refusal_of_deployment
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
 
 QUOTA = (
     'pods "demo-decode-2" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '

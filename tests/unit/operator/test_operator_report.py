@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from services import NOW, Object, owner, pod, service
 
-from baton_operator.api import Condition
+from baton_operator.api.llmservice import Condition
 from baton_operator.problems import InvalidSpec, Problem
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group, group_verdict
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group, group_verdict
 
 FATAL = {"exitCode": 78, "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist"}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}

@@ -8,12 +8,12 @@ import pytest
 from services import NOW, Object, owner, pod, service
 
 from baton_kube.client import KubeError
-from baton_operator.diagnose import may_lack_objects, references
-from baton_operator.kube import Kube
-from baton_operator.observe import Reference
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group
-from baton_operator.status_probes import find_missing
+from baton_operator.kube.kinds import Kube
+from baton_operator.observe.observation import Reference
+from baton_operator.status.diagnose import may_lack_objects, references
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
+from baton_operator.status.status_probes import find_missing
 
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 INITIALIZING = {"waiting": {"reason": "PodInitializing"}}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from services import NOW, Object, owner, pod, service
 
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group, diagnose_route
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group, diagnose_route
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:

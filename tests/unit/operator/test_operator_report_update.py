@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from services import NOW, Object, owner, pod, service
 
-from baton_operator.report import new_failures, report
-from baton_operator.report_group import Group
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
 
 DEADLINE_S = 600
 LATE = {"creationTimestamp": (NOW - timedelta(seconds=DEADLINE_S + 1)).isoformat()}

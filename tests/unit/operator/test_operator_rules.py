@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_local.control_plane.embedded.schema import StructuralSchema
-from baton_operator.api import decode_spec
-from baton_operator.api_model import MODEL_URI
-from baton_operator.crd import custom_resource_definition
-from baton_operator.rules import RULES, violations
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.api.llmservice import decode_spec
+from baton_operator.api.rules import RULES, violations
+from baton_operator.api.spec_model import MODEL_URI
 
 Object = dict[str, Any]
 

@@ -18,12 +18,12 @@ from baton_engine.protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from baton_operator import api
+from baton_operator.api import llmservice
 from baton_operator.names import ANNOTATION_SERVICE_KEY
-from baton_operator.pod_clients import CoordinatorClient
-from baton_operator.report_group import Group, group_verdict
-from baton_operator.report_topology import GroupTopology, operation_events, scaling_verdict
-from baton_operator.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
+from baton_operator.observe.pod_clients import CoordinatorClient
+from baton_operator.plan.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
+from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
 
 ADDRESS = "10.96.0.9"
 
@@ -36,15 +36,17 @@ def entry(
 
 def operation(
     phase: str, kind: str = "scale", generation: int = 4, id_: str = "op", reason: str = ""
-) -> api.OperationStatus:
-    return api.OperationStatus(
-        id=id_, kind=kind, phase=phase, generation=generation, reason=reason, seconds=api.OperationSeconds()
+) -> llmservice.OperationStatus:
+    return llmservice.OperationStatus(
+        id=id_, kind=kind, phase=phase, generation=generation, reason=reason, seconds=llmservice.OperationSeconds()
     )
 
 
-def status(*names: str, generation: int = 3, last: api.OperationStatus | None = None) -> api.TopologyStatus:
-    ranks = [api.RankStatus(name=name, rank=rank, phase="serving") for rank, name in enumerate(names)]
-    return api.TopologyStatus(coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last)
+def status(
+    *names: str, generation: int = 3, last: llmservice.OperationStatus | None = None
+) -> llmservice.TopologyStatus:
+    ranks = [llmservice.RankStatus(name=name, rank=rank, phase="serving") for rank, name in enumerate(names)]
+    return llmservice.TopologyStatus(coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_ranks_of_another_coordinator_are_not_taken_for_this_ones() -> None:
 
 
 def test_time_alone_does_not_change_the_status() -> None:
-    def at(seconds: float) -> api.TopologyStatus | None:
+    def at(seconds: float) -> llmservice.TopologyStatus | None:
         running = OperationStatus(
             operation_id="op", kind="scale", phase=OperationPhase.PREPARING, generation=4,
             seconds={"waiting": 1.25, "preparing": seconds},
@@ -134,11 +136,11 @@ def test_time_alone_does_not_change_the_status() -> None:
     told = at(1.0)
     assert told
     assert told.operation
-    assert told.operation.seconds == api.OperationSeconds(waiting=1.25)
+    assert told.operation.seconds == llmservice.OperationSeconds(waiting=1.25)
 
 
 FAILED = operation("failed", reason="c: no memory")
-VERDICTS: dict[str, tuple[api.TopologyStatus | None, set[str], int, tuple[str, str, str]]] = {
+VERDICTS: dict[str, tuple[llmservice.TopologyStatus | None, set[str], int, tuple[str, str, str]]] = {
     "at rest": (status("a", "b"), {"a", "b"}, 2, ("False", "AtRest", "generation 3 with 2 ranks")),
     "scaled to zero": (status(last=operation("waiting", "form")), {"a"}, 0, ("False", "AtRest", "no ranks are wanted")),
     "before the first": (None, set(), 2, ("True", "Forming", "0 of 2")),
@@ -155,7 +157,7 @@ VERDICTS: dict[str, tuple[api.TopologyStatus | None, set[str], int, tuple[str, s
 
 @pytest.mark.parametrize(("told", "asked_for", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys())
 def test_scaling(
-    told: api.TopologyStatus | None, asked_for: set[str], desired: int, verdict: tuple[str, str, str]
+    told: llmservice.TopologyStatus | None, asked_for: set[str], desired: int, verdict: tuple[str, str, str]
 ) -> None:
     got = scaling_verdict(GroupTopology(status=told, reachable=True, asked_for=frozenset(asked_for)), desired)
     assert got[:2] == verdict[:2]
@@ -200,7 +202,7 @@ def test_events_of_an_operation() -> None:
     waiting, running = status(last=operation("waiting", generation=0)), status(last=operation("preparing"))
     failed, done = status(last=FAILED), status(last=operation("done"))
 
-    def reasons(before: api.TopologyStatus | None, now: api.TopologyStatus | None) -> list[str]:
+    def reasons(before: llmservice.TopologyStatus | None, now: llmservice.TopologyStatus | None) -> list[str]:
         return [reason for _, reason, _ in operation_events(before, now)]
 
     started, ended, broke = "TopologyOperationStarted", "TopologyOperationEnded", "TopologyOperationFailed"

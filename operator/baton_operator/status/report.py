@@ -9,16 +9,16 @@ from typing import Any
 from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
+from baton_operator.api.llmservice import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
 from baton_operator.builders import access
 from baton_operator.builders.owner import Owner
-from baton_operator.diagnose import PROGRESS_REASONS, Verdict
-from baton_operator.observe import condition, conditions
+from baton_operator.observe.observation import condition, conditions
 from baton_operator.problems import Problem
-from baton_operator.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
-from baton_operator.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
-from baton_operator.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
+from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
+from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
+from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
+from baton_operator.status.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
+from baton_operator.status.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
 
 MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
 ON_TARGET = "OnTarget"

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, made from the structs of `api.py`.
+"""The CustomResourceDefinition, made from the structs of `llmservice.py`.
 
 The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop the rules, but their
 server-side apply, and clients that validate against their schema, refuse them: there the CRD is applied without rules,
@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from baton_operator import api
-from baton_operator.api_types import ApiStruct
+from baton_operator.api import llmservice
+from baton_operator.api.field_types import ApiStruct
+from baton_operator.api.rules import add_rules
 from baton_operator.names import GROUP, KIND, PLURAL, SERVICE_NAME, VERSION
-from baton_operator.rules import add_rules
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 _REF = "#/$defs/"
@@ -36,7 +36,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
                 "name": {
                     "type": "string",
                     "pattern": f"^{SERVICE_NAME.pattern}$",
-                    "maxLength": api.MAX_NAME_LENGTH,
+                    "maxLength": llmservice.MAX_NAME_LENGTH,
                 }
             },
         },
@@ -79,7 +79,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
 
 def _service_schema() -> dict[str, Any]:
     """Return the structural schema of LLMService: references inlined, null left out, every node typed and described."""
-    (root,), definitions = msgspec.json.schema_components([api.LLMService], ref_template=_REF + "{name}")
+    (root,), definitions = msgspec.json.schema_components([llmservice.LLMService], ref_template=_REF + "{name}")
     _describe(ApiStruct, {}, definitions)
     return _structural(root, definitions)
 

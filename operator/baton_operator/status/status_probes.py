@@ -16,11 +16,11 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Owner
-from baton_operator.diagnose import by_name, leaving, may_lack_objects, references
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
-from baton_operator.observe import Observation, Reference, is_ready
-from baton_operator.pod_clients import read_body
+from baton_operator.observe.observation import Observation, Reference, is_ready
+from baton_operator.observe.pod_clients import read_body
+from baton_operator.status.diagnose import by_name, leaving, may_lack_objects, references
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services

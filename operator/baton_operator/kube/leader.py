@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 
 from baton_kube.client import KubeError, Object
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 
 log = logging.getLogger(__name__)
 

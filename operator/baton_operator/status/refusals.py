@@ -11,10 +11,10 @@ import msgspec
 
 from baton_kube.client import KubeError, Object
 from baton_operator import names
-from baton_operator.diagnose import Diagnosis
 from baton_operator.names import Key
-from baton_operator.observe import condition
-from baton_operator.plan import GroupPlan
+from baton_operator.observe.observation import condition
+from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.status.diagnose import Diagnosis
 
 QUOTA_EXCEEDED = "QuotaExceeded"
 FIRST_PAUSE_S = 1.0

@@ -10,15 +10,23 @@ from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
 from baton_engine.protocol.progress import Health
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api_groups import AutoscalingStatus
+from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
-from baton_operator.diagnose import PROGRESS_REASONS, Diagnosis, Verdict, diagnose, leaving, still_loading, tries_again
-from baton_operator.observe import Observation, Reference, is_ready
-from baton_operator.refusals import refusal_of_deployment
-from baton_operator.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict
-from baton_operator.topology import asleep, record, recorded_for
+from baton_operator.observe.observation import Observation, Reference, is_ready
+from baton_operator.plan.topology import asleep, record, recorded_for
+from baton_operator.status.diagnose import (
+    PROGRESS_REASONS,
+    Diagnosis,
+    Verdict,
+    diagnose,
+    leaving,
+    still_loading,
+    tries_again,
+)
+from baton_operator.status.refusals import refusal_of_deployment
+from baton_operator.status.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict
 
 INCOMPATIBLE = "IncompatiblePeers"
 

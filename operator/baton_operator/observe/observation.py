@@ -21,12 +21,12 @@ from baton_operator.builders.access import PORTS
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Scheme
 from baton_operator.builders.owner import controlled_by as controlled_by
-from baton_operator.freshness import Freshness
-from baton_operator.history import held_back, kept_spec
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
-from baton_operator.plan import Member
-from baton_operator.pod_clients import CoordinatorClient, Drainer
+from baton_operator.observe.freshness import Freshness
+from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
+from baton_operator.plan.plan_group import Member
+from baton_operator.revisions import held_back, kept_spec
 
 #: Scheduler messages about resources that other pods use, as opposed to a node selector without a matching node.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")

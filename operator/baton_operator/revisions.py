@@ -2,7 +2,7 @@
 
 `status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps that record, and a
 user can go back to any record (docs/rollouts.md). `status.servedRevision` names the record of the last spec with which
-the whole service was ready. While another spec is rolled out, that one is the previous revision. `plan.py` decides when
+the whole service was ready. While another spec is rolled out, that one is the previous revision. `plan_group.py` decides when
 its members are created again.
 
 Sizes are not compared. They change without a rollout, and in a pause they still follow the user or an autoscaler.
@@ -17,13 +17,13 @@ import msgspec
 
 from baton_kube.client import KubeError
 from baton_operator import names
-from baton_operator.api import decode_spec
+from baton_operator.api.llmservice import decode_spec
+from baton_operator.api.rules import valid_spec
 from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner, controlled_by
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 from baton_operator.problems import NameConflict
-from baton_operator.rules import valid_spec
 
 LIMIT = 10  #: Older records are deleted.
 #: Fields that do not affect pods: of the spec, and of each of its groups.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from baton_engine.protocol.topology import OperationPhase, RankPhase
-from baton_operator import api
-from baton_operator.diagnose import Verdict
-from baton_operator.topology import ACTIVE
+from baton_operator.api.llmservice import OperationStatus, TopologyStatus
+from baton_operator.plan.topology import ACTIVE
+from baton_operator.status.diagnose import Verdict
 
 AT_REST = "AtRest"
 SCALE_FAILED = "ScaleFailed"
@@ -19,7 +19,7 @@ _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"
 class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
     """The topology of an expert-parallel group, for the status."""
 
-    status: api.TopologyStatus | None
+    status: TopologyStatus | None
     reachable: bool
     asked_for: frozenset[str] = frozenset()  # members of the last request to the coordinator
 
@@ -60,7 +60,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
 
 
-def _reason(operation: api.OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
+def _reason(operation: OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
     if ranks == asked_for:  # some ranks have committed, so members that join or leave are no longer visible
@@ -73,7 +73,7 @@ def _after(words: str, value: str | int | None) -> str:
     return f"{words}{value}" if value else ""
 
 
-def operation_events(before: api.TopologyStatus | None, now: api.TopologyStatus | None) -> list[tuple[bool, str, str]]:
+def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[tuple[bool, str, str]]:
     """Return (warning, reason, message) of each event that is due: an operation began, ended, or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:

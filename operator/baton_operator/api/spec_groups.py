@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from baton_operator.api_types import ApiStruct, Count, Resources, Template, Time
+from baton_operator.api.field_types import ApiStruct, Count, Resources, Template, Time
 
 DEFAULT_HOLD_SECONDS = 300
 

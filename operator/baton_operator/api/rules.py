@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from baton_operator.api import Spec, decode_spec
-from baton_operator.api_access import Gateway
-from baton_operator.api_model import is_fetched
+from baton_operator.api.llmservice import Spec, decode_spec
+from baton_operator.api.spec_access import Gateway
+from baton_operator.api.spec_model import is_fetched
 
 
 class Rule(msgspec.Struct, frozen=True):

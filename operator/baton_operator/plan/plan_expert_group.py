@@ -19,10 +19,11 @@ from datetime import datetime, timedelta
 import msgspec
 
 from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
-from baton_operator import api, names
+from baton_operator import names
+from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
-from baton_operator.plan import (
+from baton_operator.plan.plan_group import (
     POLL_DRAIN_S,
     Delete,
     GroupPlan,
@@ -36,7 +37,7 @@ from baton_operator.plan import (
     update_of,
     waits_for_room,
 )
-from baton_operator.topology import ACTIVE, TopologyView
+from baton_operator.plan.topology import ACTIVE, TopologyView
 
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.
@@ -54,7 +55,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     desired: int
     revision: str
     topology: TopologyStatus | None  # None: the coordinator did not answer
-    recorded: api.TopologyStatus | None = None  # from the status of the service
+    recorded: llmservice.TopologyStatus | None = None  # from the status of the service
     drain_timeout_s: float
     update: Update = Update()
 
@@ -77,7 +78,7 @@ def plan_members(
     now: datetime,
     *,
     topology: TopologyStatus | None,
-    recorded: api.TopologyStatus | None,
+    recorded: llmservice.TopologyStatus | None,
     has_coordinator: bool,
     has_former: bool,
 ) -> GroupPlan:

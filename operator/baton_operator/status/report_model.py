@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from baton_kube.client import Object
-from baton_operator.api_model import Model, ModelStatus, is_fetched
+from baton_operator.api.spec_model import Model, ModelStatus, is_fetched
 from baton_operator.builders.model import FETCHER
-from baton_operator.diagnose import Verdict, by_name, fatal, still_loading, tries_again
-from baton_operator.observe import condition, is_ready
-from baton_operator.report_group import Group
+from baton_operator.observe.observation import condition, is_ready
+from baton_operator.status.diagnose import Verdict, by_name, fatal, still_loading, tries_again
+from baton_operator.status.report_group import Group
 
 #: FATAL reasons of fetchers and engines that are about the model's files.
 MODEL_REASONS = {

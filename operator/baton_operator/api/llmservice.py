@@ -1,4 +1,4 @@
-"""The LLMService resource, v1alpha1, as typed structs. Those of the model, the groups and access are in `api_*.py`.
+"""The LLMService resource, v1alpha1, as typed structs. Those of the model, the groups and access are in `spec_*.py`.
 
 `crd.py` turns them into the CRD's schema: docstrings and the `#:` comments of fields become descriptions, types, `Meta`
 and defaults become bounds and defaults. What the API server refuses is written here and in `rules.py`.
@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from baton_operator.api_access import Gateway, Security
-from baton_operator.api_groups import AutoscalingStatus, Decode, Prefill, UpdateStrategy
-from baton_operator.api_model import Model, ModelStatus
-from baton_operator.api_types import ApiStruct, Count, Quantity, Time
+from baton_operator.api.field_types import ApiStruct, Count, Quantity, Time
+from baton_operator.api.spec_access import Gateway, Security
+from baton_operator.api.spec_groups import AutoscalingStatus, Decode, Prefill, UpdateStrategy
+from baton_operator.api.spec_model import Model, ModelStatus
 
 #: Leaves room for `-prefill-<ordinal>` and hashes in a DNS label.
 MAX_NAME_LENGTH = 40

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton_operator.api_types import DNS_NAME, ApiStruct, DNSName, Hostname, Peer, Resources, Template, Tokens
+from baton_operator.api.field_types import DNS_NAME, ApiStruct, DNSName, Hostname, Peer, Resources, Template, Tokens
 
 Requests = Annotated[int, Meta(ge=1, le=10**6)]
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from baton_kube.client import KubeError, Object
 from baton_operator import names
-from baton_operator.kube import Kube
+from baton_operator.kube.kinds import Kube
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE = 1024

@@ -11,7 +11,7 @@ import msgspec
 from baton_engine.protocol.progress import Health
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator.names import ANNOTATION_DRAINING
-from baton_operator.observe import Reference, condition, is_ready, parse_time
+from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
 
 #: The last line of a component whose configuration is wrong (docs/architecture.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)

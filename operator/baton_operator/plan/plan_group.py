@@ -22,7 +22,7 @@ from itertools import count, islice
 import msgspec
 
 from baton_operator import names
-from baton_operator.api_groups import surge_and_unavailable
+from baton_operator.api.spec_groups import surge_and_unavailable
 from baton_operator.builders.owner import Owner
 
 #: A pod that still exists this long after its grace period is on a lost node and does not count any more.

@@ -11,12 +11,12 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from baton_kube.client import Object
-from baton_operator.api import Spec
-from baton_operator.diagnose import Diagnosis, Verdict, by_name, diagnose, leaving
-from baton_operator.observe import is_ready, no_room_since, parse_time, unready_since
-from baton_operator.plan import STUCK_TERMINATING
-from baton_operator.refusals import QUOTA_EXCEEDED
-from baton_operator.report_group import Group
+from baton_operator.api.llmservice import Spec
+from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
+from baton_operator.plan.plan_group import STUCK_TERMINATING
+from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, leaving
+from baton_operator.status.refusals import QUOTA_EXCEEDED
+from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
 PAUSED = "Paused"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from baton_operator.api_types import ApiStruct, ObjectName, Quantity, Tokens
+from baton_operator.api.field_types import ApiStruct, ObjectName, Quantity, Tokens
 
 _HUB = r"hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
 _STORE = r"(s3|gs)://[a-z0-9][a-z0-9._-]*/+[^/].*"

@@ -18,7 +18,8 @@ from baton_engine.protocol.topology import (
     RankPhase,
     TopologyStatus,
 )
-from baton_operator import api, names
+from baton_operator import names
+from baton_operator.api import llmservice
 
 PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
 ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
@@ -27,7 +28,7 @@ ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
 class TopologyView:
     """One observed topology, by member."""
 
-    def __init__(self, topology: TopologyStatus, recorded: api.TopologyStatus | None) -> None:
+    def __init__(self, topology: TopologyStatus, recorded: llmservice.TopologyStatus | None) -> None:
         self.topology = topology
         self.desired = frozenset(topology.desired)
         self._entries: dict[str, list[MemberStatus]] = {}
@@ -72,10 +73,10 @@ class TopologyView:
 
 def record(
     topology: TopologyStatus | None,
-    recorded: api.TopologyStatus | None,
+    recorded: llmservice.TopologyStatus | None,
     pods: Collection[str],
     coordinator: str,
-) -> api.TopologyStatus | None:
+) -> llmservice.TopologyStatus | None:
     """Return the topology for the status: the reply or, without one, the recorded topology without deleted pods.
 
     A coordinator without a generation may have been restarted. Then the recorded topology stays.
@@ -87,7 +88,7 @@ def record(
     operation = _operation(topology.operation) if topology is not None and topology.operation is not None else None
     recorded_ranks = [rank for rank in recorded.ranks if rank.name in pods] if recorded is not None else []
     if recorded is not None and (topology is None or topology.generation == 0 < recorded.generation):
-        return api.TopologyStatus(
+        return llmservice.TopologyStatus(
             coordinator=coordinator,
             generation=recorded.generation,
             ranks=recorded_ranks,
@@ -97,16 +98,18 @@ def record(
         return None
     view = TopologyView(topology, recorded)
     ranks = [
-        api.RankStatus(name=entry.name, rank=entry.rank, phase=str(entry.phase))
+        llmservice.RankStatus(name=entry.name, rank=entry.rank, phase=str(entry.phase))
         for entry in topology.members
         if entry.rank is not None
     ]
     listed = {rank.name for rank in ranks}
     ranks += [rank for rank in recorded_ranks if rank.name not in listed and view.is_rank(rank.name)]
-    return api.TopologyStatus(coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation)
+    return llmservice.TopologyStatus(
+        coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation
+    )
 
 
-def asleep(status: api.TopologyStatus | None) -> api.TopologyStatus | None:
+def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatus | None:
     """Return the status of a group scaled to zero, without the operation that still waits for members.
 
     A topology has at least one member, so the coordinator keeps waiting for the last one requested.
@@ -117,21 +120,21 @@ def asleep(status: api.TopologyStatus | None) -> api.TopologyStatus | None:
     return msgspec.structs.replace(status, operation=None)
 
 
-def recorded_for(service: dict[str, Any], coordinator: str) -> api.TopologyStatus | None:
+def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
     """Return the topology in the service's status, if it was recorded for this address of the coordinator."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None
     try:
-        recorded = msgspec.convert(found, api.TopologyStatus)
+        recorded = msgspec.convert(found, llmservice.TopologyStatus)
     except msgspec.ValidationError:  # another version of the operator wrote it
         return None
     return recorded if recorded.coordinator == coordinator else None
 
 
 def filter_by_service_key(
-    recorded: api.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
-) -> api.TopologyStatus | None:
+    recorded: llmservice.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
+) -> llmservice.TopologyStatus | None:
     """Return `recorded` without ranks whose pods have another key, because they cannot register with the coordinator.
 
     Args:
@@ -149,18 +152,18 @@ def filter_by_service_key(
     return msgspec.structs.replace(recorded, ranks=ranks)
 
 
-def _operation(operation: OperationStatus) -> api.OperationStatus:
+def _operation(operation: OperationStatus) -> llmservice.OperationStatus:
     """Convert the operation, without the seconds of its present phase: they would change the status in every reconcile."""
     seconds = {
         phase: round(duration, 3)
         for phase, duration in operation.seconds.items()
-        if phase != operation.phase and phase in api.OperationSeconds.__struct_fields__
+        if phase != operation.phase and phase in llmservice.OperationSeconds.__struct_fields__
     }
-    return api.OperationStatus(
+    return llmservice.OperationStatus(
         id=operation.operation_id or "-",
         kind=operation.kind,
         phase=str(operation.phase),
         generation=operation.generation,
         reason=operation.reason or None,
-        seconds=api.OperationSeconds(**seconds),
+        seconds=llmservice.OperationSeconds(**seconds),
     )
