@@ -19,7 +19,7 @@ import msgspec
 from baton_kv_transfer.transports.base import Region, Transfer, TransportError
 from baton_kv_transfer.transports.iovec import check, count_outside, pack
 from baton_kv_transfer.transports.lanes import Lane, LaneContext
-from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx import capabilities, messages
 from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.messages import DATA_BIT, Done, Go, Hello, Notif, Read, Refused, Write
@@ -57,6 +57,7 @@ class UCXLane(Lane):
         """
         super().__init__(context)
         self._ucx = UCXContext(context.host)
+        logger.info("KV transfers use %s", capabilities.describe())
         self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
         self._peers: dict[str, PeerAddress] = {}
         self._by_address: dict[bytes, Connection] = {}
