@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
+from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.factory import create_connector
 from baton_kv_transfer.transports.ucx import capabilities
 
@@ -39,11 +41,16 @@ agent.close()
 """
 
 
-def test_the_engine_logs_the_version_the_files_and_the_transports_of_its_ucx() -> None:
+def test_the_engine_logs_the_version_the_files_and_the_transports_of_its_ucx(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     told = capabilities.describe()
     assert all(capabilities.find_libraries()), told
     assert {"tcp", "self"} <= set(capabilities.find_components())
     assert all(word in told for word in ("UCX 1.", "libucp.so", "tcp"))
+    caplog.set_level(logging.INFO)
+    create_agent("a", "ucx").close()
+    assert f"KV transfers use {told}; of these UCX_TLS=^sm" in caplog.messages
 
 
 @pytest.fixture
