@@ -7,11 +7,13 @@ WORKDIR /source
 RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
-COPY docker/requirements.py docker/
+COPY docker/requirements.py docker/link_nixl_ucx.py docker/
 # A CUDA build of torch names the one Triton it works with; that of constraints.txt is what tests on CPUs use.
-RUN python docker/requirements.py engine gateway fetch > requirements.txt \
+RUN python docker/requirements.py engine gateway fetch nixl > requirements.txt \
     && grep -v '^triton==' constraints.txt > constraints-cuda.txt \
     && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
+# The wheel libucx-cu12 has no verbs, so no RDMA; the UCX in NIXL's wheel has.
+RUN python docker/link_nixl_ucx.py /opt/baton/ucx
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -29,6 +31,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 COPY --from=dependencies /opt/baton /opt/baton
 # utility: libnvidia-ml, which UCX's CUDA module links. HOME and USER: the user has no line in /etc/passwd, and torch asks for both.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NVIDIA_DRIVER_CAPABILITIES=compute,utility HOME=/tmp USER=baton
+# ucxx loads the UCX of that folder instead of the wheel; the engine logs which one it loaded.
+ENV RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1 LD_LIBRARY_PATH=/opt/baton/ucx
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps /wheels/*.whl
 COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built

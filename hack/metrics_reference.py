@@ -40,6 +40,8 @@ LABELS = {
     "endpoint": "path of the request; `unknown` if the gateway has none such",
     "finished_reason": _values(FinishReason) + "; with the first request that ended so",
     "kind": "of operations `form`, `scale`, `recover`, `rebalance`; of pauses `planned`, `broken`",
+    "lane": "what moved the bytes: with ucx, the name that UCX gives the endpoint's lanes (`tcp/lo`); with tcp `sockets`; with shm "
+    "`process_vm_readv`; with nixl `unknown`",
     "model_name": "`model.servedName`, or the service's name",
     "outcome": "of prefill legs `done`, `refused`, `failed`, `timed_out`; of operations `done`, `failed`, `superseded`",
     "phase": f"of ranks {_values(RankPhase)}; of operations `waiting`, `preparing`, `committing`",
@@ -50,6 +52,7 @@ LABELS = {
     "role": "`prefill` or `decode`",
     "sleep_state": "`awake`, `paused`, `weights_offloaded`, `discard_all`",
     "status": "HTTP status of the answer",
+    "transport": "`ucx`, `tcp`, `shm` or `nixl`; with `auto` each of the first three that moved bytes",
     "verb": "`get`, `list`, `watch`, `create`, `apply`, `patch`, `update` or `delete`",
 }
 """What each label says. One that is missing here is a KeyError: the page is not written without it."""

@@ -43,6 +43,7 @@ FLAGS = [
     Flag("--max-queue", "scheduler.max_queue", int, "waiting requests"),
     Flag("--kv-role", "kv_transfer.role", str, ", ".join(role.value for role in KVRole)),
     Flag("--kv-transport", "kv_transfer.transport", str, "ucx, tcp, shm, auto, nixl or inproc"),
+    Flag("--kv-rdma", "kv_transfer.rdma", bool, "do not start without an RDMA device and a UCX with verbs"),
     Flag("--kv-port", "kv_transfer.port", int, "port of the KV side channel"),
     Flag("--kv-load-failure-policy", "kv_transfer.load_failure_policy", str, "recompute or fail"),
     Flag("--kv-load-timeout-s", "kv_transfer.load_timeout_s", float, "a consumer's wait without progress"),
@@ -154,6 +155,9 @@ def _problems(config: EngineConfig) -> Iterator[str]:
     for name, port in ports.items():
         if not 0 <= port < 65536:
             yield f"{name} must be in [0, 65535], got {port}"
+
+    if transfer.rdma and transfer.transport not in ("ucx", "auto"):
+        yield f"kv_transfer.rdma needs kv_transfer.transport ucx or auto, got {transfer.transport!r}"
 
     if parallel.enable_expert_parallel:
         yield from _expert_parallel_problems(parallel)

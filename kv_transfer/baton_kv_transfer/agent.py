@@ -80,9 +80,12 @@ class Agent(abc.ABC):
         return 0
 
     @property
-    def bytes_moved(self) -> dict[str, int]:
-        """Bytes sent and received so far, by transport and lane, such as `ucx tcp/lo`. (Not in NIXL.)"""
-        return {}
+    def bytes_moved(self) -> dict[str, int] | None:
+        """Bytes sent and received so far, by transport and lane, such as `ucx tcp/lo`. None over NIXL, which counts none.
+
+        A copy between processes of one host counts where it is made: at the side that receives.
+        """
+        return None
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:

@@ -222,6 +222,8 @@ class ConnectorStats(msgspec.Struct):
     """Gauge: wanted, not posted yet, because a peer's window is full."""
     inflight_bytes: int = 0
     """Gauge: posted."""
+    bytes_moved: dict[str, int] = {}
+    """Sent and received, by transport and lane: `ucx tcp/lo`. Blocks that failed verification count."""
     failure: str = ""
     """Why the connector moves nothing any more; empty while it works."""
 

@@ -29,12 +29,16 @@ def create_connector(
         service_key: peers that do not have it are refused. None: those that have one are.
 
     Raises:
-        ValueError: role none, unknown transport or mode.
+        ValueError: role none, unknown transport or mode, or rdma without verbs or a device.
         OSError: the side channel's address is taken or not this machine's.
         UCXError: UCX is missing or does not start.
     """
     if config.mode not in MODES:
         raise ValueError(f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    if config.rdma:
+        from baton_kv_transfer.transports.ucx.capabilities import require_rdma
+
+        require_rdma()
     from baton_kv_transfer.transfer_connector import TransferConnector
 
     return TransferConnector(

@@ -252,10 +252,10 @@ def _run_status(args: argparse.Namespace) -> int:
     if info is None:
         return 1
     found = asyncio.run(_status(info))
-    from baton_local.service import ServiceStatus, with_pids
+    from baton_local.service import ServiceStatus, ask_kv_bytes, format_lanes, with_pids
 
     if found is not None:
-        status = with_pids(found)
+        status = with_pids(asyncio.run(ask_kv_bytes(found)))
     else:
         Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
         status = ServiceStatus(info.service, info.namespace, "", "", [], [], "", info.kubeconfig, exists=False)
@@ -272,6 +272,9 @@ def _run_status(args: argparse.Namespace) -> int:
         console.out(f"ingress     {status.ingress}", highlight=False)
     console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
     console.out(f"manifest    {info.file}", highlight=False)
+    for pod in status.pods:
+        if pod.kv_bytes:
+            console.out(f"KV moved    {format_lanes(pod.kv_bytes)}, {pod.name}", highlight=False)
     return 0 if status.exists else 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 import yaml
 
 from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_engine.protocol.progress import Health
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
 from baton_local.kubelet.runtime import container_pids
 from baton_local.loopback import served_port
@@ -21,7 +24,6 @@ from baton_local.loopback import served_port
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-RECEIVED_BYTES = "baton:kv_transfer_bytes_received_total"
 ENGINES_READY = "baton:engines_ready"
 ACCOUNT_TOKEN_S = 365 * 86400
 
@@ -43,6 +45,8 @@ class PodStatus(msgspec.Struct):
     """Of its container, the first if it has several; empty before it started."""
     pid: int | None = None
     """Of the container's process, where it was looked for."""
+    kv_bytes: dict[str, int] = {}
+    """Bytes of KV that it sent and received, by transport and lane, where it was asked."""
 
 
 class Condition(msgspec.Struct):
@@ -244,19 +248,42 @@ async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
     )
 
 
-async def kv_bytes_received(pods: list[PodStatus]) -> int:
-    """Sum over the decode pods of the KV bytes they took from peers, from their metrics."""
-    decode = [pod for pod in pods if pod.role == "decode" and pod.ready]
-    return int(sum([sum((await _metric_values(pod, RECEIVED_BYTES)).values()) for pod in decode]))
+async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:
+    """Return `status` with `kv_bytes` of its engines, from their `/health`; an engine that does not answer has none."""
+    pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
+    return msgspec.structs.replace(status, pods=pods)
+
+
+async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
+    if pod.role not in ("prefill", "decode") or not pod.ready:
+        return pod
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+            session.get(f"http://{pod.ip}:{ENGINE_HTTP_PORT}/health") as response,
+        ):
+            health = msgspec.json.decode(await response.read(), type=Health)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):  # it restarts, or is of another release
+        return pod
+    return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
+
+
+def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
+    """Bytes of KV that decode pods received, by transport and lane."""
+    return sum((Counter(pod.kv_bytes) for pod in pods if pod.role == "decode"), Counter[str]())
+
+
+def format_lanes(nbytes: Mapping[str, int]) -> str:
+    """`1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
+    return ", ".join(f"{count / 2**20:.2f} MiB over {lane}" for lane, count in sorted(nbytes.items()))
 
 
 async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
-    """Values of one metric of a pod, by their labels as they are written."""
+    """Values of one metric of a gateway pod, by their labels as they are written."""
     values = {}
-    port = GATEWAY_PORT if pod.role == "gateway" else ENGINE_HTTP_PORT
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-        session.get(f"http://{pod.ip}:{port}/metrics") as response,
+        session.get(f"http://{pod.ip}:{GATEWAY_PORT}/metrics") as response,
     ):
         for line in (await response.text()).splitlines():
             if line.startswith((f"{name} ", f"{name}{{")):

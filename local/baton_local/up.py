@@ -33,6 +33,8 @@ from baton_local.service import (
     UnknownKindError,
     as_kubectl_applies,
     as_yaml,
+    ask_kv_bytes,
+    format_lanes,
     gateways_see_all_engines,
     kv_bytes_received,
     load_documents,
@@ -85,7 +87,8 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except KeyboardInterrupt:
         return 1
     finally:
-        console.print("stopping", style="dim")
+        if not options.once:  # the last line says what moved the KV
+            console.print("stopping", style="dim")
         cluster.stop()
 
 
@@ -325,7 +328,7 @@ async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, co
         return await gateways_see_all_engines((await api.service(status.namespace, status.service)).pods)
 
     await _until(all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready")
-    before = await kv_bytes_received(status.pods)
+    before = kv_bytes_received((await ask_kv_bytes(status)).pods)
     console.print(f"\n[bold]> {PROMPT}[/]")
     answer = await ask(
         status.endpoint,
@@ -335,16 +338,16 @@ async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, co
         on_text=lambda text: console.out(text, end="", highlight=False),
         timeout_s=options.timeout_s,
     )
-    now = await api.service(status.namespace, status.service)
-    moved = await kv_bytes_received(now.pods) - before
-    has_prefill = any(pod.role == "prefill" for pod in now.pods)
     console.print(
-        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s"
-        + (f", {moved / 2**20:.2f} MiB of KV moved from prefill to decode" if has_prefill else ""),
+        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s",
         highlight=False,
     )
-    if has_prefill and moved == 0:
-        raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen")
+    now = await ask_kv_bytes(await api.service(status.namespace, status.service))
+    if any(pod.role == "prefill" for pod in now.pods):
+        moved = kv_bytes_received(now.pods) - before
+        if not moved:
+            raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen")
+        console.out(f"KV moved from prefill to decode: {format_lanes(moved)}", highlight=False)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

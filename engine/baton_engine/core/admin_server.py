@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -40,6 +40,8 @@ class Condition:
     message: str
     progress: LoadProgress | None = None
     kv: KVCompatibility | None = None
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of KV moved, by transport and lane."""
 
 
 class DrainStatus(msgspec.Struct):
@@ -140,7 +142,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._call()
 
     def _condition(self, condition: Condition) -> None:
-        body = Health(condition.reason, condition.message, condition.progress, condition.kv)
+        body = Health(
+            condition.reason, condition.message, condition.progress, condition.kv, kv_bytes=condition.kv_bytes
+        )
         self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
 
     def _drain(self, *, start: bool) -> None:

@@ -213,7 +213,8 @@ class EngineCoreProc:
             return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
         if self.state is State.LOADING:
             return Condition(True, "Loading", f"loading {self.config.model.path}", COUNTER.progress())
-        return Condition(True, self.state.value, f"instance {self.instance_id}", kv=self._kv)
+        moved = transfer.bytes_moved if transfer is not None else {}
+        return Condition(True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved)
 
     def readiness(self) -> Condition:
         """Whether requests are accepted."""

@@ -128,6 +128,14 @@ class EngineCollector(Collector):
         for field, text in _TRANSFER_GAUGES.items():
             gauge = GaugeMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
             yield self._sample(gauge, getattr(stats, field))
+        moved = CounterMetricFamily(
+            "baton:kv_transfer_bytes",
+            "Bytes of KV sent and received, by the transport and the lane that moved them.",
+            labels=["model_name", "transport", "lane"],
+        )
+        for carrier, nbytes in stats.bytes_moved.items():
+            moved.add_metric([*self._labels.values(), *carrier.split(" ", 1)], nbytes)
+        yield moved
         failed = CounterMetricFamily(
             "baton:kv_transfer_transfers_failed",
             "KV transfers that did not bring all their blocks, counted once per worker.",

@@ -141,6 +141,8 @@ class KVTransferConfig(_Config, frozen=True):
     role: KVRole = KVRole.NONE
     transport: str = "ucx"
     """ucx, tcp, shm, auto, nixl or inproc."""
+    rdma: bool = False
+    """Refuse to start without an RDMA device and a UCX with verbs. With transport ucx or auto."""
     port: int = KV_PORT
     load_failure_policy: str = "recompute"
     """recompute or fail."""

@@ -33,5 +33,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: LoadProgress | None = None
     kv: KVCompatibility | None = None
     """Of an engine that serves and has a KV role."""
+    kv_bytes: dict[str, int] = {}
+    """Bytes of KV that an engine sent and received, by transport and lane: `ucx tcp/lo`."""
     error: str = ""
     """What failed last of something that is tried again, and has not got on since."""

@@ -33,6 +33,7 @@ from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
 from baton_kv_transfer.factory import create_connector
+from baton_kv_transfer.transports.ucx.library import UCXError
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Worker:
                 rank=self.rank,
                 service_key=ServiceKey.load(self.config.service_key_file),
             )
-        except ValueError as error:
+        except (ValueError, UCXError) as error:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
         self.connector.set_wakeup(wakeup)
         return RankAddress(host, self.connector.port, runner.kv_cache_layout(1).heads)

@@ -25,8 +25,12 @@ MAX_NAME_LENGTH = 40
 class KVTransfer(ApiStruct, frozen=True):
     """How KV blocks travel from prefill to decode pods."""
 
-    #: ucx: over UCX, one-sided where the fabric supports it. nixl: the NIXL library, which the image must contain.
-    transport: Literal["ucx", "nixl"] = "ucx"
+    #: ucx: UCX over TCP or RDMA. Its port has no authentication, so it needs an enforced NetworkPolicy. tcp: authenticated
+    #: sockets, for untrusted networks. shm: copies between processes of one host and namespaces. nixl: the NIXL library
+    #: (in the CUDA image), exposed as ucx. auto: the first of shm, tcp and ucx that reaches the peer.
+    transport: Literal["ucx", "tcp", "shm", "nixl", "auto"] = "ucx"
+    #: true: an engine without an RDMA device, or with a UCX that has no verbs, does not start, and says what to change.
+    rdma: bool = False
     #: pull: decode pods read the blocks that prefill published. push: prefill writes blocks while it computes the next
     #: ones.
     mode: Literal["pull", "push"] = "pull"

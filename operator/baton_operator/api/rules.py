@@ -68,6 +68,12 @@ RULES = (
         lambda spec: spec.model.quantization is None or spec.engine.device != "cuda",
     ),
     Rule(
+        "",
+        "kvTransfer.rdma needs transport ucx or auto: tcp and shm do not use RDMA, and nixl chooses its own devices",
+        "!self.kvTransfer.rdma || self.kvTransfer.transport in ['ucx', 'auto']",
+        lambda spec: not spec.kv_transfer.rdma or spec.kv_transfer.transport in ("ucx", "auto"),
+    ),
+    Rule(
         "model",
         "cache and credentialsSecret are for a uri of hf, s3 or gs: nothing else is fetched",
         "(!has(self.cache) && !has(self.credentialsSecret)) || self.uri.matches('^(hf|s3|gs)://')",

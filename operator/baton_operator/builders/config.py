@@ -73,6 +73,7 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
         kv_transfer=KVTransferConfig(
             role=kv_role,
             transport=spec.kv_transfer.transport,
+            rdma=spec.kv_transfer.rdma,
             load_failure_policy=spec.kv_transfer.load_failure_policy,
             mode=spec.kv_transfer.mode,
         ),

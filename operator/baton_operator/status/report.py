@@ -10,7 +10,7 @@ from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
-from baton_operator.builders import access
+from baton_operator.builders import access, network_policy
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import condition, conditions
 from baton_operator.problems import Problem
@@ -58,6 +58,7 @@ def report(
         verdicts["Scaling"] = scaling
     verdicts[MODEL_AVAILABLE] = "Unknown", "NotObserved", "no spec is rolled out, so the model is not known"
     if owner is not None:
+        verdicts |= network_policy.exposure(owner)
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
         verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)

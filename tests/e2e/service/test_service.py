@@ -78,6 +78,23 @@ def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluste
         )
 
 
+def test_ucx_moves_all_kv_and_names_its_lane(cluster, demo):
+    def moved() -> dict[str, dict[str, int]]:
+        status = json.loads(cluster.baton("status", "-o", "json").stdout)
+        return {pod["name"]: pod["kv_bytes"] for pod in status["pods"] if pod["role"] != "gateway"}
+
+    prompt = "No other request has these words, so decode pods have no block of them: who carries the baton now?"
+    received = metric(cluster, demo, "decode", "baton:kv_transfer_bytes_received_total")
+    before = moved()["demo-decode-0"].get("ucx tcp/lo", 0)
+    client_of(cluster, demo).completions.create(model=demo, prompt=prompt, max_tokens=4)
+    received = metric(cluster, demo, "decode", "baton:kv_transfer_bytes_received_total") - received
+    now = moved()
+    assert received > 0
+    assert now["demo-decode-0"]["ucx tcp/lo"] - before == received
+    assert all(lanes.keys() == {"ucx tcp/lo"} for lanes in now.values()), "UCX names the lane of its endpoints"
+    assert metric(cluster, demo, "decode", "baton:kv_transfer_bytes_total") == now["demo-decode-0"]["ucx tcp/lo"]
+
+
 def test_openai_client_streams_through_the_service_and_through_the_ingress(cluster, demo):
     messages = [{"role": "user", "content": "Who carries the baton?"}]
     direct = client_of(cluster, demo)

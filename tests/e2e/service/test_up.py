@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -37,6 +38,7 @@ def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkp
     assert done.returncode == 0, done.stdout + done.stderr + home.component_logs()
     for word in ("TTFT", "tokens/s", "KV moved", "Ready", "kubectl", "curl"):
         assert word in done.stdout
+    assert re.fullmatch(r"KV moved from prefill to decode: \d+\.\d\d MiB over ucx tcp/lo", done.stdout.splitlines()[-1])
     print(f"baton up --once took {time.monotonic() - started:.1f} s")
     assert_nothing_left(home)
 

@@ -107,6 +107,11 @@ def test_an_engine_says_with_whom_it_can_exchange_blocks(server, admin):
     assert (status, told["kv"]) == (200, msgspec.to_builtins(kv))
 
 
+def test_health_names_what_moved_the_kv(server, admin):
+    admin.health = lambda: Condition(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
+    assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
+
+
 def test_a_call_passes_its_query_on_and_returns_the_result(server, admin):
     admin.answer = True
     assert ask(server, "POST", "/wake_up?tags=weights&tags=kv_cache") == (200, {"result": True})

@@ -69,6 +69,7 @@ def test_flags_override_the_file(tmp_path):
         ("--tensor-parallel-size 0", r"parallel\.tensor_parallel_size must be at least 1"),
         ("--pipeline-parallel-size 0", r"parallel\.pipeline_parallel_size must be at least 1"),
         ("--kv-transport pigeon", r"kv_transfer\.transport must be ucx, tcp, shm, auto, nixl or inproc"),
+        ("--kv-rdma --kv-transport tcp", r"kv_transfer\.rdma needs kv_transfer\.transport ucx or auto, got 'tcp'"),
         ("--kv-load-failure-policy hope", r"kv_transfer\.load_failure_policy must be recompute or fail"),
         ("--kv-mode throw", r"kv_transfer\.mode must be pull or push"),
         ("--kv-max-inflight-bytes 0", r"kv_transfer\.max_inflight_bytes must be at least 1"),

@@ -133,7 +133,7 @@ def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
 
 
 def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reasons(metrics):
-    counted = ConnectorStats()
+    counted = ConnectorStats(bytes_moved={"ucx tcp/eth0": 5, "ucx rc_mlx5/mlx5_0:1": 6})
     for number, field in enumerate(msgspec.structs.fields(ConnectorStats)):
         if field.type in (int, float):
             setattr(counted, field.name, number + 100)
@@ -146,6 +146,9 @@ def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reaso
             suffix = "" if field.name in ("queued_bytes", "inflight_bytes") else "_total"
             value = samples[f'baton:kv_transfer_{field.name}{suffix}{{model_name="m"}}']
             assert float(value) == getattr(counted, field.name)
+    for lane, count in (("tcp/eth0", 5), ("rc_mlx5/mlx5_0:1", 6)):
+        name = f'baton:kv_transfer_bytes_total{{lane="{lane}",model_name="m",transport="ucx"}}'
+        assert float(samples[name]) == count
     for reason, count in (("checksum", 1), ("peer_lost", 0)):
         assert float(samples[f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}']) == count
     assert float(samples['baton:kv_transfer_recomputed_tokens_total{model_name="m"}']) == 7

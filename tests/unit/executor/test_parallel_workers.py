@@ -14,6 +14,7 @@ from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig
 from baton_engine.worker.worker import Worker
+from baton_kv_transfer.transports.ucx.library import UCXError
 
 ARCHITECTURES = ("llama", "qwen3_moe")
 
@@ -71,6 +72,22 @@ def test_kv_transfer_is_refused_where_workers_have_no_whole_heads(
     with pytest.raises(ConfigurationError, match=message) as error:
         Worker(config, "instance").load_model()
     assert error.value.reason == "KVTransferInvalid"
+
+
+@pytest.mark.parametrize("error", [ValueError("needs a UCX with verbs"), UCXError("needs a UCX with verbs")])
+def test_a_transport_that_does_not_start_is_a_configuration_error(checkpoints, monkeypatch, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("baton_engine.worker.worker.create_connector", refuse)
+    config = msgspec.structs.replace(
+        model_config(checkpoints["llama"], 1, 1), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
+    )
+    worker = Worker(config, "instance")
+    worker.load_model()
+    with pytest.raises(ConfigurationError, match="needs a UCX with verbs") as refused:
+        worker.open_connector(lambda: None)
+    assert refused.value.reason == "KVTransferInvalid"
 
 
 def test_a_missing_model_is_told_by_its_own_error(tmp_path: Path) -> None:

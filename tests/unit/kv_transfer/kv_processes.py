@@ -181,8 +181,11 @@ class Engine(_Process):
         load_timeout_s: float = 15.0,
         compatibility_hash: str = "same",
         mode: str = "pull",
+        transport: str = "ucx",
     ) -> None:
-        config = KVTransferConfig(role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s, mode=mode)
+        config = KVTransferConfig(
+            role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s, mode=mode, transport=transport
+        )
         super().__init__(_run_engine, config, instance_id, compatibility_hash)
         self.instance_id = instance_id
         self.port: int = self.hello

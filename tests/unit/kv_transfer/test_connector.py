@@ -76,6 +76,27 @@ def test_blocks_arrive_chunk_by_chunk_while_prefill_runs(either: tuple[Engine, E
     assert producer.call("stats").blocks_sent == 6
 
 
+@pytest.mark.parametrize(
+    ("transport", "carrier"),
+    [
+        ("ucx", "ucx tcp/lo"),
+        ("tcp", "tcp sockets"),
+        ("shm", "shm process_vm_readv"),
+        ("auto", "shm process_vm_readv"),
+        ("nixl", "nixl unknown"),
+    ],
+)
+def test_stats_name_what_moved_the_bytes(
+    engine: Callable[..., Engine], mode: str, transport: str, carrier: str
+) -> None:
+    producer = engine("P", KVRole.PRODUCER, transport=transport)
+    consumer = engine("D", KVRole.CONSUMER, transport=transport, mode=mode)
+    hand_over(producer, consumer, "t")
+    assert consumer.call("stats").bytes_moved == {carrier: 2 * LAYOUT.block_nbytes}
+    if transport in ("ucx", "tcp"):  # of the others only the side that posted or copied counts
+        assert producer.call("stats").bytes_moved == {carrier: 2 * LAYOUT.block_nbytes}
+
+
 def test_a_subscription_waits_for_the_offer(pair: tuple[Engine, Engine]) -> None:
     producer, consumer = pair
     hand_over(producer, consumer, "warm-up")

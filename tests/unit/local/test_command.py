@@ -18,7 +18,16 @@ from baton_local.ask import AskError, ask
 from baton_local.cli import main
 from baton_local.display import service_tables
 from baton_local.kubelet.runtime import CONTAINER_MARKER
-from baton_local.service import Condition, PodStatus, ServiceStatus, load_documents, with_pids
+from baton_local.service import (
+    Condition,
+    PodStatus,
+    ServiceStatus,
+    ask_kv_bytes,
+    format_lanes,
+    kv_bytes_received,
+    load_documents,
+    with_pids,
+)
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
 from baton_local.up import UpOptions, run_up
 from support.waiting import eventually
@@ -255,6 +264,33 @@ def test_status_shows_the_pid_of_a_pods_container():
     finally:
         process.kill()
         process.wait()
+
+
+async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(monkeypatch):
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}})
+
+    application = web.Application()
+    application.router.add_get("/health", health)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    monkeypatch.setattr("baton_local.service.ENGINE_HTTP_PORT", runner.addresses[0][1])
+    pods = [
+        PodStatus("demo-prefill-0", "prefill", "127.0.0.1", "Running", True, 0, ""),
+        PodStatus("demo-decode-0", "decode", "127.0.0.1", "Running", True, 0, ""),
+        PodStatus("demo-decode-1", "decode", "127.0.0.2", "Running", True, 0, ""),
+        PodStatus("demo-gateway-0", "gateway", "127.0.0.1", "Running", True, 0, ""),
+    ]
+    try:
+        found = await ask_kv_bytes(ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k"))
+    finally:
+        await runner.cleanup()
+    assert [bool(pod.kv_bytes) for pod in found.pods] == [True, True, False, False]
+    received = kv_bytes_received(found.pods)
+    assert received == {"ucx tcp/lo": 3 * 2**19}, "of decode pods alone"
+    assert format_lanes(received | {"tcp sockets": 2**20}) == "1.00 MiB over tcp sockets, 1.50 MiB over ucx tcp/lo"
 
 
 @pytest.mark.parametrize("output", ["json", "table"])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from services import owner
 
-from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole
+from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
 from baton_engine.protocol.service_key import ServiceKey
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.apply import contains
@@ -98,6 +98,15 @@ def test_prefill_and_decode_may_spread_over_different_numbers_of_workers() -> No
     assert read("prefill", EngineConfig, **spec).parallel.tensor_parallel_size == 2
     assert read("decode", EngineConfig, **spec).parallel.tensor_parallel_size == 4
     assert read("decode", EngineConfig).parallel.tensor_parallel_size == 1
+
+
+@pytest.mark.parametrize("transport", ["ucx", "tcp", "shm", "nixl", "auto"])
+def test_the_transport_reaches_the_engine(transport: str) -> None:
+    got = read("prefill", EngineConfig, prefill={}, kvTransfer={"transport": transport}).kv_transfer
+    assert (got.transport, got.rdma) == (transport, False)
+    assert read("prefill", EngineConfig, prefill={}, kvTransfer={"rdma": True}).kv_transfer == KVTransferConfig(
+        role=KVRole.PRODUCER, transport="ucx", rdma=True
+    )
 
 
 def test_engine_configuration_says_what_the_spec_says_and_leaves_the_rest_to_the_engine() -> None:

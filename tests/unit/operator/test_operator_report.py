@@ -150,6 +150,32 @@ def test_an_event_is_due_when_a_failure_appears_and_not_while_it_lasts() -> None
     assert new_failures(known, status) == []
 
 
+@pytest.mark.parametrize("transport", ["ucx", "nixl", "auto", "tcp", "shm"])
+@pytest.mark.parametrize("has_policy", [True, False])
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_one_event_warns_of_kv_transfers_that_strangers_reach(
+    transport: str, has_policy: bool, has_prefill: bool
+) -> None:
+    wanted = owner(
+        security={"networkPolicy": has_policy},
+        kvTransfer={"transport": transport},
+        **({"prefill": {}} if has_prefill else {}),
+    )
+    status = report(service(), wanted, ALL_READY, cluster_ip=None, problem=None, now=NOW)
+    found = {each.type: each for each in status.conditions or []}
+    assert found["Ready"].status == "True", "requests are served all the same"
+    if has_policy or not has_prefill or transport in ("tcp", "shm"):
+        assert "KVTransferProtected" not in found
+        assert new_failures(service(), status) == []
+        return
+    warning = found["KVTransferProtected"]
+    assert (warning.status, warning.reason) == ("False", "NetworkPolicyOff")
+    assert all(word in warning.message for word in (transport, "security.networkPolicy", "kvTransfer.transport to tcp"))
+    assert new_failures(service(), status) == [warning]
+    known = {"type": warning.type, "status": "False", "reason": warning.reason, "lastTransitionTime": "x"}
+    assert new_failures(service([known]), status) == []
+
+
 def test_counts_and_endpoints() -> None:
     groups = ALL_READY | {"decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])}
     wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})

@@ -86,6 +86,7 @@ GATEWAY_TLS = {"tls": {"secretName": "s"}}
 BROKEN: list[tuple[str, Object]] = [
     ("decode.parallelism.pipeline must be 1 with prefill", {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}}),
     ("engine.numBlocks is needed", {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}}),
+    ("kvTransfer.rdma needs transport ucx or auto", {"kvTransfer": {"rdma": True, "transport": "tcp"}}),
     ("model.quantization is for CPUs", {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}}),
     ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
     ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),

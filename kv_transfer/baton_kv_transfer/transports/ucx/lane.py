@@ -19,12 +19,12 @@ import msgspec
 from baton_kv_transfer.transports.base import Region, Transfer, TransportError
 from baton_kv_transfer.transports.iovec import check, count_outside, pack
 from baton_kv_transfer.transports.lanes import Lane, LaneContext
-from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx import capabilities, messages
 from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.messages import DATA_BIT, Done, Go, Hello, Notif, Read, Refused, Write
 from baton_kv_transfer.transports.ucx.streams import Stream
-from baton_kv_transfer.transports.ucx.worker import Buffer, UCXContext, UCXWorker
+from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext, UCXWorker
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class UCXLane(Lane):
         """
         super().__init__(context)
         self._ucx = UCXContext(context.host)
+        restriction = os.environ.get("UCX_TLS", SETTINGS["TLS"])
+        logger.info("KV transfers use %s; of these UCX_TLS=%s", capabilities.describe(), restriction)
         self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
         self._peers: dict[str, PeerAddress] = {}
         self._by_address: dict[bytes, Connection] = {}

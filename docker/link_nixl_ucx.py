@@ -1,0 +1,41 @@
+"""Links NIXL's UCX, which has verbs and CUDA, under the names of a system UCX: `python docker/link_nixl_ucx.py FOLDER`.
+
+The wheel libucx-cu12, which ucxx loads by default, is built without verbs. With FOLDER in LD_LIBRARY_PATH and
+RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1 ucxx loads NIXL's libraries instead; the wheel is then not loaded at all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+NAMES = ("ucm", "ucp", "ucs", "uct")
+
+
+def main(folder: Path) -> None:
+    """Create the folder with the links.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: nixl-cu12 is not installed.
+        ValueError: its wheel does not have exactly one of each library of UCX.
+    """
+    libraries = Path(str(importlib.metadata.distribution("nixl-cu12").locate_file("nixl_cu12.libs")))
+    (folder / "ucx").mkdir(parents=True)
+    for path in libraries.glob("*.so*"):  # they name each other by the names that they have in the wheel
+        (folder / path.name).symlink_to(path)
+    for name in NAMES:
+        (found,) = libraries.glob(f"lib{name}-*.so.*")
+        (folder / f"lib{name}.so").symlink_to(found)
+        (folder / f"lib{name}.so.0").symlink_to(found)
+        if (
+            name == "ucs"
+        ):  # NIXL's wheel has no libucs_signal, and ucxx would load that of libucx-cu12, with its own libucs
+            (folder / "libucs_signal.so").symlink_to(found)
+    for path in (libraries / "ucx").glob("*.so.*"):  # UCX looks for modules beside libucs, with the suffix of its name
+        (folder / "ucx" / f"{path.name.partition('.')[0]}.so").symlink_to(path)
+        (folder / "ucx" / path.name).symlink_to(path)  # modules of modules (mlx5 of ib) name each other in full
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
