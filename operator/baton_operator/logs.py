@@ -11,12 +11,13 @@ from baton_operator.names import Key
 
 service: ContextVar[Key | None] = ContextVar("service", default=None)  # that is being reconciled
 operation: ContextVar[str] = ContextVar("operation", default="")  # id of the change of topology under way in it
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
 
 def configure(log_format: str, level: str) -> None:
     """Log the whole process to stderr. `log_format`: json or text."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
@@ -44,9 +45,6 @@ class JsonFormatter(logging.Formatter):
 
 class TextFormatter(logging.Formatter):
     """For people: the service in brackets before the message."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         key = service.get()

@@ -33,8 +33,8 @@ def files(folder: Path) -> dict[Path, str]:
     chart = folder.absolute().parent / "charts/baton/files"
     crd, rules = custom_resource_definition(), yaml.safe_load((folder / CLUSTER_ROLE).read_text())["rules"]
     return {
-        folder / "crd/llmservices.yaml": _render(crd, "operator/baton_operator/api*.py"),
-        chart / "crd-spec.yaml": _render(crd["spec"], "operator/baton_operator/api*.py"),
+        folder / "crd/llmservices.yaml": _render(crd, "operator/baton_operator/api/"),
+        chart / "crd-spec.yaml": _render(crd["spec"], "operator/baton_operator/api/"),
         chart / "operator-rules.yaml": _render(rules, f"manifests/{CLUSTER_ROLE}"),
     }
 

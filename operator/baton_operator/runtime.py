@@ -155,11 +155,6 @@ class Runtime:
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
 
 
-def _pod_session() -> aiohttp.ClientSession:
-    """Return a session for requests to pods without a limit on connections: a wait for one would count into timeouts."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-
 @asynccontextmanager
 async def open_runtime(
     kubeconfig: Path | str | None, resync_s: float = RESYNC_S, operator_namespace: str | None = None
@@ -172,7 +167,8 @@ async def open_runtime(
     Raises:
         ConfigException: no cluster is configured.
     """
-    async with connect(kubeconfig) as client, _pod_session() as session:
+    unlimited = aiohttp.TCPConnector(limit=0)  # a wait for a connection to a pod would count into timeouts
+    async with connect(kubeconfig) as client, aiohttp.ClientSession(connector=unlimited) as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
         drainer, coordinators = Drainer(session), CoordinatorClient(session)
         reconciler = Reconciler(

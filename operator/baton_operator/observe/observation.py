@@ -159,7 +159,8 @@ async def observe(
         held_back=waiting,
     )
     # Topology first: a member that stands by in it has left the topology before it reports its unfinished requests.
-    if _is_set(service, "decode", "parallelism", "expert") or any(map(_is_rank, pods)):
+    is_any_a_rank = any(names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods)
+    if is_any_a_rank or _is_set(service, "decode", "parallelism", "expert"):
         coordinator = observed.owned("Service", names.coordinator_name(key.name))
         observed.coordinator = (coordinator["spec"].get("clusterIP") or None) if coordinator else None
     if observed.coordinator is not None:
@@ -184,10 +185,6 @@ def _is_set(service: Object, *path: str) -> bool:
     for field in path:
         node = node.get(field) if isinstance(node, dict) else None
     return node is True
-
-
-def _is_rank(pod: Object) -> bool:
-    return names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {})
 
 
 async def _members(

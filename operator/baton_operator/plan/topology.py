@@ -11,13 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.topology import (
-    MemberStatus,
-    OperationPhase,
-    OperationStatus,
-    RankPhase,
-    TopologyStatus,
-)
+from baton_engine.protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
 from baton_operator import names
 from baton_operator.api import llmservice
 

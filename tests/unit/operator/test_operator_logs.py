@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 
-from baton_operator.logs import JsonFormatter, TextFormatter, operation, service
+from baton_operator.logs import TEXT, JsonFormatter, TextFormatter, operation, service
 from baton_operator.names import Key
 
 A, B = Key("ns", "a"), Key("ns", "b")
@@ -57,7 +57,7 @@ async def test_json_lines_say_service_and_operation() -> None:
 
 
 async def test_text_lines_say_the_service() -> None:
-    handler = Lines(TextFormatter())
+    handler = Lines(TextFormatter(TEXT))
     await _say_in_turns(handler)
     assert any("[ns/a] about a" in line for line in handler.lines)
     assert any(line.endswith(": about nobody") for line in handler.lines)
