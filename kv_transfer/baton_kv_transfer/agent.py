@@ -125,6 +125,7 @@ class Agent(abc.ABC):
 
         Raises:
             ValueError: damaged metadata, this agent's own, or of another version or transport.
+            TransportError: the peer is not reached, where the transport connects at once.
         """
 
     @abc.abstractmethod

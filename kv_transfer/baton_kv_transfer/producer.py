@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -21,9 +20,8 @@ import zmq
 
 from baton_engine.protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent import Agent
-from baton_kv_transfer.connector import BlockSave, ConnectorStats, RankAddress
-from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.connector import BlockSave
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_sessions import Session, Sessions
 from baton_kv_transfer.producer_subscribers import Subscriber
 from baton_kv_transfer.producer_transfers import Transfers
@@ -77,64 +75,26 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 class ProducerSide:
     def __init__(
         self,
+        context: ConnectorContext,
         router: zmq.Socket[bytes],
-        agent: Agent,
-        *,
-        instance_id: str,
-        compatibility_hash: str,
-        service_key: ServiceKey | None,
-        lease_s: float,
-        max_inflight_bytes: int,
-        stats: ConnectorStats,
         finished: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Handshakes are answered from now on.
+
         Args:
             router: of `open_router`; owned from now on.
-            max_inflight_bytes: written to one consumer's worker at a time.
             finished: called exactly once per offer, with its transfer id: nobody reaches its blocks any more.
         """
         self._router = router
-        self._stats = stats
-        self._handshakes = watch_handshakes(router) if service_key is not None else None
+        self._stats = context.stats
+        self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
-        self._writes = Writes(
-            agent,
-            max_inflight_bytes=max_inflight_bytes,
-            stats=stats,
-            written=self._written,
-            failed=self._write_failed,
-            clock=clock,
-        )
-        self._transfers = Transfers(
-            self._writes,
-            lease_s=lease_s,
-            stats=stats,
-            send=self._send,
-            finished=finished,
-            cut_off=self._cut_off,
-            clock=clock,
-        )
-        self._sessions = Sessions(
-            agent,
-            instance_id=instance_id,
-            compatibility_hash=compatibility_hash,
-            service_key=service_key,
-            lease_s=lease_s,
-            stats=stats,
-            send=self._send,
-            lost=self._transfers.session_lost,
-        )
-        self._last_round = clock()
+        self._writes = Writes(context, written=self._written, failed=self._write_failed)
+        self._transfers = Transfers(context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off)
+        self._sessions = Sessions(context, send=self._send, lost=self._transfers.session_lost)
+        self._last_round = context.clock()
         self._last_empty = self._last_round
         self._no_expiry_before = 0.0
-
-    def serve(self, memory: KVMemory, ranks: list[RankAddress]) -> None:
-        """Handshakes are answered from now on; `ranks`: all workers of this engine."""
-        self._writes.serve(memory)
-        self._transfers.serve(memory)
-        self._sessions.serve(memory, ranks)
 
     # -- from the scheduler
 
@@ -159,7 +119,6 @@ class ProducerSide:
 
     def memory_fenced(self) -> None:
         """The agent cut all peers off and forgot them: who is pushed to has to greet anew."""
-        self._writes.renew()
         self._sessions.fail_all("the producer cut all its peers off")
 
     # -- from the thread's loop

@@ -186,9 +186,7 @@ class NixlAgent(Agent):
             try:
                 nixl.add_remote_agent(packed)
             except self._errors as error:
-                raise ValueError(
-                    f"NIXL does not connect to {name} or does not take its metadata as undamaged: {error}"
-                ) from None
+                raise TransportError(f"NIXL does not connect to {name}: {error}") from None
             self._peers[name] = _Peer(packed)
             self._lock.notify()
         return name

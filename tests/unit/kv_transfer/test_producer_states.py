@@ -148,6 +148,7 @@ class ProducerMachine(RuleBasedStateMachine):
             return
         for load in self.loads[worker].values():
             load.stopped = True
+            load.gone = load.gone or load.transfer_id not in self.blocks  # not offered yet: its subscription is dropped
         self.consumers[worker].greet()
         self.look()
 
