@@ -93,7 +93,7 @@ def limit(name: str, op: str, samples: list[Sample]) -> Row:
 
 
 def goals_of(part: str, rows: list[Row]) -> list[Goal]:
-    """Of the shapes that count, with checksums."""
+    """Goals over the shapes that count, with checksums."""
     ours = OURS[part][0]
     ratios = [
         row[key]
@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--max-mib", type=int, default=256, help="shapes with more MiB in all are not run")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--block-kib", type=int, nargs="+", default=BLOCK_KIB)
-    parser.add_argument("--parts", nargs="+", choices=list(TLS), default=list(TLS), help="fewer than all write no result")
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(TLS), default=list(TLS), help="fewer than all write no result"
+    )
     args = parser.parse_args()
     max_bytes = args.max_mib * 2**20
     others = list(NIXL_POLL_S) if importlib.util.find_spec("nixl_cu12") else []

@@ -80,9 +80,6 @@ class Sessions:
         self._failed: list[Session] = []
         self._next_probe = 0.0
 
-    def __len__(self) -> int:
-        return len(self._greeted) + len(self._open)
-
     def find(self, identity: bytes, now: float) -> Session | None:
         """The OPEN session of a connection that just gave a sign."""
         session = self._open.get(identity)

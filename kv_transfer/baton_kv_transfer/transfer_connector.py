@@ -35,6 +35,7 @@ from baton_kv_transfer.producer import ProducerSide, open_router
 
 logger = logging.getLogger(__name__)
 
+MODES = ("pull", "push")
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
 
@@ -52,10 +53,21 @@ class TransferConnector(KVConnectorWorker):
     ) -> None:
         """Binds the side channel if the role produces; nothing is served before register_kv_cache.
 
+        Args:
+            instance_id: of this engine process.
+            compatibility_hash: of what must agree with peers, see `baton_engine.protocol.config.compatibility_hash`.
+            host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the
+                others any free port: see `port`.
+            rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.
+            service_key: peers that do not have it are refused. None: those that have one are.
+
         Raises:
-            ValueError: role none, or unknown transport.
+            ValueError: role none, unknown transport or mode.
             OSError: the side channel's address is taken or not this machine's.
+            UCXError: UCX is missing or does not start.
         """
+        if config.mode not in MODES:
+            raise ValueError(f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
         if config.role is KVRole.NONE:
             raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
         self._config, self._instance_id, self._compatibility_hash = config, instance_id, compatibility_hash
@@ -250,7 +262,7 @@ class TransferConnector(KVConnectorWorker):
     def _start(self, metadata: ConnectorMetadata) -> None:
         for transfer_id, peer_instance_id in metadata.offers.items():
             assert self._producer is not None
-            self._producer.offer(transfer_id, peer_instance_id)
+            self._producer.transfers.offer(transfer_id, peer_instance_id)
         for transfer_id, wait in metadata.waits.items():
             assert self._consumer is not None
             self._consumer.expect(transfer_id, wait)
@@ -259,14 +271,14 @@ class TransferConnector(KVConnectorWorker):
             self._consumer.begin(load)
         for transfer_id in metadata.cancels:
             if self._producer is not None:
-                self._producer.cancel(transfer_id)
+                self._producer.transfers.cancel(transfer_id)
             if self._consumer is not None:
                 self._consumer.cancel(transfer_id)
 
     def _save(self, metadata: ConnectorMetadata) -> None:
         assert self._producer is not None
         for save in metadata.saves:
-            self._producer.save(save)
+            self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
         """After a defect in this thread: nothing moves any more, and every wish is answered so."""
@@ -274,7 +286,7 @@ class TransferConnector(KVConnectorWorker):
         if self._consumer is not None:
             self._consumer.fail_all(reason)
         if self._producer is not None:
-            self._producer.end_all(reason)
+            self._producer.transfers.end_all(reason)
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:

@@ -20,7 +20,7 @@ from baton_kv_transfer.memory import HostKVMemory, KVMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription, Publish, PublishedBlock, Subscribe
 from baton_kv_transfer.staged_memory import StagedKVMemory
 from baton_kv_transfer.transport_agent import TransportAgent
-from baton_kv_transfer.transports.base import XferState
+from baton_kv_transfer.transports.base import Post
 
 HOST = "127.0.0.1"
 WAIT_MS = 60_000
@@ -56,18 +56,6 @@ def content(transfer_id: str, index: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (NUM_HEADS, HEAD_NBYTES), dtype=np.uint8)
 
 
-class _Held:
-    """A transfer under way."""
-
-    def __init__(self) -> None:
-        self.error = ""
-        self.now = XferState.PROC
-
-    @property
-    def state(self) -> XferState:
-        return self.now
-
-
 class HeldAgent(TransportAgent):
     """Over inproc. With `hold` a transfer goes on until the test lands it, or its peer is removed."""
 
@@ -82,18 +70,18 @@ class HeldAgent(TransportAgent):
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         if not self.hold:
             return super().transfer(handle, notif_msg)
-        handle.operation = _Held()  # type: ignore[attr-defined]
+        handle.post = Post()
         self.held.append(handle)
         return "PROC"
 
     def land(self, handle: Any) -> None:
         self.held.remove(handle)
-        handle.operation = None
+        handle.post = None
         super().transfer(handle)
 
     def break_off(self, handle: Any) -> None:
         self.held.remove(handle)
-        handle.operation.error, handle.operation.now = "broken off", XferState.ERR
+        handle.post.end("broken off")
 
     def remove_remote_agent(self, agent: str) -> None:
         if not self.deaf:

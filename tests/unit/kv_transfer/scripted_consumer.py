@@ -141,11 +141,11 @@ class Producer:
         self.side.advance(self.now)
 
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
-        self.side.offer(transfer_id, peer)
+        self.side.transfers.offer(transfer_id, peer)
 
     def save(self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t") -> None:
         hashes = [chain_hash(first + row) for row in range(len(block_ids))]
-        self.side.save(BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last))
+        self.side.transfers.save(BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last))
         self.advance()
 
     def let_writes_end(self) -> None:

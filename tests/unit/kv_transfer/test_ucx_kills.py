@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a transfer over UCX: the survivor knows at once, nothing arrives late, and the next peer is served.
+"""kill -9 in the middle of a transfer over UCX: the survivor's transfer ends at once, nothing arrives late, the next peer is served.
 
 `BATON_CHAOS_ROUNDS=100 pytest tests/unit/kv_transfer/test_ucx_kills.py -s` kills 100 times in each role, and prints the times.
 """
@@ -43,14 +43,14 @@ def wait_for_some_bytes(side: Side) -> None:
     wait_for("a part of the transfer", lambda: sum(side.agent.bytes_moved.values()) > before + 4 * PIECE_BYTES)
 
 
-def kill_and_time(side: Side, is_known: Callable[[], bool]) -> float:
-    """Seconds from the signal to the survivor's knowledge."""
+def kill_and_time(side: Side, has_ended: Callable[[], bool]) -> float:
+    """Seconds from the signal until the survivor has ended the transfer."""
     pid = side.owner.process.pid  # type: ignore[union-attr]
     assert pid is not None
     killed = time.monotonic()
     os.kill(pid, 9)
-    while not is_known():
-        assert time.monotonic() < killed + MOST_S, "the survivor does not know"
+    while not has_ended():
+        assert time.monotonic() < killed + MOST_S, "the survivor's transfer does not end"
         time.sleep(0.0005)
     return time.monotonic() - killed
 
@@ -70,7 +70,7 @@ def check_next_peer(side: Side, expected: np.ndarray) -> None:
 
 def judge(role: str, seconds: list[float]) -> None:
     median = statistics.median(seconds)
-    print(f"{role} killed {len(seconds)} times: known after {1e3 * median:.1f} ms (most {1e3 * max(seconds):.1f} ms)")
+    print(f"{role} killed {len(seconds)} times: ended after {1e3 * median:.1f} ms (most {1e3 * max(seconds):.1f} ms)")
     assert median < MEDIAN_S
     assert max(seconds) < MOST_S
 
