@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a transfer over UCX: the survivor's transfer ends at once, nothing arrives late, the next peer is served.
+"""kill -9 in the middle of a transfer over UCX: the survivor's transfer ends, nothing arrives late, the next peer is served.
 
 `BATON_CHAOS_ROUNDS=100 pytest tests/unit/kv_transfer/test_ucx_kills.py -s` kills 100 times in each role, and prints the times.
 """
