@@ -302,7 +302,7 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
         UCXError: UCX is missing or does not start.
     """
     if transport == "nixl":
-        from baton_kv_transfer.transports.nixl import NixlAgent
+        from baton_kv_transfer.transports.nixl.agent import NixlAgent
 
         return NixlAgent(name)
     from baton_kv_transfer.transport_agent import TransportAgent

@@ -72,7 +72,7 @@ def new_owner(kind: str) -> Owner:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "nixl":
-        monkeypatch.setattr("baton_kv_transfer.transports.nixl.REMOVE_GRACE_S", 0.2)
+        monkeypatch.setattr("baton_kv_transfer.transports.nixl.agent.REMOVE_GRACE_S", 0.2)
     return request.param
 
 

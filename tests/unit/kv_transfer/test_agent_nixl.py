@@ -22,7 +22,7 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_kv_transfer.transports.nixl import NixlAgent
+from baton_kv_transfer.transports.nixl.agent import NixlAgent
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_other_peers_stay_when_one_does_not_let_go(monkeypatch: pytest.MonkeyPat
         good = me.make_prepped_xfer("READ", local, [0], lists["well"], [0])
         bad = me.make_prepped_xfer("READ", local, [0], lists["stuck"], [0])
         assert isinstance(stuck, NixlAgent)
-        monkeypatch.setattr("baton_kv_transfer.transports.nixl.REMOVE_GRACE_S", 0.1)
+        monkeypatch.setattr("baton_kv_transfer.transports.nixl.agent.REMOVE_GRACE_S", 0.1)
         with stuck._lock:  # it answers nothing
             assert me.transfer(bad) == "PROC"
             me.remove_remote_agent("stuck")

@@ -38,8 +38,8 @@ from baton_kv_transfer.agent import (
     unknown_peer,
 )
 from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, run_starts
-from baton_kv_transfer.transports import nixl_library
 from baton_kv_transfer.transports.base import Descriptors, Post, Region, TransportError, XferState
+from baton_kv_transfer.transports.nixl import library
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class NixlAgent(Agent):
             ValueError: nixl-cu12 is not installed.
         """
         super().__init__(name)
-        self._api, self._errors = nixl_library.load()
+        self._api, self._errors = library.load()
         self._lock = threading.Condition(threading.RLock())  # of all below, and of the library
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
@@ -120,7 +120,7 @@ class NixlAgent(Agent):
         self._in_flight: list[_Xfer] = []
         self._known_outside = False  # somebody has this agent's metadata
         self._pause_s = POLL_MIN_S
-        self._nixl: Any = nixl_library.create(self._api, self.name)
+        self._nixl: Any = library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._thread.start()
 
@@ -146,10 +146,10 @@ class NixlAgent(Agent):
             packed: bytes = self._open().get_agent_metadata()
             self._known_outside = True
             self._lock.notify()
-        return nixl_library.seal(packed)
+        return library.seal(packed)
 
     def add_remote_agent(self, metadata: bytes) -> str:
-        packed, name = nixl_library.unseal(metadata)
+        packed, name = library.unseal(metadata)
         if name == self.name:
             raise ValueError(f"metadata of an agent called {self.name}, as this one is, which knows itself")
         with self._lock:
@@ -338,7 +338,7 @@ class NixlAgent(Agent):
     def _restart(self, reason: str) -> None:
         """A new agent of the library with the same memory and peers."""
         self._destroy(reason)
-        self._nixl = nixl = nixl_library.create(self._api, self.name)
+        self._nixl = nixl = library.create(self._api, self.name)
         for registered in self._registered:
             registered.native = nixl.register_memory(registered.rows, registered.mem_type)
         for name, peer in list(self._peers.items()):
