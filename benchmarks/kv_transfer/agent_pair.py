@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import resource
 import select
 import signal
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -132,6 +134,11 @@ class Side:
     def clear(self) -> None:
         self.target[: self.num_blocks * self.block_bytes // 8] = 0
 
+    def usage(self) -> tuple[float, int]:
+        """Processor time and voluntary context switches of this process so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime, used.ru_nvcsw
+
     def _pull(self) -> None:
         reading: deque[tuple[Any, bytes]] = deque()
         missing = self.num_blocks
@@ -226,6 +233,15 @@ def _run(pipe: Connection, library: str, name: str, max_bytes: int) -> None:
         pipe.send(getattr(side, method)(*args))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One transfer of all blocks; processor time and wake-ups are of both processes."""
+
+    seconds: float
+    cpu_seconds: float
+    wakeups: int
+
+
 class AgentPair:
     def __init__(self, library: str, tls: str, max_bytes: int) -> None:
         """`tls`: UCX_TLS of both processes; "": not set. Both libraries get our settings of UCX's TCP."""
@@ -254,17 +270,18 @@ class AgentPair:
         with self._awake():
             self._both("prepare", num_blocks, block_bytes)
 
-    def seconds(self, op: str, proved: bool) -> float:
-        """Of one transfer of all blocks."""
+    def measure(self, op: str, proved: bool) -> Sample:
         with self._awake():
             self._both("clear")
+            before = self._both("usage")
             if proved:
                 self._pipes[1].send(("serve", op))
             self._pipes[0].send(("proved" if proved else "plain", op))
             seconds: float = self._answer(0)
             if proved:
                 self._answer(1)
-        return seconds
+            cpu, wakeups = np.subtract(self._both("usage"), before).sum(axis=0)
+        return Sample(seconds, float(cpu), int(wakeups))
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
@@ -287,11 +304,10 @@ class AgentPair:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    def _both(self, *command: Any) -> None:
+    def _both(self, *command: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send(command)
-        for index in range(2):
-            self._answer(index)
+        return [self._answer(index) for index in range(2)]
 
     def _answer(self, index: int) -> Any:
         if not self._pipes[index].poll(2 * DEADLINE_S):

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.descriptors import XferDescs, check_rows
-from baton_kv_transfer.transports.base import Descriptors, Region, TransportError, XferState
+from baton_kv_transfer.descriptors import XferDescs, check_pairs, check_rows, select
+from baton_kv_transfer.transports.base import Descriptors, Post, Region, TransportError, XferState
 
 INIT_AGENT = "NIXL_INIT_AGENT"
 """Agent name of the local side in prep_xfer_dlist."""
@@ -36,40 +37,49 @@ class RegDescs:
 class DlistHandle:
     """A checked descriptor list, local or of one peer."""
 
-    def __init__(self, agent: str, descs: XferDescs) -> None:
+    def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
         """
         Args:
             agent: the peer's name; empty: this side.
+            known_peer: an object per metadata of the peer: another one after the metadata was replaced.
         """
-        self.agent = agent
-        self.descs = descs
+        self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
 
 
-class XferHandle(abc.ABC):
+class XferHandle:
     """A transfer that can be posted."""
 
-    peer: str
-    num_descs: int
-    """After merging."""
-    released: bool = False
+    def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes) -> None:
+        """
+        Args:
+            known_peer: as in DlistHandle.
+            num_descs: after merging.
+        """
+        self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
+        self.released = False
+        self.post: Post | None = None
+        """The last one."""
 
     @property
-    @abc.abstractmethod
     def state(self) -> XferState | None:
-        """Of the last post; None before the first."""
+        """State of the last post; None before the first."""
+        return self.post.state if self.post else None
 
     @property
-    @abc.abstractmethod
     def error(self) -> str:
         """Why the state is ERR."""
+        return self.post.error if self.post else ""
 
 
 class Agent(abc.ABC):
     """Moves bytes between registered memory here and at peers. Methods may be called from any thread and return at once, save
     those that register or deregister memory, fence and close."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._notifs: deque[tuple[str, bytes]] = deque()
+        self._wakeup: Callable[[], None] = lambda: None
 
     @property
     def num_refused(self) -> int:
@@ -87,12 +97,12 @@ class Agent(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, after a transfer ended or a notification arrived; but see `waiting`.
 
         (Not in NIXL, where one polls.)
         """
+        self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Around a sleep until `wakeup` is called: no other thread has to wake up first, its work is the caller's.
@@ -128,6 +138,7 @@ class Agent(abc.ABC):
 
         Raises:
             ValueError: damaged metadata, this agent's own, or of another version or transport.
+            TransportError: the peer is not reached, where the transport connects at once.
         """
 
     @abc.abstractmethod
@@ -200,17 +211,23 @@ class Agent(abc.ABC):
             TransportError: the agent is closed.
         """
 
-    @abc.abstractmethod
     def check_xfer_state(self, handle: XferHandle) -> str:
         """DONE, PROC or ERR of the last post; after DONE and ERR local memory is not touched any more.
 
         Raises:
             ValueError: never posted.
         """
+        if handle.state is None:
+            raise ValueError("the transfer was not posted: call transfer first")
+        return handle.state.value
 
-    @abc.abstractmethod
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         """Notifications since the last call, by sender."""
+        notifs: dict[str, list[bytes]] = {}
+        for _ in range(len(self._notifs)):
+            sender, message = self._notifs.popleft()
+            notifs.setdefault(sender, []).append(message)
+        return notifs
 
     @abc.abstractmethod
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
@@ -259,12 +276,17 @@ def check_post(handle: XferHandle) -> None:
         raise ValueError("the transfer is still active: post it again after DONE or ERR")
 
 
-def check_sides(local: DlistHandle, remote: DlistHandle) -> None:
-    """Raises ValueError unless one list is of this side, the other of a peer, and both are still held."""
+def pair(
+    operation: str, local: DlistHandle, ours: NDArray[np.int64], remote: DlistHandle, theirs: NDArray[np.int64]
+) -> tuple[Descriptors, Descriptors]:
+    """The chosen rows of a list of this side and of one of a peer. Raises ValueError as make_prepped_xfer."""
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")
     if local.agent or not remote.agent:
         raise ValueError(f"local_xfer_side must be prepared for {INIT_AGENT}, remote_xfer_side for a peer")
+    rows = select(local.descs.rows, ours), select(remote.descs.rows, theirs)
+    check_pairs(operation, *rows)
+    return rows
 
 
 def unknown_peer(name: str) -> KeyError:
@@ -283,7 +305,7 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
         UCXError: UCX is missing or does not start.
     """
     if transport == "nixl":
-        from baton_kv_transfer.transports.nixl import NixlAgent
+        from baton_kv_transfer.transports.nixl.agent import NixlAgent
 
         return NixlAgent(name)
     from baton_kv_transfer.transport_agent import TransportAgent

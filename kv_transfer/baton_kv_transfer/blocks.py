@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from baton_kv_transfer import checksum
-from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle
-from baton_kv_transfer.connector import ConnectorStats, FailureReason, HeadRange
+from baton_kv_transfer.connector import FailureReason
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.load import Leg, LoadState
-from baton_kv_transfer.memory import KVMemory, slot_rows
 from baton_kv_transfer.peer import Peer
 from baton_kv_transfer.reads import Batch, ReadWindow, blocks_per_batch
 from baton_kv_transfer.transports.base import TransportError
@@ -23,29 +22,19 @@ class BlockMover:
 
     def __init__(
         self,
-        agent: Agent,
-        memory: KVMemory,
-        *,
-        max_inflight_bytes: int,
-        stats: ConnectorStats,
+        context: ConnectorContext,
         proved: Callable[[Leg, list[int]], None],
-        clock: Callable[[], float],
     ) -> None:
         """
         Args:
-            max_inflight_bytes: of the reads from one peer at a time.
             proved: takes the leg and those positions of a batch whose proof failed; the others are committed and counted.
         """
-        self._agent = agent
-        self._memory = memory
-        self._max_inflight_bytes = max_inflight_bytes
-        self._stats = stats
+        self._context = context
+        self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
         self._proved = proved
-        self._clock = clock
         self._windows: dict[Peer, ReadWindow] = {}
         self._in_flight: list[Batch] = []
         self._arrived: deque[Batch] = deque()
-        self._local: dict[HeadRange, DlistHandle] = {}
 
     @property
     def busy(self) -> bool:
@@ -61,7 +50,7 @@ class BlockMover:
     def read(self, leg: Leg, positions: list[int]) -> None:
         window = self._windows.get(leg.peer)
         if window is None:
-            window = self._windows[leg.peer] = ReadWindow(self._max_inflight_bytes, self._stats)
+            window = self._windows[leg.peer] = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
         window.want(leg, positions)
 
     def written(self, leg: Leg, positions: list[int]) -> None:
@@ -84,7 +73,7 @@ class BlockMover:
 
     def move(self) -> None:
         """Takes in reads that ended, posts others, proves what came; the windows are filled before each proof."""
-        until = self._clock() + PROVE_SLICE_S
+        until = self._context.clock() + PROVE_SLICE_S
         self.collect()
         self.post()
         self.collect()  # some transports end at once
@@ -92,7 +81,7 @@ class BlockMover:
             self._prove(self._arrived.popleft())
             self.post()
             self.collect()
-            if self._clock() >= until:
+            if self._context.clock() >= until:
                 return
 
     def collect(self) -> None:
@@ -112,10 +101,6 @@ class BlockMover:
                 self._read_failed(batch, batch.handle.error)
         self._in_flight = in_flight
 
-    def renew(self) -> None:
-        """After a fence: descriptor lists are made anew."""
-        self._local.clear()
-
     def discard_all(self) -> None:
         """Drops what is in hand; only once the agent touches no memory any more."""
         for batch in self._in_flight:
@@ -131,7 +116,7 @@ class BlockMover:
             while not peer.error and (batch := window.take(self._memory)) is not None:
                 assert peer.blocks is not None
                 leg = batch.leg
-                ours, theirs = self._local_dlist(leg.heads), leg.slots_there[batch.positions]
+                ours, theirs = self._context.local_slots(leg.heads), leg.slots_there[batch.positions]
                 try:
                     handle = self._agent.make_prepped_xfer("READ", ours, batch.slots, peer.blocks, theirs)
                     self._agent.transfer(handle)
@@ -188,11 +173,3 @@ class BlockMover:
         batch.leg.num_batches -= 1
         if batch.owns_slots:
             self._memory.release(batch.slots)
-
-    def _local_dlist(self, heads: HeadRange) -> DlistHandle:
-        known = self._local.get(heads)
-        if known is None:
-            memory = self._memory
-            rows = slot_rows(memory.base_address, memory.num_slots, memory.layout, heads, device_id=memory.device_id)
-            known = self._local[heads] = self._agent.prep_xfer_dlist(INIT_AGENT, rows, memory.mem_type)
-        return known

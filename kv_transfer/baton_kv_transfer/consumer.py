@@ -17,127 +17,54 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent import Agent
 from baton_kv_transfer.blocks import BlockMover
 from baton_kv_transfer.connector import (
     BlockLoad,
-    ConnectorStats,
     FailureReason,
     LoadResult,
     LoadWait,
-    RankAddress,
 )
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.load import LegState, LoadState
 from baton_kv_transfer.loads import Loads
-from baton_kv_transfer.memory import KVMemory
 from baton_kv_transfer.peer import Peer
 from baton_kv_transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_S = 600.0
-"""A load waits this long without a block at most, however often the producer says that it is pending."""
-DRAIN_TIMEOUT_S = 5.0
-"""A load whose outcome is known waits this long for its reads, then disconnects the peer; this long again, then it fences."""
-
 
 class ConsumerSide:
     def __init__(
         self,
-        agent: Agent,
+        context: ConnectorContext,
         *,
-        instance_id: str,
-        compatibility_hash: str,
-        service_key: ServiceKey | None,
-        push: bool,
-        max_inflight_bytes: int,
-        load_timeout_s: float,
-        max_pending_s: float,
-        stats: ConnectorStats,
         finished: Callable[[str, LoadResult], None],
-        fenced: Callable[[], None] = lambda: None,
-        drain_timeout_s: float = DRAIN_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
+        fenced: Callable[[], None],
     ) -> None:
         """
         Args:
-            service_key: that of the producers; None if they have none.
-            push: producers write the blocks; otherwise they are read.
-            max_inflight_bytes: of the reads from one peer at a time.
-            load_timeout_s: a load ends after this long without blocks and without word that more will come.
-            max_pending_s: and after this long without blocks in any case.
             finished: takes each load's one result.
             fenced: called after agent.fence(): the agent's metadata is new, it knows no peers.
-        """
-        self._agent = agent
-        self._push = push
-        self._max_inflight_bytes = max_inflight_bytes
-        self._load_timeout_s = load_timeout_s
-        self._max_pending_s = max_pending_s
-        self._stats = stats
-        self._finished = finished
-        self._fenced = fenced
-        self._drain_timeout_s = drain_timeout_s
-        self._clock = clock
-        self._expected: dict[str, Peer] = {}
-        """By transfer id: the first worker of the producer, of loads that wait for memory."""
-        self._peers = Peers(
-            agent,
-            instance_id=instance_id,
-            compatibility_hash=compatibility_hash,
-            service_key=service_key,
-            push=push,
-            stats=stats,
-        )
-
-    def serve(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
-        """Loads may begin.
-
-        Args:
-            memory: registered with the agent.
-            ranks: all workers of this engine; empty: there is only this one.
 
         Raises:
             ValueError: the workers' heads are replicated, or this worker is not among them.
         """
-        num_heads = memory.layout.num_model_heads
-        if len(ranks) > num_heads:
-            raise ValueError(
-                f"{len(ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
-            )
-        worker_heads = [rank.heads for rank in ranks] or [memory.layout.heads]
-        if memory.layout.heads not in worker_heads:
-            raise ValueError(f"this worker's {memory.layout.heads} are not among the engine's: {worker_heads}")
-        self._memory = memory
-        self._blocks = BlockMover(
-            self._agent,
-            memory,
-            max_inflight_bytes=self._max_inflight_bytes,
-            stats=self._stats,
-            proved=lambda leg, wrong: self._loads.proved(leg, wrong, self._clock()),
-            clock=self._clock,
-        )
-        self._loads = Loads(
-            self._peers,
-            self._blocks,
-            memory,
-            worker_heads,
-            push=self._push,
-            load_timeout_s=self._load_timeout_s,
-            max_pending_s=self._max_pending_s,
-            drain_timeout_s=self._drain_timeout_s,
-            stats=self._stats,
-            finished=self._finished,
-        )
-        self._peers.introduce(memory)
+        self._context = context
+        self._agent, self._clock = context.agent, context.clock
+        self._finished = finished
+        self._fenced = fenced
+        self._expected: dict[str, Peer] = {}
+        """By transfer id: the first worker of the producer, of loads that wait for memory."""
+        self._peers = Peers(context)
+        self._blocks = BlockMover(context, lambda leg, wrong: self._loads.proved(leg, wrong, self._clock()))
+        self._loads = Loads(context, self._peers, self._blocks, finished)
+        self._peers.introduce()
 
     # -- from the scheduler
 
@@ -158,7 +85,7 @@ class ConsumerSide:
         try:
             first = self._peers.greet(wish.remote_host, wish.remote_port, wish.peer_instance_id, now)
         except zmq.ZMQError as error:  # no address, or no socket left
-            self._stats.count_failure(FailureReason.PEER_LOST)
+            self._context.stats.count_failure(FailureReason.PEER_LOST)
             reason = f"cannot connect to {wish.remote_host}:{wish.remote_port}: {error}"
             self._finished(wish.transfer_id, LoadResult(0, reason))
             return
@@ -255,12 +182,12 @@ class ConsumerSide:
     def _fence(self, why: str, now: float) -> None:
         """When this returns no peer reaches this engine's memory: all loads end, and peers are greeted anew."""
         logger.warning("cutting all peers off from the KV memory: %s", why)
-        self._stats.memory_fences += 1
+        self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.reading:
             raise RuntimeError("transfers go on after a fence: the transport does not keep its promise")
         self._blocks.discard_all()
-        self._blocks.renew()
+        self._context.renew()
         for load in self._loads:
             self._loads.fail(load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now)
             for leg in load.legs:
@@ -271,7 +198,7 @@ class ConsumerSide:
             self._peers.remove(peer)
             self._blocks.lose(peer)
         self._expected.clear()
-        self._peers.introduce(self._memory)
+        self._peers.introduce()
         self._fenced()
 
     def _send_heartbeats(self, now: float) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import zmq
 
+from baton_engine.protocol.config import KVRole
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.blocks import BlockMover
-from baton_kv_transfer.connector import BlockLoad, ConnectorStats, FailureReason, HeadRange, LoadResult
+from baton_kv_transfer.connector import BlockLoad, FailureReason, LoadResult
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.load import Leg, LegState, Load, LoadState
-from baton_kv_transfer.memory import KVMemory
 from baton_kv_transfer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.peers import Peers
 
+MAX_PENDING_S = 600.0
+"""A load waits this long without a block at most, however often the producer says that it is pending."""
+DRAIN_TIMEOUT_S = 5.0
+"""A load whose outcome is known waits this long for its reads, then disconnects the peer; this long again, then it fences."""
 MAX_HEARTBEAT_S = 5.0
 """Every third of the shorter of the peer's lease and this side's timeout, at least this often."""
 
@@ -24,31 +29,27 @@ MAX_HEARTBEAT_S = 5.0
 class Loads:
     def __init__(
         self,
+        context: ConnectorContext,
         peers: Peers,
         blocks: BlockMover,
-        memory: KVMemory,
-        worker_heads: Sequence[HeadRange],
-        *,
-        push: bool,
-        load_timeout_s: float,
-        max_pending_s: float,
-        drain_timeout_s: float,
-        stats: ConnectorStats,
         finished: Callable[[str, LoadResult], None],
     ) -> None:
         """
-        Args:
-            worker_heads: of all workers of this engine.
+        Raises:
+            ValueError: the workers' heads are replicated, or this worker is not among them.
         """
+        self._context = context
+        self._memory, self._load_timeout_s = context.memory, context.config.load_timeout_s
+        heads, num_heads = context.memory.layout.heads, context.memory.layout.num_model_heads
+        self._worker_heads = [rank.heads for rank in context.ranks]
+        if len(context.ranks) > num_heads:
+            raise ValueError(
+                f"{len(context.ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
+            )
+        if heads not in self._worker_heads:
+            raise ValueError(f"this worker's {heads} are not among the engine's: {self._worker_heads}")
         self._peers = peers
         self._blocks = blocks
-        self._memory = memory
-        self._worker_heads = worker_heads
-        self._push = push
-        self._load_timeout_s = load_timeout_s
-        self._max_pending_s = max_pending_s
-        self._drain_timeout_s = drain_timeout_s
-        self._stats = stats
         self._finished = finished
         self._loads: dict[str, Load] = {}
         self._want_slots: dict[str, Load] = {}
@@ -72,7 +73,7 @@ class Loads:
             generation=1 + secrets.randbelow(2**63 - 1),
             first_worker=first_worker,
             started=now,
-            push=self._push,
+            push=self._context.config.mode == "push",
             missing=np.zeros(len(wish.block_ids), dtype=np.int32),
         )
         self._loads[wish.transfer_id] = load
@@ -126,7 +127,7 @@ class Loads:
                 if leg.complete and (leg.is_last_write_over or not leg.quarantined):
                     self.release(leg)  # its part is done, also if others' go on
             if all(leg.complete for leg in load.legs):
-                load.state, load.drain_deadline = LoadState.DRAINING, now + self._drain_timeout_s
+                load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
         if load.state is LoadState.DRAINING:
             for leg in load.legs:
                 self.release(leg)
@@ -232,7 +233,7 @@ class Loads:
         """The outcome is known; it is reported once the load has drained."""
         if load.state is LoadState.DRAINING:
             return
-        load.state, load.drain_deadline = LoadState.DRAINING, now + self._drain_timeout_s
+        load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
         load.reason, load.error = reason, error
         self._want_slots.pop(load.transfer_id, None)
         for leg in load.legs:
@@ -242,11 +243,12 @@ class Loads:
         del self._loads[load.transfer_id]
         if load.slots is not None:
             self._memory.release(load.slots)
+        stats = self._context.stats
         if load.reason is not None:
-            self._stats.count_failure(load.reason)
+            stats.count_failure(load.reason)
         else:
-            self._stats.transfers_completed += 1
-        self._stats.receive_seconds += now - load.started
+            stats.transfers_completed += 1
+        stats.receive_seconds += now - load.started
         self._finished(load.transfer_id, load.result())
 
     def check_deadlines(self, now: float) -> None:
@@ -264,9 +266,9 @@ class Loads:
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
             for leg in load.legs:
                 if leg.num_batches and not leg.peer.error:  # disconnecting aborts reads, and their ERR ends the load
-                    why = f"reads from {leg.peer.name} did not end within {self._drain_timeout_s:g} s"
+                    why = f"reads from {leg.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
                     leg.peer.fail(FailureReason.PEER_LOST, why)
-                    load.drain_deadline = now + self._drain_timeout_s
+                    load.drain_deadline = now + DRAIN_TIMEOUT_S
 
     # -- what a producer's worker says
 
@@ -340,11 +342,13 @@ class Loads:
         self._blocks.read(leg, wrong)
 
     def _still_pending(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
+        # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
+        max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)
             for leg in load.legs if load is not None else ():
                 if leg.peer is peer and leg.state is LegState.OPEN:
-                    limit = leg.last_block + self._max_pending_s
+                    limit = leg.last_block + max_pending_s
                     leg.deadline = max(leg.deadline, min(now + self._load_timeout_s, limit))
 
     def _progress(self, leg: Leg, now: float) -> None:

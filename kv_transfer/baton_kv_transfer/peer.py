@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,12 +21,14 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_engine.protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
+from baton_engine.protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 from baton_kv_transfer import auth, side_channel
-from baton_kv_transfer.agent import Agent, DlistHandle
-from baton_kv_transfer.connector import ConnectorStats, FailureReason, HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.agent import DlistHandle
+from baton_kv_transfer.connector import FailureReason, HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
+from baton_kv_transfer.transports.base import TransportError
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MIN_LEASE_S = 0.05
@@ -50,24 +51,11 @@ class PeerState(enum.Enum):
     READY = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """What this worker says of itself, and proves, in every handshake."""
-
-    instance_id: str
-    compatibility_hash: str
-    service_key: ServiceKey | None
-    layout: KVCacheLayout
-    memory: MemoryDescription | None
-    """Given to producers that are to push."""
-
-
 class Peer:
     def __init__(
         self,
-        agent: Agent,
-        introduction: Introduction,
-        stats: ConnectorStats,
+        context: ConnectorContext,
+        offered: MemoryDescription | None,
         *,
         host: str,
         port: int,
@@ -75,6 +63,9 @@ class Peer:
         now: float,
     ) -> None:
         """Connects in the background and says HELLO.
+
+        Args:
+            offered: memory for a producer that is to push.
 
         Raises:
             zmq.ZMQError: host and port are no address, or no more sockets can be opened.
@@ -96,11 +87,12 @@ class Peer:
         self.handshake_deadline = now + HANDSHAKE_TIMEOUT_S
         self._state = PeerState.GREETED
         self._address = (host, port)
-        self._agent = agent
-        self._agent_name = ""
-        self._introduction = introduction
-        self._token = auth.token_of(introduction.service_key)
-        self._stats = stats
+        self._context = context
+        self._offered = offered
+        self._agent = context.agent
+        self.agent_name = ""
+        """Empty before READY."""
+        self._token = auth.token_of(context.service_key)
         self.peer_instance_id = peer_instance_id
         self._nonce = auth.new_nonce()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -111,8 +103,8 @@ class Peer:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
-        if introduction.service_key is not None:
-            introduction.service_key.protect_client(self.socket)
+        if context.service_key is not None:
+            context.service_key.protect_client(self.socket)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
         )
@@ -124,17 +116,12 @@ class Peer:
         self.send(
             side_channel.Hello(
                 side_channel.VERSION,
-                introduction.compatibility_hash,
-                introduction.instance_id,
+                context.compatibility_hash,
+                context.instance_id,
                 peer_instance_id,
                 self._nonce,
             )
         )
-
-    @property
-    def agent_name(self) -> str:
-        """Empty before READY."""
-        return self._agent_name
 
     @property
     def ready(self) -> bool:
@@ -203,11 +190,11 @@ class Peer:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
-        if self._agent_name:
-            self._agent.remove_remote_agent(self._agent_name)
+        if self.agent_name:
+            self._agent.remove_remote_agent(self.agent_name)
 
     def _handshake_failed(self, event: Mapping[str, Any]) -> None:
-        why = f"{self.name} {why_handshake_failed(event, self._introduction.service_key)}"
+        why = f"{self.name} {why_handshake_failed(event, self._context.service_key)}"
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self.fail(FailureReason.PEER_LOST, why)
         else:
@@ -217,10 +204,9 @@ class Peer:
         if self._state is not PeerState.GREETED:
             self._out_of_order(welcome)
             return
-        mine = self._introduction
         for name, ours, theirs in (
             ("side channel version", side_channel.VERSION, welcome.version),
-            ("compatibility hash", mine.compatibility_hash, welcome.compatibility_hash),
+            ("compatibility hash", self._context.compatibility_hash, welcome.compatibility_hash),
             ("instance id", self.peer_instance_id, welcome.instance_id),
         ):
             if ours != theirs:
@@ -230,7 +216,8 @@ class Peer:
             self._refuse(f"{self.name} has another token: service_key_file must be the same for all engines")
             return
         self._state = PeerState.PROVED
-        self.send(side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), mine.layout, mine.memory))
+        layout = self._context.memory.layout
+        self.send(side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), layout, self._offered))
 
     def _proof(self, role: str, producer_nonce: bytes) -> bytes:
         return auth.proof(
@@ -238,7 +225,7 @@ class Peer:
             role,
             consumer_nonce=self._nonce,
             producer_nonce=producer_nonce,
-            consumer_id=self._introduction.instance_id,
+            consumer_id=self._context.instance_id,
             producer_id=self.peer_instance_id,
         )
 
@@ -246,7 +233,7 @@ class Peer:
         if self._state is not PeerState.PROVED:
             self._out_of_order(description)
             return
-        ours, theirs = self._introduction.layout, description.layout
+        ours, theirs = self._context.memory.layout, description.layout
         if mismatch := side_channel.layout_mismatch(ours, theirs):
             self._refuse(mismatch)
             return
@@ -261,18 +248,19 @@ class Peer:
             _check_ranks(self.ranks, ours.num_model_heads)
             if not MIN_LEASE_S <= description.lease_s < float("inf"):
                 raise ValueError(f"a lease of {description.lease_s} s cannot be extended")
-            self._agent_name = self._agent.add_remote_agent(description.memory.agent_metadata)
+            self.agent_name = self._agent.add_remote_agent(description.memory.agent_metadata)
             names = [f"{self.peer_instance_id}/{rank}" for rank in range(len(self.ranks))]
-            if self._agent_name not in names:
-                raise ValueError(f"agent {self._agent_name} is none of {', '.join(names)}")
-            self.rank = names.index(self._agent_name)
+            if self.agent_name not in names:
+                raise ValueError(f"agent {self.agent_name} is none of {', '.join(names)}")
+            self.rank = names.index(self.agent_name)
             if self.ranks[self.rank].heads != theirs.heads:
-                raise ValueError(
-                    f"{self._agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}"
-                )
+                raise ValueError(f"{self.agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}")
             rows = _slot_rows(description.memory, theirs, ours.heads)
             if len(rows):
-                self.blocks = self._agent.prep_xfer_dlist(self._agent_name, rows, description.memory.mem_type)
+                self.blocks = self._agent.prep_xfer_dlist(self.agent_name, rows, description.memory.mem_type)
+        except TransportError as error:  # it died right after it had described itself
+            self.fail(FailureReason.PEER_LOST, f"{self.name} is not reached: {error}")
+            return
         except (ValueError, LookupError, ArithmeticError, MemoryError, RuntimeError, msgspec.MsgspecError) as error:
             self.fail(FailureReason.PROTOCOL, f"{self.name} described itself wrongly: {error}")
             return
@@ -281,7 +269,7 @@ class Peer:
 
     def _refuse(self, why: str) -> None:
         """This side does not go on with the handshake."""
-        self._stats.handshakes_refused += 1
+        self._context.stats.handshakes_refused += 1
         self.fail(FailureReason.REFUSED, why)
 
     def _out_of_order(self, message: side_channel.ToConsumer) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -21,9 +20,7 @@ import zmq
 
 from baton_engine.protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent import Agent
-from baton_kv_transfer.connector import BlockSave, ConnectorStats, RankAddress
-from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_sessions import Session, Sessions
 from baton_kv_transfer.producer_subscribers import Subscriber
 from baton_kv_transfer.producer_transfers import Transfers
@@ -77,79 +74,30 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 class ProducerSide:
     def __init__(
         self,
+        context: ConnectorContext,
         router: zmq.Socket[bytes],
-        agent: Agent,
-        *,
-        instance_id: str,
-        compatibility_hash: str,
-        service_key: ServiceKey | None,
-        lease_s: float,
-        max_inflight_bytes: int,
-        stats: ConnectorStats,
         finished: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Handshakes are answered from now on.
+
         Args:
             router: of `open_router`; owned from now on.
-            max_inflight_bytes: written to one consumer's worker at a time.
             finished: called exactly once per offer, with its transfer id: nobody reaches its blocks any more.
         """
         self._router = router
-        self._stats = stats
-        self._handshakes = watch_handshakes(router) if service_key is not None else None
+        self._stats = context.stats
+        self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
         self._writes = Writes(
-            agent,
-            max_inflight_bytes=max_inflight_bytes,
-            stats=stats,
-            written=self._written,
+            context,
+            written=lambda subscriber, blocks: self.transfers.written(subscriber, blocks),
             failed=self._write_failed,
-            clock=clock,
         )
-        self._transfers = Transfers(
-            self._writes,
-            lease_s=lease_s,
-            stats=stats,
-            send=self._send,
-            finished=finished,
-            cut_off=self._cut_off,
-            clock=clock,
-        )
-        self._sessions = Sessions(
-            agent,
-            instance_id=instance_id,
-            compatibility_hash=compatibility_hash,
-            service_key=service_key,
-            lease_s=lease_s,
-            stats=stats,
-            send=self._send,
-            lost=self._transfers.session_lost,
-        )
-        self._last_round = clock()
+        self.transfers = Transfers(context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off)
+        self._sessions = Sessions(context, send=self._send, lost=self.transfers.session_lost)
+        self._last_round = context.clock()
         self._last_empty = self._last_round
         self._no_expiry_before = 0.0
-
-    def serve(self, memory: KVMemory, ranks: list[RankAddress]) -> None:
-        """Handshakes are answered from now on; `ranks`: all workers of this engine."""
-        self._writes.serve(memory)
-        self._transfers.serve(memory)
-        self._sessions.serve(memory, ranks)
-
-    # -- from the scheduler
-
-    def offer(self, transfer_id: str, peer_instance_id: str) -> None:
-        self._transfers.offer(transfer_id, peer_instance_id)
-
-    def save(self, save: BlockSave) -> None:
-        self._transfers.save(save)
-
-    def cancel(self, transfer_id: str) -> None:
-        self._transfers.cancel(transfer_id)
-
-    def end_all(self, reason: str) -> None:
-        """Ends every transfer at once; for use when the agent is closed and nobody reaches the memory any more."""
-        self._transfers.end_all(reason)
 
     def close(self) -> None:
         if self._handshakes is not None:
@@ -159,7 +107,6 @@ class ProducerSide:
 
     def memory_fenced(self) -> None:
         """The agent cut all peers off and forgot them: who is pushed to has to greet anew."""
-        self._writes.renew()
         self._sessions.fail_all("the producer cut all its peers off")
 
     # -- from the thread's loop
@@ -174,11 +121,11 @@ class ProducerSide:
         if drained:
             self._last_empty = now
         self._writes.advance()
-        self._transfers.expose_waiting()
+        self.transfers.expose_waiting()
         self._writes.advance()
         # Leases must not end while word of their consumers may lie unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
-            self._transfers.expire(now)
+            self.transfers.expire(now)
             self._sessions.probe(now)
         self._sessions.refuse_failed(self._writes.any_to)
         while self._unreachable:
@@ -188,7 +135,7 @@ class ProducerSide:
 
     def next_deadline(self) -> float | None:
         """When `advance` has to be called if nothing else happens; None: no need."""
-        deadline = max(self._transfers.next_deadline(), self._no_expiry_before)
+        deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
@@ -224,19 +171,16 @@ class ProducerSide:
             return
         match message:
             case side_channel.Subscribe():
-                self._transfers.subscribe(session, message)
+                self.transfers.subscribe(session, message)
             case side_channel.Release():
-                self._transfers.release(session, message)
+                self.transfers.release(session, message)
             case side_channel.Heartbeat(transfer_ids=transfer_ids):
-                self._transfers.heartbeat(session, transfer_ids)
-
-    def _written(self, subscriber: Subscriber, blocks: list[side_channel.PublishedBlock]) -> None:
-        self._transfers.written(subscriber, blocks)
+                self.transfers.heartbeat(session, transfer_ids)
 
     def _write_failed(self, subscriber: Subscriber, reason: str) -> None:
         if not subscriber.session.error:
             self._cut_off(subscriber.session, f"writing to the consumer failed: {reason}")
-        self._transfers.written(subscriber, [])
+        self.transfers.written(subscriber, [])
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("consumer %s: %s", session.instance_id, reason)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, side_channel
-from baton_kv_transfer.agent import Agent, DlistHandle
-from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, RankAddress
-from baton_kv_transfer.memory import KVMemory, slot_rows
+from baton_kv_transfer.agent import DlistHandle
+from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
 MAX_GREETED = 1024
@@ -61,13 +61,8 @@ class Session:
 class Sessions:
     def __init__(
         self,
-        agent: Agent,
+        context: ConnectorContext,
         *,
-        instance_id: str,
-        compatibility_hash: str,
-        service_key: ServiceKey | None,
-        lease_s: float,
-        stats: ConnectorStats,
         send: Send,
         lost: Callable[[Session, str], None],
     ) -> None:
@@ -75,26 +70,15 @@ class Sessions:
         Args:
             lost: (session, why): nothing may be begun for this session any more.
         """
-        self._agent = agent
-        self._instance_id = instance_id
-        self._compatibility_hash = compatibility_hash
-        self._token = auth.token_of(service_key)
-        self._lease_s = lease_s
-        self._stats = stats
+        self._context = context
+        self._agent, self._layout, self._lease_s = context.agent, context.memory.layout, context.config.lease_s
+        self._token = auth.token_of(context.service_key)
         self._send = send
         self._lost = lost
         self._greeted: OrderedDict[bytes, Session] = OrderedDict()
         self._open: OrderedDict[bytes, Session] = OrderedDict()  # longest silent first, as above
         self._failed: list[Session] = []
-        self._memory: KVMemory | None = None
-        self._ranks: list[RankAddress] = []
         self._next_probe = 0.0
-
-    def serve(self, memory: KVMemory, ranks: list[RankAddress]) -> None:
-        self._memory, self._ranks = memory, ranks
-
-    def __len__(self) -> int:
-        return len(self._greeted) + len(self._open)
 
     def find(self, identity: bytes, now: float) -> Session | None:
         """The OPEN session of a connection that just gave a sign."""
@@ -110,13 +94,13 @@ class Sessions:
         Args:
             succeeded: the consumer asked for an engine that had this address before.
         """
-        self._stats.handshakes_refused += 1
+        self._context.stats.handshakes_refused += 1
         self.forget(identity, reason)
         self._send(identity, side_channel.Refused(reason, succeeded))
 
     def greet(self, identity: bytes, hello: side_channel.Hello, now: float) -> None:
         self.forget(identity, "the consumer greeted anew")
-        ours = (side_channel.VERSION, self._compatibility_hash, self._instance_id)
+        ours = (side_channel.VERSION, self._context.compatibility_hash, self._context.instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
         names = ("side channel version", "compatibility hash (of checkpoint, dtype and quantization)", "instance id")
         for name, mine, other in zip(names, ours, theirs, strict=True):
@@ -146,11 +130,7 @@ class Sessions:
             self.refuse(identity, "HELLO must come first, and DESCRIBE once")
         elif not auth.proof_holds(self._proof(session, auth.CONSUMER), message.proof):
             self.refuse(identity, "the consumer did not prove the producer's token: service_key_file differs")
-        elif self._memory is None:
-            self.refuse(identity, "the producer has no KV memory registered yet: try again")
-        elif mismatch := (
-            side_channel.layout_mismatch(self._memory.layout, message.layout) or _nonsense(message.layout)
-        ):
+        elif mismatch := side_channel.layout_mismatch(self._layout, message.layout) or _nonsense(message.layout):
             self.refuse(identity, mismatch)
         elif wrong := self._learn(session, message.layout, message.memory):
             self.refuse(identity, f"the consumer described its memory wrongly: {wrong}")
@@ -159,16 +139,8 @@ class Sessions:
             self._open[identity] = session
             if len(self._open) > MAX_OPEN:
                 self.forget(next(iter(self._open)), "too many consumers greeted after it")
-            ours = self._memory
-            description = MemoryDescription(
-                self._agent.get_agent_metadata(),
-                ours.base_address,
-                ours.num_slots,
-                ours.layout.block_nbytes,
-                ours.mem_type,
-                ours.device_id,
-            )
-            self._send(identity, side_channel.Description(ours.layout, description, self._lease_s, self._ranks))
+            ours = self._context.describe_memory()
+            self._send(identity, side_channel.Description(self._layout, ours, self._lease_s, self._context.ranks))
 
     def forget(self, identity: bytes, reason: str) -> None:
         """The connection is gone or worth nothing: nothing more is sent or written to it."""
@@ -220,7 +192,7 @@ class Sessions:
             consumer_nonce=session.consumer_nonce,
             producer_nonce=session.producer_nonce,
             consumer_id=session.instance_id,
-            producer_id=self._instance_id,
+            producer_id=self._context.instance_id,
         )
 
     def _fail(self, sessions: list[Session], reason: str) -> None:
@@ -237,7 +209,6 @@ class Sessions:
         """Makes the consumer's memory known to the agent; returns what is wrong with it, if anything."""
         if memory is None:
             return ""
-        assert self._memory is not None
         nbytes = memory.num_slots * memory.slot_nbytes
         if memory.slot_nbytes != layout.block_nbytes:
             return f"slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes}"
@@ -250,7 +221,7 @@ class Sessions:
         name = ""
         try:
             name = self._agent.add_remote_agent(memory.agent_metadata)
-            heads = self._memory.layout.heads.overlap(layout.heads)
+            heads = self._layout.heads.overlap(layout.heads)
             if heads.count:
                 rows = slot_rows(memory.base_address, memory.num_slots, layout, heads, device_id=memory.device_id)
                 session.slots = self._agent.prep_xfer_dlist(name, rows, memory.mem_type)

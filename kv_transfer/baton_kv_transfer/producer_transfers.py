@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange
-from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.connector import BlockSave, HeadRange
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_early import EarlyMessages, refuse_subscription
 from baton_kv_transfer.producer_sessions import Send, Session
 from baton_kv_transfer.producer_subscribers import Block, State, Subscriber, Transfer, impossible, not_admitted, prove
@@ -52,36 +52,30 @@ class _Writes(Protocol):
 class Transfers:
     def __init__(
         self,
+        context: ConnectorContext,
         writes: _Writes,
         *,
-        lease_s: float,
-        stats: ConnectorStats,
         send: Send,
         finished: Callable[[str], None],
         cut_off: Callable[[Session, str], None],
-        clock: Callable[[], float],
     ) -> None:
         """
         Args:
             cut_off: (session, why): its writes in flight do not end.
         """
         self._writes = writes
-        self._lease_s = lease_s
-        self._stats = stats
+        self._lease_s = context.config.lease_s
+        self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
         self._finished = finished
         self._cut_off = cut_off
-        self._clock = clock
         self._transfers: dict[str, Transfer] = {}
-        self._early = EarlyMessages(lease_s, send, clock)
+        self._early = EarlyMessages(self._lease_s, send, self._clock)
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         self._starved: dict[str, Transfer] = {}
         """Those that wait for slots, in the order in which they began to."""
         self._next_expiry = math.inf
         """No lease ends before; heartbeats make it too early, which costs one look."""
-
-    def serve(self, memory: KVMemory) -> None:
-        self._memory = memory
 
     # -- from the scheduler
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle, XferHandle
-from baton_kv_transfer.connector import ConnectorStats, HeadRange
-from baton_kv_transfer.memory import KVMemory, slot_rows
+from baton_kv_transfer.agent import XferHandle
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_sessions import Session
 from baton_kv_transfer.producer_subscribers import Subscriber
 from baton_kv_transfer.side_channel import PublishedBlock
@@ -47,37 +46,22 @@ class _Write:
 class Writes:
     def __init__(
         self,
-        agent: Agent,
+        context: ConnectorContext,
         *,
-        max_inflight_bytes: int,
-        stats: ConnectorStats,
         written: Callable[[Subscriber, list[PublishedBlock]], None],
         failed: Callable[[Subscriber, str], None],
-        clock: Callable[[], float],
     ) -> None:
         """
         Args:
-            max_inflight_bytes: per peer; a single block may be more.
             written: these blocks are in the subscriber's memory. `subscriber.num_writes` counts this write no more.
             failed: the same, but they are not, and will not be.
         """
-        self._agent = agent
-        self._max_inflight_bytes = max_inflight_bytes
-        self._stats = stats
+        self._context = context
+        self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
         self._written = written
         self._failed = failed
-        self._clock = clock
         self._lanes: dict[str, _Lane] = {}  # by agent name
         self._in_flight: list[_Write] = []
-        self._memory: KVMemory | None = None
-        self._local: dict[HeadRange, DlistHandle] = {}
-
-    def serve(self, memory: KVMemory) -> None:
-        self._memory = memory
-
-    def renew(self) -> None:
-        """After a fence: descriptor lists are made anew."""
-        self._local.clear()
 
     def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
         if not blocks:
@@ -116,7 +100,7 @@ class Writes:
                 lane.turns.popleft()
                 continue
             nbytes = self._nbytes(subscriber)
-            room = self._max_inflight_bytes - lane.inflight_bytes
+            room = self._context.config.max_inflight_bytes - lane.inflight_bytes
             count = min(len(subscriber.queue), max(1, min(room, MAX_WRITE_BYTES) // nbytes))
             if lane.inflight_bytes and count * nbytes > room:
                 return
@@ -144,17 +128,12 @@ class Writes:
         self._in_flight.append(_Write(lane, subscriber, blocks, nbytes, handle))
 
     def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
-        assert self._memory is not None
-        ours, remote_side = self._memory, subscriber.session.slots
+        remote_side = subscriber.session.slots
         if remote_side is None:
             raise ValueError("its memory is not known any more")
         our_slots = [block.slot for block in blocks]
         their_slots = subscriber.slots[[block.index - subscriber.first_block_index for block in blocks]]
-        local_side = self._local.get(subscriber.heads)
-        if local_side is None:
-            rows = slot_rows(ours.base_address, ours.num_slots, ours.layout, subscriber.heads, device_id=ours.device_id)
-            local_side = self._agent.prep_xfer_dlist(INIT_AGENT, rows, ours.mem_type)
-            self._local[subscriber.heads] = local_side
+        local_side = self._context.local_slots(subscriber.heads)
         publish = side_channel.Publish(
             subscriber.transfer.transfer_id, subscriber.generation, blocks, last=False, written=True
         )
@@ -177,5 +156,4 @@ class Writes:
 
     def _nbytes(self, subscriber: Subscriber) -> int:
         """Of one block's heads."""
-        assert self._memory is not None
-        return subscriber.heads.count * self._memory.layout.head_nbytes
+        return subscriber.heads.count * self._context.memory.layout.head_nbytes

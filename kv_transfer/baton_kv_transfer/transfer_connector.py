@@ -28,12 +28,15 @@ from baton_kv_transfer.connector import (
     LoadResult,
     RankAddress,
 )
-from baton_kv_transfer.consumer import MAX_PENDING_S, ConsumerSide
+from baton_kv_transfer.consumer import ConsumerSide
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import KVMemory
 from baton_kv_transfer.producer import ProducerSide, open_router
+from baton_kv_transfer.transports.ucx.capabilities import require_rdma
 
 logger = logging.getLogger(__name__)
 
+MODES = ("pull", "push")
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
 
@@ -51,12 +54,27 @@ class TransferConnector(KVConnectorWorker):
     ) -> None:
         """Binds the side channel if the role produces; nothing is served before register_kv_cache.
 
+        Args:
+            instance_id: of this engine process.
+            compatibility_hash: of what must agree with peers, see `baton_engine.protocol.config.compatibility_hash`.
+            host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the
+                others any free port: see `port`.
+            rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.
+            service_key: peers that do not have it are refused. None: those that have one are.
+
         Raises:
-            ValueError: role none, or unknown transport.
+            ValueError: role none, unknown transport or mode, or rdma without verbs or a device.
             OSError: the side channel's address is taken or not this machine's.
+            UCXError: UCX is missing or does not start.
         """
+        if config.mode not in MODES:
+            raise ValueError(f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
         if config.role is KVRole.NONE:
             raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
+        if config.rdma:
+            require_rdma()
+        self._config, self._instance_id, self._compatibility_hash = config, instance_id, compatibility_hash
+        self._service_key, self._host = service_key, host
         self._agent = create_agent(f"{instance_id}/{rank}", config.transport, host)
         self._lanes_in_use: set[str] = set()
         self._lock = threading.Lock()
@@ -66,7 +84,6 @@ class TransferConnector(KVConnectorWorker):
         self._user_wakeup: Callable[[], None] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd_lock = threading.Lock()  # the descriptor must not be closed, and reused, under a writer
-        self._host = host
         self._num_blocks = 0
         self._running = False
         self._stopping = False
@@ -81,32 +98,6 @@ class TransferConnector(KVConnectorWorker):
                 self._agent.close()
                 os.close(self._wake_fd)
                 raise
-            self._producer = ProducerSide(
-                self._router,
-                self._agent,
-                instance_id=instance_id,
-                compatibility_hash=compatibility_hash,
-                service_key=service_key,
-                lease_s=config.lease_s,
-                max_inflight_bytes=config.max_inflight_bytes,
-                stats=self._stats,
-                finished=self._finished_sending,
-            )
-        if config.role in (KVRole.CONSUMER, KVRole.BOTH):
-            self._consumer = ConsumerSide(
-                self._agent,
-                instance_id=instance_id,
-                compatibility_hash=compatibility_hash,
-                service_key=service_key,
-                push=config.mode == "push",
-                load_timeout_s=config.load_timeout_s,
-                # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
-                max_pending_s=MAX_PENDING_S if config.role is KVRole.CONSUMER else 0.0,
-                max_inflight_bytes=config.max_inflight_bytes,
-                stats=self._stats,
-                finished=self._load_finished,
-                fenced=self._fenced,
-            )
         self._agent.set_wakeup(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
 
@@ -124,17 +115,28 @@ class TransferConnector(KVConnectorWorker):
             )
         region = (memory.base_address, memory.num_slots * layout.block_nbytes, memory.device_id, "kv")
         self._agent.register_memory([region], memory.mem_type)
-        if self._producer is not None:
-            self._producer.serve(memory, list(ranks) or [RankAddress(self._host, self.port, layout.heads)])
-        if self._consumer is not None:
-            self._consumer.serve(memory, ranks)
+        context = ConnectorContext(
+            self._config,
+            self._instance_id,
+            self._compatibility_hash,
+            self._service_key,
+            self._agent,
+            memory,
+            list(ranks) or [RankAddress(self._host, self.port, layout.heads)],
+            self._stats,
+        )
+        if self._config.role is not KVRole.PRODUCER:
+            self._consumer = ConsumerSide(context, finished=self._load_finished, fenced=self._fenced)
+        if self._router is not None:
+            self._producer = ProducerSide(context, self._router, self._finished_sending)
         self._num_blocks = layout.num_blocks
         self._running = True
         self._thread.start()
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        if (metadata.offers and self._producer is None) or (
-            (metadata.loads or metadata.waits) and self._consumer is None
+        role = self._config.role
+        if (metadata.offers and role is KVRole.CONSUMER) or (
+            (metadata.loads or metadata.waits) and role is KVRole.PRODUCER
         ):
             raise ValueError("kv_transfer.role forbids this: offers need a producer, loads a consumer")
         for load in metadata.loads:
@@ -143,7 +145,7 @@ class TransferConnector(KVConnectorWorker):
             self._command(self._start, metadata)
 
     def save(self, metadata: ConnectorMetadata) -> None:
-        if metadata.saves and self._producer is None:
+        if metadata.saves and self._config.role is KVRole.CONSUMER:
             raise ValueError("kv_transfer.role forbids this: saves need a producer")
         for save in metadata.saves:
             self._check_blocks(save.transfer_id, save.block_ids, save.block_hashes)
@@ -279,7 +281,7 @@ class TransferConnector(KVConnectorWorker):
     def _start(self, metadata: ConnectorMetadata) -> None:
         for transfer_id, peer_instance_id in metadata.offers.items():
             assert self._producer is not None
-            self._producer.offer(transfer_id, peer_instance_id)
+            self._producer.transfers.offer(transfer_id, peer_instance_id)
         for transfer_id, wait in metadata.waits.items():
             assert self._consumer is not None
             self._consumer.expect(transfer_id, wait)
@@ -288,14 +290,14 @@ class TransferConnector(KVConnectorWorker):
             self._consumer.begin(load)
         for transfer_id in metadata.cancels:
             if self._producer is not None:
-                self._producer.cancel(transfer_id)
+                self._producer.transfers.cancel(transfer_id)
             if self._consumer is not None:
                 self._consumer.cancel(transfer_id)
 
     def _save(self, metadata: ConnectorMetadata) -> None:
         assert self._producer is not None
         for save in metadata.saves:
-            self._producer.save(save)
+            self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
         """After a defect in this thread: nothing moves any more, and every wish is answered so."""
@@ -303,7 +305,7 @@ class TransferConnector(KVConnectorWorker):
         if self._consumer is not None:
             self._consumer.fail_all(reason)
         if self._producer is not None:
-            self._producer.end_all(reason)
+            self._producer.transfers.end_all(reason)
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:
@@ -323,6 +325,8 @@ class TransferConnector(KVConnectorWorker):
             self._consumer.close()
         if self._producer is not None:
             self._producer.close()
+        elif self._router is not None:
+            self._router.close(linger=0)
         self._agent.close()
 
     def _bind(self, host: str, port: int, service_key: ServiceKey | None) -> zmq.Socket[bytes]:

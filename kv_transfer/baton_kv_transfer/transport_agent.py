@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -20,12 +19,12 @@ from baton_kv_transfer.agent import (
     RegDescs,
     XferHandle,
     check_post,
-    check_sides,
+    pair,
     unknown_peer,
 )
-from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, may_merge, merge, select
+from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, may_merge, merge
 from baton_kv_transfer.transports import choose_lanes
-from baton_kv_transfer.transports.base import Descriptors, Region, Transfer, TransportError, XferState
+from baton_kv_transfer.transports.base import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.lane_thread import LaneThread
 from baton_kv_transfer.transports.lanes import Lane, LaneContext
 
@@ -52,9 +51,8 @@ class _Peer:
 
 class _Dlist(DlistHandle):
     def __init__(self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None) -> None:
-        super().__init__(agent, descs)
+        super().__init__(agent, descs, peer)
         self.regions = regions  # [n], index of the region that holds each row
-        self.known_peer = peer
 
 
 class _Xfer(XferHandle):
@@ -62,25 +60,13 @@ class _Xfer(XferHandle):
         self,
         op: str,
         peer: str,
-        known_peer: _Peer | None,
+        known_peer: object,
         rows: tuple[Descriptors, Descriptors, NDArray[np.int64]],
         notif: bytes,
     ) -> None:
+        super().__init__(peer, known_peer, len(rows[0]), notif)
         self.op = op
-        self.peer = peer
-        self.known_peer = known_peer
         self.local, self.remote, self.regions = rows
-        self.notif = notif
-        self.num_descs = len(self.local)
-        self.operation: Transfer | None = None
-
-    @property
-    def state(self) -> XferState | None:
-        return self.operation.state if self.operation else None
-
-    @property
-    def error(self) -> str:
-        return self.operation.error if self.operation else ""
 
 
 class TransportAgent(Agent):
@@ -94,10 +80,8 @@ class TransportAgent(Agent):
             OSError: `host` is no address of this machine.
             UCXError: UCX is missing or does not start.
         """
-        self.name = name
+        super().__init__(name)
         self._transport_name = transport
-        self._notifs: deque[tuple[str, bytes]] = deque()
-        self._wakeup: Callable[[], None] = lambda: None
         self._thread = LaneThread(f"kv-{name}")
         self._contexts: dict[str, LaneContext] = {}
         self._lanes: dict[str, Lane] = {}
@@ -127,9 +111,6 @@ class TransportAgent(Agent):
             for kind, context in self._contexts.items()
             for lane, nbytes in context.moved.copy().items()
         }
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
         return self._thread.waiting()
@@ -223,12 +204,10 @@ class TransportAgent(Agent):
         remote_indices: Sequence[int] | NDArray[np.int64],
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        check_sides(local_xfer_side, remote_xfer_side)
         assert isinstance(local_xfer_side, _Dlist)
         assert isinstance(remote_xfer_side, _Dlist)
         ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
-        local, remote = select(local_xfer_side.descs.rows, ours), select(remote_xfer_side.descs.rows, theirs)
-        check_pairs(operation, local, remote)
+        local, remote = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
         if may_merge(local, remote):
             merged = merge(local, local_xfer_side.regions.take(ours), remote, remote_xfer_side.regions.take(theirs))
         else:
@@ -257,24 +236,13 @@ class TransportAgent(Agent):
             transfer = Transfer(
                 handle.op, handle.peer, handle.local, handle.remote, handle.regions, notif_msg or handle.notif
             )
-            handle.operation = transfer
-            if handle.known_peer is None or self._peers.get(handle.peer) is not handle.known_peer:
+            handle.post = transfer
+            peer = self._peers.get(handle.peer)
+            if peer is None or peer is not handle.known_peer:
                 transfer.end(f"agent {handle.peer} was removed or replaced: make the transfer again")
             else:
-                self._begin(transfer, handle.known_peer)
+                self._begin(transfer, peer)
         return transfer.state.value
-
-    def check_xfer_state(self, handle: XferHandle) -> str:
-        if handle.state is None:
-            raise ValueError("the transfer was not posted: call transfer first")
-        return handle.state.value
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        notifs: dict[str, list[bytes]] = {}
-        for _ in range(len(self._notifs)):
-            sender, message = self._notifs.popleft()
-            notifs.setdefault(sender, []).append(message)
-        return notifs
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         self._peer(remote_agent_name)

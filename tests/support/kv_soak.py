@@ -23,6 +23,8 @@ from unittest import mock
 from baton_engine.protocol.config import KVRole
 from support.kv_soak_engine import MAX_BLOCKS, Ended, EngineSpec, Report, SoakEngine
 
+UNEXPECTED = ("protocol", "refused", "defect")
+"""Reasons for which no load fails between engines that fit each other."""
 START_S = 60.0
 END_S = 90.0
 """Every transfer has ended by then: lease, load timeout and drain in a row, on a busy machine, and a freeze in between."""
@@ -119,6 +121,8 @@ class Soak:
         """Of every incarnation of an engine, also those that were killed: legs of loads that failed, by reason."""
         self.counts: Counter[str] = Counter()
         """What happened, by name."""
+        self.unexpected: list[str] = []
+        """Errors of loads that failed for a reason in UNEXPECTED."""
         self._context = mp.get_context("forkserver")
 
     def run(self) -> None:
@@ -282,6 +286,9 @@ class Soak:
             told = "other tokens" in ended.error
             assert transfer.other_prompt or not told, f"the engines were given the same prompt: {transfer}"
             self.counts["loads of another prompt"] += told
+            before = self._failures.get((ended.name, process.incarnation), {})
+            if any(ended.failures.get(reason, 0) > before.get(reason, 0) for reason in UNEXPECTED):
+                self.unexpected.append(ended.error)
             self._failures[ended.name, process.incarnation] = ended.failures
             self.counts["loads whole" if not ended.error else "loads cut short"] += 1
             self.counts["blocks right"] += ended.num_valid

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from baton_engine.executor.connector_outputs import OutputAggregator
 from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_engine.protocol.service_key import ServiceKey
-from baton_kv_transfer import create_connector
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
@@ -31,6 +30,7 @@ from baton_kv_transfer.connector import (
     RankAddress,
 )
 from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer.transfer_connector import TransferConnector
 
 HOST = "127.0.0.1"
 NUM_HEADS = 4
@@ -244,7 +244,7 @@ class SoakEngine:
             ranges.append(HeadRange(first, count))
             first += count
         self._connectors = [
-            create_connector(
+            TransferConnector(
                 config,
                 instance_id=self.instance_id,
                 compatibility_hash="soak",

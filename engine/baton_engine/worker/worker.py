@@ -32,7 +32,7 @@ from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
-from baton_kv_transfer.factory import create_connector
+from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Worker:
             return None
         runner, host = self._loaded, pod_ip()
         try:
-            self.connector = create_connector(
+            self.connector = TransferConnector(
                 self.config.kv_transfer,
                 instance_id=self.instance_id,
                 compatibility_hash=runner.compatibility_hash,

@@ -1,10 +1,10 @@
-"""Transports of the agent, each in a room of its own:
+"""Transports of the agent, each in a folder of its own:
 
     ucx       UCX moves every byte, of host or device memory, over TCP, RDMA or what else it has for peers that may fail
     tcp       authenticated sockets, for host memory
     shm       copies between processes of one host
     auto      the fastest of these that both sides have
-    inproc    copies inside one process, for tests
+    inproc    copies inside one process, for tests (a file)
     nixl      the NIXL library
 
 An agent has one or more of these as `lanes` (save nixl, an agent of its own); they share a thread (`lane_thread`), with `mailbox`

@@ -38,7 +38,23 @@ class Region:
     device_id: int = 0
 
 
-class Transfer:
+class Post:
+    """A transfer that was posted."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        """Set before the state becomes ERR."""
+        self.state = XferState.PROC
+        """Never PROC again once it left it; then the local memory is not touched any more."""
+
+    def end(self, error: str = "") -> None:
+        """Only the first call counts; by whoever moves the bytes, once the local memory is not touched any more."""
+        if self.state is XferState.PROC:
+            self.error = error
+            self.state = XferState.ERR if error else XferState.DONE
+
+
+class Transfer(Post):
     """A posted batch of reads or writes, whichever way it goes."""
 
     def __init__(
@@ -51,15 +67,6 @@ class Transfer:
             regions: [n], index of the peer's region that holds each remote row.
             notif: follows once all of them ended well; empty: none.
         """
+        super().__init__()
         self.op, self.peer, self.notif = op, peer, notif
         self.local, self.remote, self.regions = local, remote, regions
-        self.error = ""
-        """Set before the state becomes ERR."""
-        self.state = XferState.PROC
-        """Never PROC again once it left it; then the local memory is not touched any more."""
-
-    def end(self, error: str = "") -> None:
-        """Only the first one counts; by whoever moves the bytes, once the local memory is not touched any more."""
-        if self.state is XferState.PROC:
-            self.error = error
-            self.state = XferState.ERR if error else XferState.DONE

@@ -79,7 +79,7 @@ def test_a_transport_that_does_not_start_is_a_configuration_error(checkpoints, m
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("baton_engine.worker.worker.create_connector", refuse)
+    monkeypatch.setattr("baton_engine.worker.worker.TransferConnector", refuse)
     config = msgspec.structs.replace(
         model_config(checkpoints["llama"], 1, 1), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
     )

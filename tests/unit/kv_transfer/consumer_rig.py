@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import zmq
 
+from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, checksum, side_channel
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.connector import BlockLoad, ConnectorStats, HeadRange, KVCacheLayout, LoadResult, RankAddress
 from baton_kv_transfer.consumer import ConsumerSide
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import HostKVMemory, KVMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription, Publish, PublishedBlock, Subscribe
 from baton_kv_transfer.staged_memory import StagedKVMemory
 from baton_kv_transfer.transport_agent import TransportAgent
-from baton_kv_transfer.transports.base import XferState
+from baton_kv_transfer.transports.base import Post
 
 HOST = "127.0.0.1"
 WAIT_MS = 60_000
@@ -54,18 +56,6 @@ def content(transfer_id: str, index: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (NUM_HEADS, HEAD_NBYTES), dtype=np.uint8)
 
 
-class _Held:
-    """A transfer under way."""
-
-    def __init__(self) -> None:
-        self.error = ""
-        self.now = XferState.PROC
-
-    @property
-    def state(self) -> XferState:
-        return self.now
-
-
 class HeldAgent(TransportAgent):
     """Over inproc. With `hold` a transfer goes on until the test lands it, or its peer is removed."""
 
@@ -80,18 +70,18 @@ class HeldAgent(TransportAgent):
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         if not self.hold:
             return super().transfer(handle, notif_msg)
-        handle.operation = _Held()  # type: ignore[attr-defined]
+        handle.post = Post()
         self.held.append(handle)
         return "PROC"
 
     def land(self, handle: Any) -> None:
         self.held.remove(handle)
-        handle.operation = None
+        handle.post = None
         super().transfer(handle)
 
     def break_off(self, handle: Any) -> None:
         self.held.remove(handle)
-        handle.operation.error, handle.operation.now = "broken off", XferState.ERR
+        handle.post.end("broken off")
 
     def remove_remote_agent(self, agent: str) -> None:
         if not self.deaf:
@@ -306,22 +296,26 @@ class Rig:
         """Per word of a fence: how many the agent had been asked for."""
         self.on_result = on_result
         self.wishes: dict[str, BlockLoad] = {}
-        self.consumer = ConsumerSide(
-            self.agent,
-            instance_id="D",
-            compatibility_hash="c",
-            service_key=KEY,
-            push=push,
+        config = KVTransferConfig(
+            role=KVRole.CONSUMER,
+            mode="push" if push else "pull",
             max_inflight_bytes=max_inflight_bytes,
             load_timeout_s=10.0,
-            max_pending_s=60.0,
-            stats=self.stats,
-            finished=self._finished,
-            fenced=lambda: self.fenced.append(self.agent.num_fences),
-            drain_timeout_s=5.0,
-            clock=self.clock,
         )
-        self.consumer.serve(self.memory, [RankAddress("", 0, one) for one in engine])
+        self.context = ConnectorContext(
+            config,
+            "D",
+            "c",
+            KEY,
+            self.agent,
+            self.memory,
+            [RankAddress("", 0, one) for one in engine or [self.layout.heads]],
+            self.stats,
+            self.clock,
+        )
+        self.consumer = ConsumerSide(
+            self.context, finished=self._finished, fenced=lambda: self.fenced.append(self.agent.num_fences)
+        )
 
     def close(self) -> None:
         self.consumer.close()

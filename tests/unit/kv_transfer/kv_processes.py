@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import create_connector
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, HeadRange, KVCacheLayout, LoadResult
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
@@ -120,7 +119,7 @@ class _Memory(HostKVMemory):
 class _EngineMethods:
     def __init__(self, config: KVTransferConfig, instance_id: str, compatibility_hash: str) -> None:
         self.words = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes // 8), dtype=np.uint64)
-        self.connector = create_connector(
+        self.connector = TransferConnector(
             config, instance_id=instance_id, compatibility_hash=compatibility_hash, host=HOST
         )
         assert isinstance(self.connector, TransferConnector)

@@ -11,10 +11,12 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import XferHandle
 from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.producer import ProducerSide, open_router
 from baton_kv_transfer.side_channel import MemoryDescription
@@ -116,19 +118,19 @@ class Producer:
         self.memory = CountedMemory(layout(heads.first, heads.count))
         self.memory.bytes[:] = np.random.default_rng(0).integers(0, 255, self.memory.bytes.shape, dtype=np.uint8)
         self.agent.register_memory([(self.memory.base_address, self.memory.bytes.nbytes, 0, "kv")])
-        self.side = ProducerSide(
-            self.router,
+        config = KVTransferConfig(role=KVRole.PRODUCER, lease_s=LEASE_S, max_inflight_bytes=max_inflight_bytes)
+        context = ConnectorContext(
+            config,
+            "P",
+            "c",
+            service_key,
             self.agent,
-            instance_id="P",
-            compatibility_hash="c",
-            service_key=service_key,
-            lease_s=LEASE_S,
-            max_inflight_bytes=max_inflight_bytes,
-            stats=self.stats,
-            finished=self.finished.append,
-            clock=lambda: self.now,
+            self.memory,
+            [RankAddress("127.0.0.1", 1, heads)],
+            self.stats,
+            lambda: self.now,
         )
-        self.side.serve(self.memory, [RankAddress("127.0.0.1", 1, heads)])
+        self.side = ProducerSide(context, self.router, self.finished.append)
 
     def advance(self, seconds: float = 0.0) -> None:
         """Time passes without the thread ever being late."""
@@ -139,11 +141,11 @@ class Producer:
         self.side.advance(self.now)
 
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
-        self.side.offer(transfer_id, peer)
+        self.side.transfers.offer(transfer_id, peer)
 
     def save(self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t") -> None:
         hashes = [chain_hash(first + row) for row in range(len(block_ids))]
-        self.side.save(BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last))
+        self.side.transfers.save(BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last))
         self.advance()
 
     def let_writes_end(self) -> None:

@@ -72,7 +72,7 @@ def new_owner(kind: str) -> Owner:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "nixl":
-        monkeypatch.setattr("baton_kv_transfer.transports.nixl.REMOVE_GRACE_S", 0.2)
+        monkeypatch.setattr("baton_kv_transfer.transports.nixl.agent.REMOVE_GRACE_S", 0.2)
     return request.param
 
 
@@ -506,7 +506,7 @@ def test_adding_a_peer_does_not_connect_and_a_dead_one_is_err(kind: str, own_sid
     assert handle.error
     side.agent.remove_remote_agent("owner")
     if kind in CONNECTS_WHEN_ADDED:
-        with pytest.raises(ValueError, match="does not connect to owner"):
+        with pytest.raises(TransportError, match="does not connect to owner"):
             side.agent.add_remote_agent(side.metadata)
         return
     assert side.agent.add_remote_agent(side.metadata) == "owner"

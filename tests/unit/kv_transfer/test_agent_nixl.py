@@ -12,7 +12,6 @@ from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 from plain_nixl import PlainProgram
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import create_connector
 from baton_kv_transfer.agent import INIT_AGENT, create_agent
 from baton_kv_transfer.connector import (
     BlockLoad,
@@ -22,7 +21,8 @@ from baton_kv_transfer.connector import (
     KVConnectorWorker,
 )
 from baton_kv_transfer.memory import HostKVMemory
-from baton_kv_transfer.transports.nixl import NixlAgent
+from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_kv_transfer.transports.nixl.agent import NixlAgent
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ class Connector:
 
     def __init__(self, role: KVRole, mode: str = "pull") -> None:
         self.words = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes // 8), dtype=np.uint64)
-        self.worker: KVConnectorWorker = create_connector(
+        self.worker: KVConnectorWorker = TransferConnector(
             KVTransferConfig(role=role, port=0, transport="nixl", mode=mode),
             instance_id="ours",
             compatibility_hash="same",
@@ -146,7 +146,7 @@ def test_other_peers_stay_when_one_does_not_let_go(monkeypatch: pytest.MonkeyPat
         good = me.make_prepped_xfer("READ", local, [0], lists["well"], [0])
         bad = me.make_prepped_xfer("READ", local, [0], lists["stuck"], [0])
         assert isinstance(stuck, NixlAgent)
-        monkeypatch.setattr("baton_kv_transfer.transports.nixl.REMOVE_GRACE_S", 0.1)
+        monkeypatch.setattr("baton_kv_transfer.transports.nixl.agent.REMOVE_GRACE_S", 0.1)
         with stuck._lock:  # it answers nothing
             assert me.transfer(bad) == "PROC"
             me.remove_remote_agent("stuck")

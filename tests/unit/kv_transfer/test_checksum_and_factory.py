@@ -1,4 +1,4 @@
-"""What create_connector refuses and costs."""
+"""What a connector refuses and costs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import zmq
 from kv_processes import HOST, LAYOUT, wait_for
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import create_connector, side_channel
+from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata
 from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer.transfer_connector import TransferConnector
 
 
 def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
@@ -25,18 +26,18 @@ def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
 def test_unknown_transports_are_refused_naming_the_options() -> None:
     config = KVTransferConfig(role=KVRole.BOTH, transport="carrier-pigeon", port=0)
     with pytest.raises(ValueError, match="ucx, tcp, shm, auto, inproc or nixl, got 'carrier-pigeon'"):
-        create_connector(config, instance_id="i", compatibility_hash="c", host=HOST)
+        TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
 
 
 def test_role_none_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match="role is none"):
-        create_connector(KVTransferConfig(transport="inproc"), instance_id="i", compatibility_hash="c", host=HOST)
+        TransferConnector(KVTransferConfig(transport="inproc"), instance_id="i", compatibility_hash="c", host=HOST)
     config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
-    first = create_connector(config, instance_id="i", compatibility_hash="c", host=HOST)
+    first = TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
     try:
         taken = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=first.port)
         with pytest.raises(OSError, match=str(first.port)):
-            create_connector(taken, instance_id="j", compatibility_hash="c", host=HOST)
+            TransferConnector(taken, instance_id="j", compatibility_hash="c", host=HOST)
     finally:
         first.shutdown()
 
@@ -48,7 +49,7 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
     config = KVTransferConfig(role=KVRole.BOTH, transport="inproc", port=0)
     engines = {}
     for name in "PD":
-        connector = create_connector(config, instance_id=name, compatibility_hash="c", host=HOST)
+        connector = TransferConnector(config, instance_id=name, compatibility_hash="c", host=HOST)
         connector.set_wakeup(lambda name=name: woken.append(name))
         connector.register_kv_cache(HostKVMemory(memory[name].ctypes.data, LAYOUT))
         engines[name] = connector

@@ -14,7 +14,7 @@ import zmq
 from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import auth, side_channel, transfer_connector
+from baton_kv_transfer import auth, loads, side_channel
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.connector import (
     BlockLoad,
@@ -119,7 +119,7 @@ def test_a_producer_that_only_says_pending_is_given_up_by_a_deadline(
     side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, role: KVRole, max_pending_s: float
 ) -> None:
     """With both roles the load timeout alone counts: such engines could wait for each other in a ring."""
-    monkeypatch.setattr(transfer_connector, "MAX_PENDING_S", max_pending_s)
+    monkeypatch.setattr(loads, "MAX_PENDING_S", max_pending_s)
     producer, consumer = side("P", KVRole.PRODUCER), side("D", role, load_timeout_s=0.2)
     producer.offer("t")
     consumer.load("t", producer.connector.port)

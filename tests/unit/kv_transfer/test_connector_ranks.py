@@ -10,7 +10,6 @@ import pytest
 from kv_processes import HOST, chain_hash, wait_for
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_kv_transfer import create_connector
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
@@ -21,6 +20,7 @@ from baton_kv_transfer.connector import (
     RankAddress,
 )
 from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer.transfer_connector import TransferConnector
 
 NUM_HEADS = 4
 NUM_BLOCKS = 8
@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, instance_id: str, role: KVRole, num_workers: int, **options: str) -> None:
         config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
         self.connectors = [
-            create_connector(config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank)
+            TransferConnector(config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank)
             for rank in range(num_workers)
         ]
         per_worker = NUM_HEADS // num_workers
@@ -135,7 +135,7 @@ def test_a_load_of_nothing_frees_all_the_producers_workers(engine: Callable[...,
 
 def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
     config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
-    connector = create_connector(config, instance_id="P", compatibility_hash="c", host=HOST)
+    connector = TransferConnector(config, instance_id="P", compatibility_hash="c", host=HOST)
     layout = KVCacheLayout(
         num_blocks=1, num_kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype="float32", total_kv_heads=2
     )

@@ -14,7 +14,7 @@ from consumer_rig import (
     tensor_parallel,
 )
 
-from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult, RankAddress
+from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Release, Released, Subscribe, encode
 
 # -- push
@@ -309,7 +309,7 @@ def test_a_load_of_nothing_releases_every_worker(made: Callable[[Any], Any]) -> 
 
 def test_replicated_heads_are_refused_naming_both_numbers(made: Callable[[Any], Any], rig: Rig, worker: Worker) -> None:
     with pytest.raises(ValueError, match=r"5 workers share 4 KV heads"):
-        rig.consumer.serve(rig.memory, [RankAddress("", 0, HeadRange(0, 1))] * 5)
+        made(Rig(engine=[HeadRange(0, 1)] * 5))
     worker.ranks = worker.ranks * 5
     rig.begin("t", worker, [1])
     rig.shake_hands(worker)

@@ -315,7 +315,7 @@ def test_whatever_a_consumer_says_every_transfer_ends(
         evil.say(frame)
     for transfer_id in ("t", "u"):
         producer.offer(transfer_id)
-        producer.side.cancel(transfer_id)
+        producer.side.transfers.cancel(transfer_id)
     producer.advance(2 * LEASE_S)
     producer.let_writes_end()
     assert len(producer.finished) >= 2

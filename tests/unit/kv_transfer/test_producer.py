@@ -22,6 +22,11 @@ def consumer(make: Callable[..., Any], producer: Producer) -> Consumer:
     return made
 
 
+def num_sessions(producer: Producer) -> int:
+    sessions = producer.side._sessions
+    return len(sessions._greeted) + len(sessions._open)
+
+
 def indices(messages: list[Any]) -> list[int]:
     return [block.index for message in messages if isinstance(message, Publish) for block in message.blocks]
 
@@ -135,12 +140,12 @@ def test_thousands_of_greetings_evict_no_consumer_at_work(
     producer.offer()
     for number in range(30):
         make(Consumer, producer, instance_id=f"greeting-{number}", greet=False).say(consumer.hello())
-    assert len(producer.side._sessions) == 9
+    assert num_sessions(producer) == 9
     assert consumer.subscribe() == []
     for number in range(30):
         make(Consumer, producer, instance_id=f"idle-{number}")
         consumer.heartbeat()
-    assert len(producer.side._sessions) <= 16
+    assert num_sessions(producer) <= 16
     producer.save([3], last=True)
     assert indices(consumer.heard()) == [0]
 
@@ -154,7 +159,7 @@ def test_a_consumer_whose_connection_is_gone_is_found_out_and_forgotten(
 
     def forgotten() -> bool:
         producer.advance(LEASE_S)
-        return len(producer.side._sessions) == 0
+        return num_sessions(producer) == 0
 
     wait_for("end of the session", forgotten)
     assert "D/0" not in producer.agent._peers
@@ -265,7 +270,7 @@ def test_early_subscriptions_have_a_limit(
     producer.offer("t0")
     assert consumer.subscribe("t3") == []
     producer.advance(2 * LEASE_S)
-    assert len(producer.side._transfers._early) == 0
+    assert len(producer.side.transfers._early) == 0
 
 
 @pytest.mark.parametrize(
@@ -473,7 +478,7 @@ def test_a_cancelled_transfer_ends_when_the_consumer_acknowledged_it(producer: P
     producer.offer()
     consumer.subscribe()
     producer.save([3])
-    producer.side.cancel("t")
+    producer.side.transfers.cancel("t")
     producer.advance()
     assert Cancelled("t", 7, "cancelled by the producer") in consumer.heard()
     producer.save([4], first=1, last=True)
@@ -488,7 +493,7 @@ def test_a_cancelled_transfer_that_nobody_acknowledges_ends_with_the_lease(
 ) -> None:
     producer.offer()
     consumer.subscribe()
-    producer.side.cancel("t")
+    producer.side.transfers.cancel("t")
     for _ in range(3):
         producer.advance(LEASE_S / 2)
         consumer.heartbeat()
@@ -565,7 +570,7 @@ def test_after_a_defect_every_transfer_ends(producer: Producer, consumer: Consum
     producer.offer("a")
     producer.offer("b")
     consumer.subscribe("a")
-    producer.side.end_all("a defect")
+    producer.side.transfers.end_all("a defect")
     assert sorted(producer.finished) == ["a", "b"]
 
 

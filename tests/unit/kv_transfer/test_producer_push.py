@@ -203,7 +203,7 @@ def test_a_cancel_stops_writing_and_says_when_it_has_stopped(producer: Producer,
     producer.offer()
     consumer.subscribe(slots=[0, 1])
     producer.save([3])
-    producer.side.cancel("t")
+    producer.side.transfers.cancel("t")
     producer.save([4], first=1, last=True)
     assert consumer.heard() == [Cancelled("t", 7, "cancelled by the producer")]
     producer.let_writes_end()

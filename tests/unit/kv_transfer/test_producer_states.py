@@ -91,7 +91,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(transfer_id=TRANSFERS, really=RARELY)
     def cancel(self, transfer_id: str, really: bool) -> None:
         if really:
-            self.producer.side.cancel(transfer_id)
+            self.producer.side.transfers.cancel(transfer_id)
         self.look()
 
     # -- the consumers
@@ -148,6 +148,7 @@ class ProducerMachine(RuleBasedStateMachine):
             return
         for load in self.loads[worker].values():
             load.stopped = True
+            load.gone = load.gone or load.transfer_id not in self.blocks  # not offered yet: its subscription is dropped
         self.consumers[worker].greet()
         self.look()
 
@@ -234,7 +235,7 @@ class ProducerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for transfer_id in list(self.blocks):
-            self.producer.side.cancel(transfer_id)
+            self.producer.side.transfers.cancel(transfer_id)
         self.producer.agent.frozen = False
         for _ in range(5):
             self.producer.let_writes_end()
@@ -244,7 +245,7 @@ class ProducerMachine(RuleBasedStateMachine):
         assert self.producer.memory.exposed == []
         stats = self.producer.stats
         assert (stats.queued_bytes, stats.inflight_bytes) == (0, 0)
-        assert len(self.producer.side._transfers._early) == 0
+        assert len(self.producer.side.transfers._early) == 0
         for loads in self.loads:
             assert all(load.released is not None for load in loads.values() if load.slots and not load.stopped)
         for consumer in self.consumers:

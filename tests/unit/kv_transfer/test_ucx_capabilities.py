@@ -13,7 +13,7 @@ import pytest
 
 from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer.agent import create_agent
-from baton_kv_transfer.factory import create_connector
+from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import capabilities
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +62,7 @@ def test_rdma_without_verbs_is_refused_naming_the_mend(monkeypatch: pytest.Monke
     monkeypatch.setattr(capabilities, "find_components", lambda: ["self", "tcp", "cma"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
     with pytest.raises(ValueError, match=r"with self, tcp, cma has none.*RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1"):
-        create_connector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
+        TransferConnector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
 
 
 @pytest.mark.usefixtures("without_devices")
@@ -70,7 +70,7 @@ def test_rdma_without_a_device_is_refused_naming_the_mend(monkeypatch: pytest.Mo
     monkeypatch.setattr(capabilities, "find_components", lambda: ["tcp", "ib"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
     with pytest.raises(ValueError, match=r"is empty: give the pods the resource of your RDMA device plugin"):
-        create_connector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
+        TransferConnector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
 
 
 def test_rdma_with_verbs_and_a_device_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""The transport `shm`: copies between processes of one host, by process_vm_readv.
+"""The transport `shm`: copies between processes of one host. `cross_memory` moves every byte, by process_vm_readv.
 
-lane            the Lane: transfers of this side
+lane            transfers that this side began
 clients         processes that connected, and what they ask for
 cross_memory    reading another process's memory
-messages        what the two sides tell each other
 """

@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,12 +34,12 @@ from baton_kv_transfer.agent import (
     RegDescs,
     XferHandle,
     check_post,
-    check_sides,
+    pair,
     unknown_peer,
 )
-from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, run_starts, select
-from baton_kv_transfer.transports import nixl_library
-from baton_kv_transfer.transports.base import Descriptors, Region, TransportError, XferState
+from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, run_starts
+from baton_kv_transfer.transports.base import Descriptors, Post, Region, TransportError, XferState
+from baton_kv_transfer.transports.nixl import library
 
 logger = logging.getLogger(__name__)
 
@@ -85,37 +84,23 @@ class _RegDescs(RegDescs):
 
 class _Dlist(DlistHandle):
     def __init__(self, agent: str, descs: XferDescs, peer: _Peer | None, native: _Native) -> None:
-        super().__init__(agent, descs)
-        self.known_peer = peer
+        super().__init__(agent, descs, peer)
         self.native = native
 
 
 class _Xfer(XferHandle):
-    def __init__(self, peer: str, known_peer: _Peer | None, num_descs: int, notif: bytes, native: _Native) -> None:
-        self.peer = peer
-        self.known_peer = known_peer
-        self.num_descs = num_descs
-        self.notif = notif
+    def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes, native: _Native) -> None:
+        super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
         self.doomed = ""  # why it will be in ERR, once it ended
-        self._state: XferState | None = None
-        self._error = ""
-
-    @property
-    def state(self) -> XferState | None:
-        return self._state
-
-    @property
-    def error(self) -> str:
-        return self._error
 
     def begin(self) -> None:
-        self._state, self._error, self.doomed = XferState.PROC, "", ""
+        self.post, self.doomed = Post(), ""
 
     def end(self, error: str = "") -> None:
-        self._error = error or self.doomed
-        self._state = XferState.ERR if self._error else XferState.DONE
+        assert self.post is not None, "it was begun"
+        self.post.end(error or self.doomed)
 
 
 class NixlAgent(Agent):
@@ -124,8 +109,8 @@ class NixlAgent(Agent):
         Raises:
             ValueError: nixl-cu12 is not installed.
         """
-        self.name = name
-        self._api, self._errors = nixl_library.load()
+        super().__init__(name)
+        self._api, self._errors = library.load()
         self._lock = threading.Condition(threading.RLock())  # of all below, and of the library
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
@@ -133,16 +118,11 @@ class NixlAgent(Agent):
         self._peers: dict[str, _Peer] = {}
         self._leaving: dict[str, float] = {}  # removed while transfers were in flight -> how long those may take
         self._in_flight: list[_Xfer] = []
-        self._notifs: deque[tuple[str, bytes]] = deque()
-        self._wakeup: Callable[[], None] = lambda: None
         self._known_outside = False  # somebody has this agent's metadata
         self._pause_s = POLL_MIN_S
-        self._nixl: Any = nixl_library.create(self._api, self.name)
+        self._nixl: Any = library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._thread.start()
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        self._wakeup = wakeup
 
     def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
         check_mem_type(mem_type)
@@ -166,10 +146,10 @@ class NixlAgent(Agent):
             packed: bytes = self._open().get_agent_metadata()
             self._known_outside = True
             self._lock.notify()
-        return nixl_library.seal(packed)
+        return library.seal(packed)
 
     def add_remote_agent(self, metadata: bytes) -> str:
-        packed, name = nixl_library.unseal(metadata)
+        packed, name = library.unseal(metadata)
         if name == self.name:
             raise ValueError(f"metadata of an agent called {self.name}, as this one is, which knows itself")
         with self._lock:
@@ -186,9 +166,7 @@ class NixlAgent(Agent):
             try:
                 nixl.add_remote_agent(packed)
             except self._errors as error:
-                raise ValueError(
-                    f"NIXL does not connect to {name} or does not take its metadata as undamaged: {error}"
-                ) from None
+                raise TransportError(f"NIXL does not connect to {name}: {error}") from None
             self._peers[name] = _Peer(packed)
             self._lock.notify()
         return name
@@ -229,13 +207,10 @@ class NixlAgent(Agent):
         remote_indices: Sequence[int] | NDArray[np.int64],
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        check_sides(local_xfer_side, remote_xfer_side)
         assert isinstance(local_xfer_side, _Dlist)
         assert isinstance(remote_xfer_side, _Dlist)
         ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
-        local, remote = select(local_xfer_side.descs.rows, ours), select(remote_xfer_side.descs.rows, theirs)
-        check_pairs(operation, local, remote)
-        num_descs = len(run_starts(local, remote))
+        num_descs = len(run_starts(*pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)))
         lists, rows = (
             (local_xfer_side.native, remote_xfer_side.native),
             (ours.astype(np.int32), theirs.astype(np.int32)),
@@ -303,22 +278,16 @@ class NixlAgent(Agent):
     def check_xfer_state(self, handle: XferHandle) -> str:
         assert isinstance(handle, _Xfer)
         with self._lock:
-            if handle.state is None:
-                raise ValueError("the transfer was not posted: call transfer first")
             ended = handle in self._in_flight and self._collect(handle)
         if ended:
             self._wakeup()
-        return handle.state.value
+        return super().check_xfer_state(handle)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        notifs: dict[str, list[bytes]] = {}
         with self._lock:
             if self._nixl is not None:
                 self._take_notifs()
-            while self._notifs:
-                sender, message = self._notifs.popleft()
-                notifs.setdefault(sender, []).append(message)
-        return notifs
+            return super().get_new_notifs()
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         with self._lock:
@@ -369,7 +338,7 @@ class NixlAgent(Agent):
     def _restart(self, reason: str) -> None:
         """A new agent of the library with the same memory and peers."""
         self._destroy(reason)
-        self._nixl = nixl = nixl_library.create(self._api, self.name)
+        self._nixl = nixl = library.create(self._api, self.name)
         for registered in self._registered:
             registered.native = nixl.register_memory(registered.rows, registered.mem_type)
         for name, peer in list(self._peers.items()):
