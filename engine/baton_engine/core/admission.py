@@ -107,17 +107,17 @@ class Admission:
         request = self._queues.waiting.peek()
         assert request is not None
         group = request.group
-        if group is not None and group.is_computing_prompt(step):
+        if group is not None and self._groups.is_computing_prompt(group, step):
             self._groups.wait(self._queues.waiting.pop())
             return True
-        source = group.source(request, step) if group is not None and request.prompt_logprobs is None else None
+        source = self._groups.source(request, step) if request.report.prompt_logprobs is None else None
         return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Starts a request with all blocks its known tokens need; False if it does not fit now."""
         sequence, kv = request.sequences[0], self._kv
         # The last known token is always computed here: it gives the logits. With prompt_logprobs every position does.
-        reads_cache = request.prompt_logprobs is None
+        reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if not self._chunked and num_uncached > step.budget and not step.empty:
@@ -128,7 +128,6 @@ class Admission:
         if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
             return False
         sequence.num_computed_tokens = len(cached) * kv.block_size
-        sequence.num_cached_blocks = len(cached)
         if reads_cache and not request.started:
             kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
         if request.group is not None:
@@ -188,7 +187,6 @@ class Admission:
         if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
             return False
         request.num_computed_tokens = len(cached) * kv.block_size
-        request.num_cached_blocks = len(cached)
         if not request.started:
             kv.count_lookup(request.num_tokens, request.num_computed_tokens)
         self.count_start(request, request)

@@ -1,17 +1,14 @@
-"""The beams of one beam search: sequences that share blocks, run side by side and wait for each other after every token.
-
-The search itself is `beam_search.advance`; here its decisions become requests and blocks.
-"""
+"""Runs beam searches: `beam_search.advance` decides which beams go on, this module turns that into requests and blocks."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable
 
 from baton_engine.core.beam_search import BeamConfig, BeamState, FinishedBeams, advance
 from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request, RequestStatus
+from baton_engine.core.request import Beam, BeamGroup, Request, RequestStatus
+from baton_engine.core.worker_mirror import WorkerMirror
 from baton_engine.protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 _SEPARATOR = "#"
@@ -23,60 +20,46 @@ def root_id(request_id: str) -> str:
     return root if separator and number.isdecimal() else ""
 
 
-class Beam(Request):
-    """One sequence; its id is `<request id>#<number>`."""
+class BeamSearches:
+    def __init__(self, kv: KVCacheManager, worker: WorkerMirror, max_model_len: int) -> None:
+        self._kv = kv
+        self._worker = worker
+        self._max_model_len = max_model_len
 
-    def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
-        super().__init__(core_request, root=root)
-        self.cumulative_logprob = 0.0
-        self.chosen: list[TokenLogprobs] = []
-        """Of the tokens generated here."""
-        self.candidates: list[tuple[int, float]] | None = None
-        """(token id, log-probability), best first, once it has run; it waits until all beams have theirs."""
-
-
-class BeamGroup:
-    def __init__(self, root: Request, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+    def start(self, root: Request, eos_token_ids: frozenset[int]) -> None:
+        """Makes a request the root of a search, with one beam at its prompt."""
         params = root.sampling_params
-        room = max_model_len - root.num_prompt_tokens
+        room = self._max_model_len - root.num_prompt_tokens
         stops = frozenset(params.stop_token_ids)
-        self._root = root
-        self._config = BeamConfig(
+        config = BeamConfig(
             width=params.beam_width,
             max_tokens=min(params.max_tokens, room) if params.max_tokens is not None else room,
             stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
-        self._numbers = itertools.count()
-        self.live: list[Beam] = []
-        self._finished: FinishedBeams[BeamOutput]
-        self.num_blocks_wanted = 0
-        """Once it was preempted: with fewer it would come to the same point, and be preempted there again."""
-        self.restart()
+        root.beams = BeamGroup(config, FinishedBeams(config.width))
+        root.beams.live = [_new_beam(root, root.beams, root.token_ids)]
 
-    def restart(self) -> None:
-        """Back to the prompt: a search without its KV is repeated. It is deterministic, and its beams share blocks again.
+    def restart(self, root: Request) -> None:
+        """Back to the prompt: a search without its KV is repeated. It is deterministic, and its beams share blocks again."""
+        group = _group(root)
+        self.give_up(root)
+        group.finished = FinishedBeams(group.config.width)
+        group.live = [_new_beam(root, group, root.token_ids)]
 
-        The beams so far must have been given up, see `give_up`.
-        """
-        self.live = [self._new_beam(self._root.token_ids)]
-        self._finished = FinishedBeams(self._config.width)
+    def count_blocks_wanted(self, root: Request) -> None:
+        """It is preempted, by recompute: it wants what it has, and a block more for each beam."""
+        group = _group(root)
+        own = {block.block_id for beam in group.live for block in beam.blocks}
+        group.num_blocks_wanted = min(len(own) + len(group.live), self._kv.pool.num_blocks)
 
-    def count_blocks_wanted(self, num_blocks: int) -> None:
-        """It is preempted, by recompute: it wants what it has, and a block more for each beam.
-
-        Args:
-            num_blocks: that there are in all.
-        """
-        own = {block.block_id for beam in self.live for block in beam.blocks}
-        self.num_blocks_wanted = min(len(own) + len(self.live), num_blocks)
-
-    def give_up(self, kv: KVCacheManager) -> list[str]:
-        """Ends all beams and frees their blocks. Returns the ids that the worker is to forget."""
-        forgotten = [request_id for beam in self.live for request_id in _end(beam, kv)]
-        self.live = []
-        return forgotten
+    def give_up(self, root: Request) -> None:
+        """Ends all beams of a search and frees their blocks."""
+        group = _group(root)
+        for beam in group.live:
+            self._end(beam)
+        group.live = []
 
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
         """A beam has run. Raises RuntimeError if the step brought no candidates for it."""
@@ -86,64 +69,60 @@ class BeamGroup:
         beam.num_placeholders = 0
         beam.candidates = logprobs.top
 
-    @property
-    def complete(self) -> bool:
-        """Whether all live beams have their candidates."""
-        return all(beam.candidates is not None for beam in self.live)
-
-    def advance(self, kv: KVCacheManager) -> list[str]:
+    def advance(self, root: Request) -> None:
         """One step of the search: children share their parents' blocks, the first child takes the parent's place.
 
-        Returns:
-            Ids that the worker is to forget. The search is over if no beam lives on.
+        The search is over if no beam lives on.
         """
-        parents = self.live
+        group = _group(root)
+        parents = group.live
+        with_logprobs = root.sampling_params.logprobs is not None
         step = advance(
             [BeamState(beam.cumulative_logprob, beam.num_generated_tokens) for beam in parents],
             [beam.candidates or [] for beam in parents],
-            self._config,
-            self._finished.scores,
+            group.config,
+            group.finished.scores,
         )
         for finished in step.finished:
             parent = parents[finished.parent]
-            self._finished.add(
+            group.finished.add(
                 finished.score,
                 BeamOutput(
-                    token_ids=[*parent.token_ids[self._root.num_arrival_tokens :], finished.token_id],
+                    token_ids=[*parent.token_ids[root.num_arrival_tokens :], finished.token_id],
                     cumulative_logprob=finished.cumulative_logprob,
                     score=finished.score,
                     finish_reason=finished.finish_reason,
                     stop_token_id=finished.token_id if finished.finish_reason is FinishReason.STOP else None,
-                    logprobs=[*parent.chosen, self._chosen(parent, finished.token_id)] if self._reports else None,
+                    logprobs=[*parent.chosen, _chosen(root, parent, finished.token_id)] if with_logprobs else None,
                 ),
             )
         children: list[Beam] = []
         reused: set[int] = set()
         for index, _, _ in step.live:  # before any parent changes
             if index in reused:
-                children.append(self._fork(parents[index], kv))
+                children.append(self._fork(root, group, parents[index]))
             else:
                 reused.add(index)
                 children.append(parents[index])
-        chosen = [self._chosen(parents[index], token_id) for index, token_id, _ in step.live] if self._reports else []
+        chosen = [_chosen(root, parents[index], token_id) for index, token_id, _ in step.live] if with_logprobs else []
         for number, (child, (_, token_id, cumulative_logprob)) in enumerate(zip(children, step.live, strict=True)):
             child.token_ids.append(token_id)
             child.cumulative_logprob = cumulative_logprob
             child.candidates = None
             if chosen:
                 child.chosen.append(chosen[number])
-        self.live = children
-        return [
-            request_id for index, parent in enumerate(parents) if index not in reused for request_id in _end(parent, kv)
-        ]
+        group.live = children
+        for index, parent in enumerate(parents):
+            if index not in reused:
+                self._end(parent)
 
-    def num_blocks_needed(self, beams: Iterable[Request], block_size: int) -> int:
+    def num_blocks_needed(self, beams: Iterable[Request]) -> int:
         """Blocks that one more token for each of `beams` takes: new ones, and copies of those that others hold."""
         num_blocks = 0
         writers: Counter[int] = Counter()
         holders: dict[int, int] = {}
         for beam in beams:
-            slot = beam.num_computed_tokens // block_size
+            slot = beam.num_computed_tokens // self._kv.block_size
             if slot >= len(beam.blocks):
                 num_blocks += 1
             else:
@@ -153,46 +132,44 @@ class BeamGroup:
         # The last one to hold a block writes in place.
         return num_blocks + sum(min(count, holders[block_id] - 1) for block_id, count in writers.items())
 
-    def results(self) -> list[BeamOutput]:
-        """Finished hypotheses, best first."""
-        return list(self._finished)
-
-    @property
-    def _reports(self) -> bool:
-        return self._root.sampling_params.logprobs is not None
-
-    def _chosen(self, parent: Beam, token_id: int) -> TokenLogprobs:
-        candidates = parent.candidates or []
-        rank = next(index for index, (candidate, _) in enumerate(candidates) if candidate == token_id)
-        num_top = self._root.sampling_params.logprobs or 0
-        return TokenLogprobs(token_id, candidates[rank][1], rank + 1, candidates[:num_top])
-
-    def _fork(self, parent: Beam, kv: KVCacheManager) -> Beam:
-        child = self._new_beam(parent.token_ids)
-        kv.fork(parent, child, parent.num_computed_tokens)
+    def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:
+        child = _new_beam(root, group, parent.token_ids)
+        self._kv.fork(parent, child, parent.num_computed_tokens)
         child.num_computed_tokens = parent.num_computed_tokens
         child.chosen = list(parent.chosen)
         child.status = RequestStatus.RUNNING
         return child
 
-    def _new_beam(self, token_ids: list[int]) -> Beam:
-        root = self._root
-        num_prompt = root.num_prompt_tokens
-        return Beam(
-            EngineCoreRequest(
-                request_id=f"{root.request_id}{_SEPARATOR}{next(self._numbers)}",
-                prompt_token_ids=token_ids[:num_prompt],
-                sampling_params=root.sampling_params,
-                generated_token_ids=token_ids[num_prompt:],
-                sample_index=root.sample_index,
-                cache_salt=root.cache_salt,
-                lora_name=root.lora_name,
-            ),
-            root=root,
-        )
+    def _end(self, beam: Beam) -> None:
+        self._kv.free(beam)
+        beam.status = RequestStatus.FINISHED
+        self._worker.forget(beam)
 
 
-def _end(beam: Beam, kv: KVCacheManager) -> list[str]:
-    kv.free(beam)
-    beam.status = RequestStatus.FINISHED
-    return [beam.request_id] if beam.in_worker else []
+def _group(root: Request) -> BeamGroup:
+    assert root.beams is not None
+    return root.beams
+
+
+def _chosen(root: Request, parent: Beam, token_id: int) -> TokenLogprobs:
+    candidates = parent.candidates or []
+    rank = next(index for index, (candidate, _) in enumerate(candidates) if candidate == token_id)
+    num_top = root.sampling_params.logprobs or 0
+    return TokenLogprobs(token_id, candidates[rank][1], rank + 1, candidates[:num_top])
+
+
+def _new_beam(root: Request, group: BeamGroup, token_ids: list[int]) -> Beam:
+    number, group.num_started = group.num_started, group.num_started + 1
+    num_prompt = root.num_prompt_tokens
+    return Beam(
+        EngineCoreRequest(
+            request_id=f"{root.request_id}{_SEPARATOR}{number}",
+            prompt_token_ids=token_ids[:num_prompt],
+            sampling_params=root.sampling_params,
+            generated_token_ids=token_ids[num_prompt:],
+            sample_index=root.sample_index,
+            cache_salt=root.cache_salt,
+            lora_name=root.lora_name,
+        ),
+        root=root,
+    )

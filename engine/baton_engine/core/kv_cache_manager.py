@@ -1,8 +1,8 @@
 """Gives requests their KV blocks: prefix-cache lookup, allocation, caching of completed blocks, copy-on-write, swapping, restoring
 evicted blocks from the offload tier.
 
-A request's blocks are on the request (`Request.blocks`, `Request.swapped_blocks`); nobody but this manager changes these lists.
-The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes. A block
+A request's blocks are on the request (`KVSequence.blocks`, `KVSequence.swapped_blocks`); only this manager changes these
+lists. The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes. A block
 must not be overwritten before it was read, so within one step nothing is swapped out after it was made writable, nothing is
 swapped in after blocks were freed that a copy reads or writes, and nothing is swapped out after something was swapped in.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton_engine.core.block_pool import Block, BlockPool
+from baton_engine.core.kv_sequence import KVSequence
 from baton_engine.core.offload import OffloadedBlock, OffloadTier
-from baton_engine.core.request import Request
 from baton_engine.core.step import BlockCopy
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
@@ -115,7 +115,7 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def block_hashes(self, request: Request) -> list[BlockHash]:
+    def block_hashes(self, request: KVSequence) -> list[BlockHash]:
         """Chained hashes of the full blocks of the request's known tokens; extended as tokens come."""
         hashes, size = request.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._root(request)
@@ -124,7 +124,7 @@ class KVCacheManager:
             hashes.append(parent)
         return hashes
 
-    def block_hashes_until(self, request: Request, num_tokens: int) -> list[BlockHash]:
+    def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
         """Hashes of the blocks that hold the first `num_tokens` tokens, a partial last one included."""
         num_full, rest = divmod(num_tokens, self.block_size)
         hashes = self.block_hashes(request)[:num_full]
@@ -133,7 +133,7 @@ class KVCacheManager:
             hashes.append(hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens]))
         return hashes
 
-    def find_cached_prefix(self, request: Request, max_tokens: int) -> list[CachedBlock]:
+    def find_cached_prefix(self, request: KVSequence, max_tokens: int) -> list[CachedBlock]:
         """Cached blocks that hold the request's first tokens, `max_tokens` at most. Takes none of them: `allocate` does."""
         blocks: list[CachedBlock] = []
         if self.enable_prefix_caching:
@@ -147,7 +147,7 @@ class KVCacheManager:
         return blocks
 
     def allocate(
-        self, request: Request, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
+        self, request: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
     ) -> list[int] | None:
         """Gives `request` the blocks its first `num_tokens` tokens need, `cached` ones first.
 
@@ -169,9 +169,11 @@ class KVCacheManager:
         added = self._restore(cached) if num_restored else on_device
         added += self.pool.allocate(num_new)
         request.blocks.extend(added)
+        if cached:
+            request.num_cached_blocks = len(cached)
         return [block.block_id for block in added]
 
-    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+    def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
         """Lets `child` share the blocks that hold the parent's first `num_tokens` tokens, which are the child's, too.
 
         A partial last block is shared as well. It may hold, or come to hold, tokens of the parent behind `num_tokens`: no
@@ -195,7 +197,7 @@ class KVCacheManager:
         child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
         self.pool.touch(child.blocks)
 
-    def make_writable(self, request: Request, start: int, end: int) -> list[BlockCopy] | None:
+    def make_writable(self, request: KVSequence, start: int, end: int) -> list[BlockCopy] | None:
         """Copy-on-write: afterwards `request` alone holds the blocks of positions [start, end), and they are not findable.
 
         A block that others hold is replaced by a new one in `request.blocks` and copied whole; the others keep the old
@@ -226,7 +228,7 @@ class KVCacheManager:
         self.pool.evict(request.blocks[first:last])
         return copies
 
-    def swap_out(self, requests: Sequence[Request]) -> list[BlockCopy] | None:
+    def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
         """Moves all blocks of these requests to host memory, a block that several of them share once.
 
         On the device their blocks are freed as `free` does: full cached ones stay findable until they are handed out again, and
@@ -250,7 +252,7 @@ class KVCacheManager:
             request.swapped_blocks = host_blocks
         return copies
 
-    def swap_in(self, requests: Sequence[Request], *, keep_free: int = 0) -> list[BlockCopy] | None:
+    def swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> list[BlockCopy] | None:
         """Moves all blocks of these requests back to the device; what they share on the host they share there.
 
         The new blocks are not in the prefix cache until `cache_blocks` offers them again. Host blocks that swapped requests outside
@@ -280,7 +282,7 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             self.stats.count(num_tokens, num_hits)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+    def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
         """Makes the full blocks findable whose tokens have been computed, or proved after a load."""
         if not self.enable_prefix_caching:
             return
@@ -298,7 +300,7 @@ class KVCacheManager:
             parent = hashes[first_new - 1] if first_new else self._root(request)
             self._events.append(BlocksStored(hashes[first_new:num_full], parent, self.block_size))
 
-    def free(self, request: Request) -> None:
+    def free(self, request: KVSequence) -> None:
         """Takes all blocks away, on the device and on the host; idempotent."""
         self._free_device_blocks(request)
         self._free_host_blocks(request)
@@ -336,16 +338,16 @@ class KVCacheManager:
         """Taking nothing is always possible, even if fewer than `keep_free` blocks are free."""
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
-    def _free_device_blocks(self, request: Request) -> None:
+    def _free_device_blocks(self, request: KVSequence) -> None:
         blocks, request.blocks = request.blocks, []
         request.num_cached_blocks = 0
         self.pool.free(blocks)
 
-    def _free_host_blocks(self, request: Request) -> None:
+    def _free_host_blocks(self, request: KVSequence) -> None:
         blocks, request.swapped_blocks = request.swapped_blocks, []
         self.swap_pool.free(blocks)
 
-    def _root(self, request: Request) -> BlockHash:
+    def _root(self, request: KVSequence) -> BlockHash:
         return root_hash(self._model_key, request.cache_salt, request.lora_name)
 
 
@@ -379,7 +381,7 @@ class SlotUse(NamedTuple):
         return 1.0 - self.used / self.allocated if self.allocated else 0.0
 
 
-def count_slots(requests: Iterable[Request], block_size: int) -> SlotUse:
+def count_slots(requests: Iterable[KVSequence], block_size: int) -> SlotUse:
     """Measures memory waste over live requests; O(blocks), so for benchmarks rather than for every step."""
     used_of: dict[int, int] = {}
     for request in requests:

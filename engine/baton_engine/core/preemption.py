@@ -10,12 +10,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
+from baton_engine.core.beam_group import BeamSearches
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.request import Order, Request, RequestStatus
 from baton_engine.core.request_outputs import RequestOutputs
 from baton_engine.core.request_queue import RequestQueue, RunningRequests
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.step_builder import StepBuilder
+from baton_engine.core.worker_mirror import WorkerMirror
 from baton_engine.protocol.messages import EngineCoreEventType
 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -30,15 +32,15 @@ class Preemptor:
         loaded: RequestQueue,
         outputs: RequestOutputs,
         counters: EngineStats,
+        worker: WorkerMirror,
+        beams: BeamSearches,
         *,
-        forget: Callable[[Request], None],
         requeue: Callable[[Request], None],
         max_num_seqs: int,
         can_swap: bool,
     ) -> None:
         """
         Args:
-            forget: tells the worker to forget a sequence.
             requeue: lets a request that lost its KV queue again.
         """
         if mode not in PREEMPTION_MODES:
@@ -49,7 +51,8 @@ class Preemptor:
         self._loaded = loaded
         self._outputs = outputs
         self._counters = counters
-        self._forget = forget
+        self._worker = worker
+        self._beams = beams
         self._requeue = requeue
         self._max_num_seqs = max_num_seqs
         self.swapped: list[list[Request]] = []
@@ -107,11 +110,8 @@ class Preemptor:
         """A running request loses its KV and queues again."""
         self._running.discard(request)
         if request.beams is not None:
-            request.beams.count_blocks_wanted(self._kv.pool.num_blocks)
-            for beam in request.beams.live:
-                self._forget(beam)
-            request.beams.give_up(self._kv)
-            request.beams.restart()
+            self._beams.count_blocks_wanted(request)
+            self._beams.restart(request)
         self.drop_kv(request)
         self._count(request)
         self._requeue(request)
@@ -121,8 +121,7 @@ class Preemptor:
         units, self.swapped = self.swapped, []
         for request in (request for unit in units for request in unit):
             if request.beams is not None:
-                request.beams.give_up(self._kv)
-                request.beams.restart()
+                self._beams.restart(request)
             self.drop_kv(request)
             self._requeue(request)
 
@@ -130,7 +129,7 @@ class Preemptor:
         """Frees the request's blocks, wherever they are: it will be computed again."""
         self._kv.free(request)
         request.num_computed_tokens = 0
-        self._forget(request)
+        self._worker.forget(request)
 
     def discard(self, request: Request) -> None:
         """A swapped request has ended."""
@@ -188,7 +187,7 @@ class Preemptor:
         for sequence in sequences:
             sequence.status = RequestStatus.SWAPPED
             sequence.num_preemptions += sequence.root is not None
-            self._forget(sequence)
+            self._worker.forget(sequence)
         for member in members:
             self._running.discard(member)
             member.status = RequestStatus.SWAPPED

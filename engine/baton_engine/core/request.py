@@ -1,15 +1,21 @@
-"""A request inside the engine: one sequence, or the root of a beam search whose beams are sequences of their own."""
+"""A request inside the engine, its beams and its sample group: plain data.
+
+Each part has one writer: block fields the KV cache manager (`KVSequence`), `worker` the `WorkerMirror`, `report` the
+`RequestOutputs`. The scheduler and its collaborators write the rest.
+"""
 
 from __future__ import annotations
 
 import enum
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton_engine.core.block_pool import Block
-from baton_engine.protocol.block_hash import BlockHash
+from baton_engine.core.beam_search import BeamConfig, FinishedBeams
+from baton_engine.core.kv_sequence import KVSequence
 from baton_engine.protocol.messages import (
+    BeamOutput,
     EngineCoreEvent,
     EngineCoreRequest,
     KVSide,
@@ -19,8 +25,6 @@ from baton_engine.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from baton_engine.core.beam_group import BeamGroup
-    from baton_engine.core.sample_group import SampleGroup
     from baton_engine.core.structured_output import Grammar
 
 Order = tuple[int, float, int, int]
@@ -46,23 +50,48 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-class Request:
-    """Written by the scheduler; `blocks`, `swapped_blocks` and the hash fields by the KV cache manager."""
+@dataclass(slots=True)
+class WorkerState:
+    """What the worker has of a sequence."""
+
+    is_known: bool = False
+    """The worker has its tokens and block table."""
+    num_tokens: int = 0
+    """Tokens the worker was given when it took the sequence in."""
+    num_blocks: int = 0
+    """Leading blocks whose ids the worker has."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What the next output for the client carries besides its tokens."""
+
+    has_output: bool = False
+    """An output has been sent."""
+    events: list[EngineCoreEvent] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """None: not requested, or sent."""
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+
+
+class Request(KVSequence):
+    """One sequence, or the root of a beam search whose beams are sequences of their own."""
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
         """
         Args:
             root: of the beam search that this sequence is a beam of.
         """
-        self.request_id = core_request.request_id
+        super().__init__(
+            core_request.request_id,
+            [*core_request.prompt_token_ids, *core_request.generated_token_ids],
+            core_request.cache_salt,
+            core_request.lora_name,
+        )
         self.sampling_params = core_request.sampling_params
         self.sample_index = core_request.sample_index
-        self.cache_salt = core_request.cache_salt
-        self.lora_name = core_request.lora_name
         self.kv_transfer = core_request.kv_transfer
         self.root = root
-        self.token_ids = [*core_request.prompt_token_ids, *core_request.generated_token_ids]
-        """All known tokens: prompt, then generated."""
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.num_arrival_tokens = len(self.token_ids)
         """Known when the request came; what a KV transfer covers."""
@@ -74,47 +103,26 @@ class Request:
         """Set for the root of a beam search: it runs nothing itself."""
 
         self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        """Leading tokens whose KV is in `blocks` once all steps scheduled so far have run."""
         self.num_placeholders = 0
         """Tokens that steps in flight sample: they follow token_ids, and only the worker knows them."""
         self.num_in_flight = 0
         """Steps in flight that run tokens of it."""
         self.num_preemptions = 0
         """Tells a step that comes back whether the KV it wrote is still in `blocks`."""
-        self.in_worker = False
-        """The worker has its tokens and block table."""
-        self.num_worker_tokens = 0
-        """Tokens the worker was given when it took the request in."""
-        self.num_worker_blocks = 0
-        """Leading blocks whose ids the worker has."""
-
         self.prefill_result: PrefillResult | None = None
         self.grammar: Grammar | None = None
         self.num_grammar_tokens = 0
         """Generated tokens the grammar has accepted."""
 
+        self.started = False
+        """Has had blocks; its prompt is in the counters."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache, or shared with another sample, when it first started."""
         self.num_remote_tokens = 0
         """Prompt tokens whose KV came from the peer."""
-        self.started = False
-        """Has had blocks; its prompt is in the counters."""
-        self.has_output = False
-        self.events: list[EngineCoreEvent] = []
-        """Not told yet; so are the next two."""
-        self.prompt_logprobs: list[TokenLogprobs] | None = (
-            [] if core_request.sampling_params.prompt_logprobs is not None else None
-        )
-        """None: not asked for, or told."""
-        self.routed_experts: list[RoutedExperts] = []
 
-        self.blocks: list[Block] = []
-        self.swapped_blocks: list[Block] = []
-        """Host blocks with its KV while it is swapped out."""
-        self.block_hashes: list[BlockHash] = []
-        self.num_cached_blocks = 0
-        """Leading blocks already offered to the prefix cache."""
+        self.worker = WorkerState()
+        self.report = Report(prompt_logprobs=[] if self.sampling_params.prompt_logprobs is not None else None)
 
     @property
     def num_tokens(self) -> int:
@@ -136,10 +144,6 @@ class Request:
         return self.sampling_params.beam_width or 1
 
     @property
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
-
-    @property
     def produces(self) -> bool:
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.PRODUCE
 
@@ -156,16 +160,52 @@ class Request:
         """What holds its KV: itself, or its beams."""
         return [self] if self.beams is None else self.beams.live
 
-    def may_run_ahead(self, max_model_len: int) -> bool:
-        """Whether a token may be computed before the one in front of it is known: lengths allow it, nothing else needs it."""
-        params = self.sampling_params
-        num_tokens = len(self.token_ids) + self.num_placeholders
-        return (
-            num_tokens < max_model_len
-            and (params.max_tokens is None or num_tokens - self.num_prompt_tokens < params.max_tokens)
-            and self.grammar is None
-            and self.kv_transfer is None
-        )
-
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+
+
+class Beam(Request):
+    """One sequence of a beam search; its id is `<request id>#<number>`."""
+
+    def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
+        super().__init__(core_request, root=root)
+        self.cumulative_logprob = 0.0
+        self.chosen: list[TokenLogprobs] = []
+        """Of the tokens generated here."""
+        self.candidates: list[tuple[int, float]] | None = None
+        """(token id, log-probability), best first, once it has run; it waits until all beams have theirs."""
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of one search: they share blocks, run side by side and wait for each other after every token."""
+
+    config: BeamConfig
+    finished: FinishedBeams[BeamOutput]
+    live: list[Beam] = field(default_factory=list)
+    num_started: int = 0
+    """Beams so far; the next one's number."""
+    num_blocks_wanted: int = 0
+    """After a preemption: free blocks required before the search is resumed."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all live beams have their candidates."""
+        return all(beam.candidates is not None for beam in self.live)
+
+
+@dataclass(slots=True, eq=False)
+class SampleGroup:
+    """The unfinished requests for samples of one prompt."""
+
+    group_id: str
+    order: Order
+    """Of its first request."""
+    prompt_token_ids: list[int]
+    cache_key: tuple[str, str]
+    """(cache_salt, lora_name)."""
+    members: dict[str, Request] = field(default_factory=dict)
+    leader: Request | None = None
+    """Was admitted to compute the prompt."""
+    waiting: list[Request] = field(default_factory=list)
+    """For the leader."""

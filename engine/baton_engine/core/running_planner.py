@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton_engine.core.beam_group import BeamSearches
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.preemption import Preemptor
 from baton_engine.core.request import Request
@@ -23,6 +24,7 @@ class RunningPlanner:
         running: RunningRequests,
         waiting: RequestQueue,
         preemptor: Preemptor,
+        beams: BeamSearches,
         *,
         max_model_len: int,
         runs_ahead: bool,
@@ -39,6 +41,7 @@ class RunningPlanner:
         self._running = running
         self._waiting = waiting
         self._preemptor = preemptor
+        self._beams = beams
         self._max_model_len = max_model_len
         self._runs_ahead = runs_ahead
         self._long_prefill_threshold = long_prefill_threshold
@@ -80,7 +83,18 @@ class RunningPlanner:
 
     def _may_follow(self, request: Request) -> bool:
         """Whether a request can be in one more step while others of it are in flight."""
-        return self._runs_ahead and (not request.num_placeholders or request.may_run_ahead(self._max_model_len))
+        return self._runs_ahead and (not request.num_placeholders or self._may_run_ahead(request))
+
+    def _may_run_ahead(self, request: Request) -> bool:
+        """Whether a token may be computed before the one in front of it is known: lengths allow it, nothing else needs it."""
+        max_tokens = request.sampling_params.max_tokens
+        num_tokens = len(request.token_ids) + request.num_placeholders
+        return (
+            num_tokens < self._max_model_len
+            and (max_tokens is None or num_tokens - request.num_prompt_tokens < max_tokens)
+            and request.grammar is None
+            and request.kv_transfer is None
+        )
 
     def _shorter_ones_wait(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens
@@ -113,7 +127,7 @@ class RunningPlanner:
             return True
         beams = beams[: step.budget]
         # All or none: a search is preempted as a whole, and nothing of it may be in the step then.
-        while group.num_blocks_needed(beams, self._kv.block_size) > self._kv.num_free_blocks:
+        while self._beams.num_blocks_needed(beams) > self._kv.num_free_blocks:
             victim = self._preemptor.find_victim(index)
             assert victim is not None
             if victim is root and self._preemptor.take_from_loaded(root, step):

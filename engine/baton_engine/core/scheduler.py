@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from baton_engine.core.admission import Admission
-from baton_engine.core.beam_group import BeamGroup, root_id
+from baton_engine.core.beam_group import BeamSearches, root_id
 from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
@@ -34,6 +34,7 @@ from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOu
 from baton_engine.core.step_builder import ScheduledRange, StepBuilder
 from baton_engine.core.step_results import StepResults
 from baton_engine.core.stop_rules import StopRules
+from baton_engine.core.worker_mirror import WorkerMirror
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import (
     EngineCoreEventType,
@@ -106,7 +107,8 @@ class Scheduler:
         """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
 
         self._stop_rules = StopRules(eos_token_ids, max_model_len)
-        self._send_token_ids = send_token_ids
+        self._worker = WorkerMirror(send_token_ids=send_token_ids)
+        self._beams = BeamSearches(kv, self._worker, max_model_len)
         self._counters = EngineStats()
         self._outputs = RequestOutputs()
         self._groups = SampleGroups()
@@ -118,7 +120,8 @@ class Scheduler:
             self.queues.loaded,
             self._outputs,
             self._counters,
-            forget=self._forget,
+            self._worker,
+            self._beams,
             requeue=self._requeue,
             max_num_seqs=self.max_num_seqs,
             can_swap=num_swap_blocks > 0,
@@ -128,6 +131,7 @@ class Scheduler:
             self.running,
             self.queues.waiting,
             self._preemptor,
+            self._beams,
             max_model_len=max_model_len,
             # A placeholder stands for a token that only the worker knows: it cannot be sent.
             runs_ahead=config.async_scheduling and not send_token_ids,
@@ -163,16 +167,16 @@ class Scheduler:
             self._outputs,
             self._counters,
             self._stop_rules,
+            self._worker,
+            self._beams,
             end=self._end,
             finish=self._finish,
-            forget_ids=self._forget_ids,
             resume_queueing=self._resume_queueing,
         )
         self._awaiting_steps: dict[str, Request] = {}
         """Preempted; they queue again when their steps in flight have come back."""
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
-        self._forgotten_ids: list[str] = []
 
     # Requests come and go
 
@@ -197,7 +201,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._outputs.event(request, EngineCoreEventType.QUEUED)
         if request.sampling_params.beam_width:
-            request.beams = BeamGroup(request, self._stop_rules.eos_token_ids, self.max_model_len)
+            self._beams.start(request, self._stop_rules.eos_token_ids)
         early_result = self._remote_prefill.take_early(request.request_id)
         if request.consumes:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KV
@@ -245,7 +249,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """What to run now. Running requests first, then swapped ones, then queued ones while budget, places and memory last."""
-        step = StepBuilder(self.kv, self._num_steps, self.max_num_batched_tokens, send_token_ids=self._send_token_ids)
+        step = StepBuilder(self.kv, self._worker, self._num_steps, self.max_num_batched_tokens)
         self._num_steps += 1
         moved = self._end_waits()
         if self.pause_state is not PauseState.PAUSED_ALL:
@@ -262,7 +266,7 @@ class Scheduler:
         if step.ranges:
             self._in_flight[output.step_id] = step.ranges
         if output.reaches_model_runner:  # the others do not
-            output.finished_request_ids, self._forgotten_ids = self._forgotten_ids, []
+            output.finished_request_ids = self._worker.take_forgotten_ids()
         output.connector = self.handoff.take_metadata()
         self.made_progress = bool(output.reaches_model_runner or output.connector or step.num_preempted or moved)
         return output
@@ -295,7 +299,7 @@ class Scheduler:
 
         The rest of the step counts as done: workers apply it once, in the step that failed or as `step.without_tokens()`.
         """
-        self._results.discard(self._in_flight.pop(step.step_id, []), self._forget)
+        self._results.discard(self._in_flight.pop(step.step_id, []))
         self.handoff.take_back(step.connector.saves)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
@@ -406,19 +410,10 @@ class Scheduler:
         else:
             self._enqueue(request)
 
-    def _forget(self, request: Request) -> None:
-        """The worker is to forget a sequence, if it knows it."""
-        if request.in_worker:
-            self._forgotten_ids.append(request.request_id)
-            request.in_worker = False
-
     def _resume_queueing(self, request: Request) -> None:
         """The last step in flight of a preempted request has come back."""
         del self._awaiting_steps[request.request_id]
         self._enqueue(request)
-
-    def _forget_ids(self, request_ids: Iterable[str]) -> None:
-        self._forgotten_ids += request_ids
 
     # How requests end
 
@@ -458,8 +453,8 @@ class Scheduler:
         if request.group is not None:
             self._groups.leave(request)
         if request.beams is not None:
-            self._forgotten_ids += request.beams.give_up(self.kv)
-        self._forget(request)
+            self._beams.give_up(request)
+        self._worker.forget(request)
         if request.consumes:
             self._remote_prefill.forget(request_id)
         self.handoff.release(request, aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.request import Request
-from baton_engine.core.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.core.step import BlockCopy, SchedulerOutput
+from baton_engine.core.worker_mirror import WorkerMirror
 
 
 class ScheduledRange(NamedTuple):
@@ -21,11 +22,10 @@ class ScheduledRange(NamedTuple):
 
 
 class StepBuilder:
-    def __init__(self, kv: KVCacheManager, step_id: int, budget: int, *, send_token_ids: bool) -> None:
+    def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
         """
         Args:
             budget: tokens the step may run.
-            send_token_ids: workers do not know what was sampled.
         """
         self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
         self.ranges: list[ScheduledRange] = []
@@ -33,8 +33,8 @@ class StepBuilder:
         self.num_preempted = 0
         """Requests preempted for this step; what that freed is for those that run: nobody is admitted."""
         self._kv = kv
+        self._worker = worker
         self._block_size = kv.block_size
-        self._send_token_ids = send_token_ids
 
     @property
     def empty(self) -> bool:
@@ -67,41 +67,14 @@ class StepBuilder:
         output = self.output
         start = request.num_computed_tokens
         end = start + num_tokens
-        total = len(request.token_ids) + request.num_placeholders
-        request.num_computed_tokens = end
-        request.num_in_flight += 1
-        samples = end == total
-        if samples:
-            request.num_placeholders += 1
-        self.budget -= num_tokens
-        self.ranges.append(ScheduledRange(request, start, end, samples, request.num_preemptions))
+        samples = end == len(request.token_ids) + request.num_placeholders
+        self._worker.send(output, request, start, end, copies)
         output.num_scheduled_tokens[request.request_id] = num_tokens
         if copies:
             output.block_copies += copies
-        blocks = request.blocks
-        if request.in_worker:
-            new_block_ids: list[int] = []
-            if request.num_worker_blocks < len(blocks):
-                new_block_ids = [block.block_id for block in blocks[request.num_worker_blocks :]]
-            cached = CachedRequestData(request.request_id, new_block_ids, start)
-            if copies:
-                cached.replaced_blocks = copies
-            if end > request.num_worker_tokens and (self._send_token_ids or request.root is not None):
-                cached.new_token_ids = request.token_ids[start:end]
-            output.cached_requests.append(cached)
-        else:
-            request.in_worker = True
-            request.num_worker_tokens = total
-            num_prompt = request.num_prompt_tokens
-            output.new_requests.append(
-                NewRequestData(
-                    request_id=request.request_id,
-                    prompt_token_ids=request.token_ids[:num_prompt],
-                    generated_token_ids=request.token_ids[num_prompt:],
-                    sampling_params=request.sampling_params,
-                    sample_index=request.sample_index,
-                    block_ids=request.block_ids,
-                    num_computed_tokens=start,
-                )
-            )
-        request.num_worker_blocks = len(blocks)
+        self.ranges.append(ScheduledRange(request, start, end, samples, request.num_preemptions))
+        self.budget -= num_tokens
+        request.num_computed_tokens = end
+        request.num_in_flight += 1
+        if samples:
+            request.num_placeholders += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from baton_engine.core.beam_group import BeamSearches
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.request import Request, RequestStatus
 from baton_engine.core.request_outputs import RequestOutputs
@@ -11,6 +12,7 @@ from baton_engine.core.stats import EngineStats
 from baton_engine.core.step import ModelRunnerOutput
 from baton_engine.core.step_builder import ScheduledRange
 from baton_engine.core.stop_rules import StopRules
+from baton_engine.core.worker_mirror import WorkerMirror
 from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
@@ -21,17 +23,17 @@ class StepResults:
         outputs: RequestOutputs,
         counters: EngineStats,
         stop_rules: StopRules,
+        worker: WorkerMirror,
+        beams: BeamSearches,
         *,
         end: Callable[[Request, FinishReason], None],
         finish: Callable[[Request, FinishReason, ErrorCode | None, str], None],
-        forget_ids: Callable[[Iterable[str]], None],
         resume_queueing: Callable[[Request], None],
     ) -> None:
         """
         Args:
             end: frees everything of a request whose last output has been told.
             finish: tells a last output without tokens, and ends the request.
-            forget_ids: tells the worker to forget sequences.
             resume_queueing: a request that was preempted in flight has no more steps in flight.
         """
         self._kv = kv
@@ -40,7 +42,8 @@ class StepResults:
         self._stop_rules = stop_rules
         self._end = end
         self._finish = finish
-        self._forget_ids = forget_ids
+        self._worker = worker
+        self._beams = beams
         self._resume_queueing = resume_queueing
 
     def take(self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput) -> None:
@@ -78,12 +81,11 @@ class StepResults:
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
                 self._resume_queueing(request)
 
-    def discard(self, ranges: Sequence[ScheduledRange], forget: Callable[[Request], None]) -> None:
+    def discard(self, ranges: Sequence[ScheduledRange]) -> None:
         """The tokens of a step have not run: they are to be scheduled again.
 
         Args:
             ranges: what the step was to run.
-            forget: tells the worker to forget a sequence. It may not have seen the blocks that the step gave to it.
         """
         for entry in ranges:
             request = entry.request
@@ -91,7 +93,7 @@ class StepResults:
             request.num_placeholders -= entry.samples
             if request.status is RequestStatus.FINISHED:
                 continue
-            forget(request)
+            self._worker.forget(request)  # it may not have seen the blocks that the step gave to the sequence
             # A request that was preempted for others meanwhile may have nothing left that is computed.
             request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
@@ -102,10 +104,10 @@ class StepResults:
         group = root.beams
         if group is None or not group.complete:
             return
-        self._forget_ids(group.advance(self._kv))
+        self._beams.advance(root)
         if group.live:
             return
-        beams = group.results()
+        beams = list(group.finished)
         if not beams:
             self._finish(root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam")
             return
@@ -150,7 +152,6 @@ class StepResults:
             self._end(request, reason)
 
     def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> None:
-        assert root.beams is not None
-        root.beams.report(beam, logprobs)
+        self._beams.report(beam, logprobs)
         if root.status is RequestStatus.RUNNING:  # a swapped search goes on when it is back
             self.advance_beams(root)

@@ -1,0 +1,66 @@
+"""What the worker knows of each sequence, so that a step carries only what is new to it."""
+
+from __future__ import annotations
+
+from baton_engine.core.request import Request
+from baton_engine.core.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class WorkerMirror:
+    """The only writer of `Request.worker`."""
+
+    def __init__(self, *, send_token_ids: bool) -> None:
+        """
+        Args:
+            send_token_ids: not all workers know what was sampled (pipeline stages): sampled tokens are sent with the next step.
+        """
+        self._send_token_ids = send_token_ids
+        self.forgotten_ids: list[str] = []
+        """Sequences that the next step tells the worker to forget."""
+
+    def send(
+        self, output: SchedulerOutput, sequence: Request, start: int, end: int, copies: list[BlockCopy] | None
+    ) -> None:
+        """Adds to a step what the worker lacks to run positions [start, end) of a sequence.
+
+        Args:
+            copies: made in this step for blocks of the sequence.
+        """
+        state, blocks = sequence.worker, sequence.blocks
+        if state.is_known:
+            new_block_ids: list[int] = []
+            if state.num_blocks < len(blocks):
+                new_block_ids = [block.block_id for block in blocks[state.num_blocks :]]
+            cached = CachedRequestData(sequence.request_id, new_block_ids, start)
+            if copies:
+                cached.replaced_blocks = copies
+            if end > state.num_tokens and (self._send_token_ids or sequence.root is not None):
+                cached.new_token_ids = sequence.token_ids[start:end]
+            output.cached_requests.append(cached)
+        else:
+            state.is_known = True
+            state.num_tokens = len(sequence.token_ids) + sequence.num_placeholders
+            num_prompt = sequence.num_prompt_tokens
+            output.new_requests.append(
+                NewRequestData(
+                    request_id=sequence.request_id,
+                    prompt_token_ids=sequence.token_ids[:num_prompt],
+                    generated_token_ids=sequence.token_ids[num_prompt:],
+                    sampling_params=sequence.sampling_params,
+                    sample_index=sequence.sample_index,
+                    block_ids=sequence.block_ids,
+                    num_computed_tokens=start,
+                )
+            )
+        state.num_blocks = len(blocks)
+
+    def forget(self, sequence: Request) -> None:
+        """The worker is to forget a sequence, if it knows it."""
+        if sequence.worker.is_known:
+            self.forgotten_ids.append(sequence.request_id)
+            sequence.worker.is_known = False
+
+    def take_forgotten_ids(self) -> list[str]:
+        """Return the sequences to forget since the last call."""
+        forgotten_ids, self.forgotten_ids = self.forgotten_ids, []
+        return forgotten_ids
