@@ -2,8 +2,8 @@
 evicted blocks from the offload tier.
 
 A request's blocks are on the request (`KVSequence.blocks`, `KVSequence.swapped_blocks`); only this manager changes these
-lists. The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes. A block
-must not be overwritten before it was read, so within one step nothing is swapped out after it was made writable, nothing is
+lists. The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes.
+A block must not be overwritten before it was read, so within one step nothing is swapped out after it was made writable, nothing is
 swapped in after blocks were freed that a copy reads or writes, and nothing is swapped out after something was swapped in.
 """
 

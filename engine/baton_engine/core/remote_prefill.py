@@ -7,13 +7,14 @@ arrive is computed here, unless the policy says to fail.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
+from baton_engine.core.decisions import Finished, Queued
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
 from baton_engine.core.request import Request, RequestStatus
 from baton_engine.core.request_queue import WaitingRequests
 from baton_engine.core.stats import EngineStats
+from baton_engine.core.stop_rules import StopRules
 from baton_engine.protocol.messages import ErrorCode, FinishReason, PrefillResult
 
 EARLY_RESULTS_KEPT = 1024
@@ -26,29 +27,16 @@ class RemotePrefill:
         handoff: KVHandoff,
         queues: WaitingRequests,
         counters: EngineStats,
+        stop_rules: StopRules,
         *,
         fail_on_load_error: bool,
-        drop_kv: Callable[[Request], None],
-        enqueue: Callable[[Request], None],
-        stop_reason: Callable[[Request], FinishReason | None],
-        finish: Callable[[Request, FinishReason, ErrorCode | None, str], None],
     ) -> None:
-        """
-        Args:
-            drop_kv: frees a request's blocks, to be computed again.
-            enqueue: lets a request run here, with the blocks it has.
-            stop_reason: whether the last known token ends a request.
-            finish: ends a request: why, and what failed.
-        """
         self._kv = kv
         self._handoff = handoff
         self._queues = queues
         self._counters = counters
+        self._stop_rules = stop_rules
         self._fail_on_load_error = fail_on_load_error
-        self._drop_kv = drop_kv
-        self._enqueue = enqueue
-        self._stop_reason = stop_reason
-        self._finish = finish
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
         """Of requests not seen yet; None marks a request that has ended, whose late result must not reach a namesake."""
 
@@ -65,10 +53,10 @@ class RemotePrefill:
         """The request has ended, or was refused: its result, come or to come, must not reach a later request of the same id."""
         self._remember(request_id, None)
 
-    def add_result(self, request: Request, result: PrefillResult) -> None:
+    def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
         """The prefill leg of `request` ended: its first token, or why there is none."""
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV or request.prefill_result is not None:
-            return
+            return None
         request.prefill_result = result
         waiting_to_load = self._queues.waiting_to_load
         if request in waiting_to_load:
@@ -78,23 +66,22 @@ class RemotePrefill:
                 request.kv_transfer = None
                 num_cached = len(self._kv.find_cached_prefix(request, request.num_arrival_tokens)) * self._kv.block_size
                 self._counters.kv_transfer_recomputed_tokens += request.num_arrival_tokens - num_cached
-                self._enqueue(request)
-            return
+                return Queued(request)
+            return None
         if result.error:
             self._handoff.cancel_load(request)
-        self.end_load_if_ready(request)
+        return self.end_load_if_ready(request)
 
-    def end_load_if_ready(self, request: Request) -> None:
+    def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
         """Lets a request go on once both its load and its prefill leg have ended."""
         result, prefill = self._handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
-            return
+            return None
         num_cached = request.num_computed_tokens
         num_proved = min(num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens)
         if num_proved < request.num_arrival_tokens and self._fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
-            self._finish(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
-            return
+            return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
         self._handoff.end_load(request)
         del self._queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off is over
@@ -105,14 +92,14 @@ class RemotePrefill:
         # Without a first token the last known one is computed here: it gives the logits.
         request.num_computed_tokens = min(num_proved, request.num_tokens - 1)
         if request.num_computed_tokens < num_cached:  # it would be written into a block that others hold, too
-            self._drop_kv(request)
+            self._kv.free(request)
+            request.num_computed_tokens = 0
         else:
             self._kv.cache_blocks(request, request.num_computed_tokens)
-            reason = self._stop_reason(request) if prefill.token_ids else None
+            reason = self._stop_rules.reason(request) if prefill.token_ids else None
             if reason is not None:
-                self._finish(request, reason, None, "")
-                return
-        self._enqueue(request)
+                return Finished.without_token(request, reason)
+        return Queued(request)
 
     def _remember(self, request_id: str, result: PrefillResult | None) -> None:
         self._early_results[request_id] = result

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from baton_engine.core.admission import Admission
 from baton_engine.core.beam_group import BeamSearches, root_id
+from baton_engine.core.decisions import Finished, Queued
 from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
@@ -156,23 +157,10 @@ class Scheduler:
             self.handoff,
             self.queues,
             self._counters,
-            fail_on_load_error=fail_on_load_error,
-            drop_kv=self._preemptor.drop_kv,
-            enqueue=self._enqueue,
-            stop_reason=self._stop_rules.reason,
-            finish=self._finish,
-        )
-        self._results = StepResults(
-            kv,
-            self._outputs,
-            self._counters,
             self._stop_rules,
-            self._worker,
-            self._beams,
-            end=self._end,
-            finish=self._finish,
-            resume_queueing=self._resume_queueing,
+            fail_on_load_error=fail_on_load_error,
         )
+        self._results = StepResults(kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams)
         self._awaiting_steps: dict[str, Request] = {}
         """Preempted; they queue again when their steps in flight have come back."""
         self._in_flight: dict[int, list[ScheduledRange]] = {}
@@ -208,7 +196,7 @@ class Scheduler:
             self.queues.waiting_to_load.push(request)
             self.handoff.wait(request)
             if early_result is not None:
-                self._remote_prefill.add_result(request, early_result)
+                self._settle(self._remote_prefill.add_result(request, early_result))
         else:
             self._enqueue(request)
             if request.produces:
@@ -243,7 +231,7 @@ class Scheduler:
         if request is None:
             self._remote_prefill.remember_early(result)
         else:
-            self._remote_prefill.add_result(request, result)
+            self._settle(self._remote_prefill.add_result(request, result))
 
     # One step
 
@@ -288,9 +276,10 @@ class Scheduler:
         Steps come back in the order in which they were scheduled.
         """
         ranges = self._in_flight.pop(step.step_id, [])
-        self._results.take(step.step_id, ranges, output)
+        for decision in self._results.take(step.step_id, ranges, output):
+            self._settle(decision)
         for request in self.handoff.update(output.connector):
-            self._remote_prefill.end_load_if_ready(request)
+            self._settle(self._remote_prefill.end_load_if_ready(request))
         self.made_progress |= bool(ranges or output.connector)
         return self.take_outputs()
 
@@ -299,7 +288,8 @@ class Scheduler:
 
         The rest of the step counts as done: workers apply it once, in the step that failed or as `step.without_tokens()`.
         """
-        self._results.discard(self._in_flight.pop(step.step_id, []))
+        for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
+            self._settle(decision)
         self.handoff.take_back(step.connector.saves)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
@@ -385,7 +375,7 @@ class Scheduler:
             self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
         resumed = self._preemptor.resume(step)
         for request in resumed:
-            self._results.advance_beams(request)
+            self._settle(self._results.advance_beams(request))
         # A search that goes on may free blocks that this step swaps in: a load must not write to them before.
         if unpaused and not self._preemptor.swapped and not resumed:
             self._admission.admit(step)
@@ -410,11 +400,6 @@ class Scheduler:
         else:
             self._enqueue(request)
 
-    def _resume_queueing(self, request: Request) -> None:
-        """The last step in flight of a preempted request has come back."""
-        del self._awaiting_steps[request.request_id]
-        self._enqueue(request)
-
     # How requests end
 
     def _end_without_memory(self, root: Request) -> None:
@@ -425,21 +410,20 @@ class Scheduler:
         self._finish(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)
 
     def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
-        """Ends a request outside its own step, with an output that carries no token."""
-        self._outputs.emit(
-            request,
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                token_offset=request.num_generated_tokens,
-                finish_reason=reason,
-                error=error,
-                error_code=code,
-            ),
-        )
-        self._end(request, reason)
+        """Ends a request outside its own step."""
+        self._settle(Finished.without_token(request, reason, code, error))
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _settle(self, decision: Finished | Queued | None) -> None:
+        """Applies what was decided about one request."""
+        match decision:
+            case Finished(request, output):
+                self._outputs.emit(request, output)
+                self._end(request, aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR))
+            case Queued(request):
+                self._awaiting_steps.pop(request.request_id, None)
+                self._enqueue(request)
+
+    def _end(self, request: Request, *, aborted: bool) -> None:
         request_id = request.request_id
         if request in self.queues.waiting_to_load:
             self.handoff.decline(request)
@@ -457,7 +441,7 @@ class Scheduler:
         self._worker.forget(request)
         if request.consumes:
             self._remote_prefill.forget(request_id)
-        self.handoff.release(request, aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
+        self.handoff.release(request, aborted=aborted)
 
     def _check(self, core_request: EngineCoreRequest) -> None:
         """Raises RequestRefusedError if the request cannot be taken."""

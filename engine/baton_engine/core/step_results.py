@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from baton_engine.core.beam_group import BeamSearches
+from baton_engine.core.decisions import Finished, Queued
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.request import Request, RequestStatus
 from baton_engine.core.request_outputs import RequestOutputs
@@ -25,29 +26,19 @@ class StepResults:
         stop_rules: StopRules,
         worker: WorkerMirror,
         beams: BeamSearches,
-        *,
-        end: Callable[[Request, FinishReason], None],
-        finish: Callable[[Request, FinishReason, ErrorCode | None, str], None],
-        resume_queueing: Callable[[Request], None],
     ) -> None:
-        """
-        Args:
-            end: frees everything of a request whose last output has been told.
-            finish: tells a last output without tokens, and ends the request.
-            resume_queueing: a request that was preempted in flight has no more steps in flight.
-        """
         self._kv = kv
         self._outputs = outputs
         self._counters = counters
         self._stop_rules = stop_rules
-        self._end = end
-        self._finish = finish
         self._worker = worker
         self._beams = beams
-        self._resume_queueing = resume_queueing
 
-    def take(self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput) -> None:
-        """
+    def take(
+        self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
+    ) -> Iterator[Finished | Queued]:
+        """Takes in a step, one request after the other: each decision is to be applied before the next is asked for.
+
         Args:
             ranges: what the step was to run.
             ran: what came of it.
@@ -75,13 +66,15 @@ class StepResults:
                 self._outputs.collect(request.root or request, entry.start, ran, ran_as=request.request_id)
             if token_id is not None:
                 if request.root is not None:
-                    self._report_beam(request.root, request, ran.logprobs.get(request.request_id))
+                    finished = self._report_beam(request.root, request, ran.logprobs.get(request.request_id))
                 else:
-                    self._append(request, token_id, ran)
+                    finished = self._append(request, token_id, ran)
+                if finished is not None:
+                    yield finished
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
-                self._resume_queueing(request)
+                yield Queued(request)
 
-    def discard(self, ranges: Sequence[ScheduledRange]) -> None:
+    def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
         """The tokens of a step have not run: they are to be scheduled again.
 
         Args:
@@ -97,37 +90,35 @@ class StepResults:
             # A request that was preempted for others meanwhile may have nothing left that is computed.
             request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
-                self._resume_queueing(request)
+                yield Queued(request)
 
-    def advance_beams(self, root: Request) -> None:
+    def advance_beams(self, root: Request) -> Finished | None:
         """Moves a search on if all its beams have reported; ends it when it is over."""
         group = root.beams
         if group is None or not group.complete:
-            return
+            return None
         self._beams.advance(root)
         if group.live:
-            return
+            return None
         beams = list(group.finished)
         if not beams:
-            self._finish(root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam")
-            return
+            return Finished.without_token(
+                root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam"
+            )
         best = beams[0]
         self._counters.generation_tokens += len(best.token_ids)
-        self._outputs.emit(
-            root,
-            EngineCoreOutput(
-                request_id=root.request_id,
-                new_token_ids=best.token_ids,
-                token_offset=root.num_generated_tokens,
-                finish_reason=best.finish_reason,
-                stop_token_id=best.stop_token_id,
-                new_logprobs=best.logprobs,
-                beams=beams,
-            ),
+        output = EngineCoreOutput(
+            request_id=root.request_id,
+            new_token_ids=best.token_ids,
+            token_offset=root.num_generated_tokens,
+            finish_reason=best.finish_reason,
+            stop_token_id=best.stop_token_id,
+            new_logprobs=best.logprobs,
+            beams=beams,
         )
-        self._end(root, best.finish_reason)
+        return Finished(root, output)
 
-    def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> None:
+    def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
         request.token_ids.append(token_id)
         request.num_placeholders -= 1
         self._counters.generation_tokens += 1
@@ -147,11 +138,12 @@ class StepResults:
             output.new_logprobs = [logprobs]
         if ran.num_nans_in_logits:
             output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
-        self._outputs.emit(request, output)
         if reason is not None:
-            self._end(request, reason)
+            return Finished(request, output)
+        self._outputs.emit(request, output)
+        return None
 
-    def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> None:
+    def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> Finished | None:
         self._beams.report(beam, logprobs)
-        if root.status is RequestStatus.RUNNING:  # a swapped search goes on when it is back
-            self.advance_beams(root)
+        # A swapped search goes on when it is back.
+        return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None

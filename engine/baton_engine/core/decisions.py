@@ -1,0 +1,36 @@
+"""What the scheduler's collaborators decide. They return these values; `Scheduler` applies them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from baton_engine.core.request import Request
+from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
+
+
+class Queued(NamedTuple):
+    """A request has what it waited for: it can run as soon as it has memory."""
+
+    request: Request
+
+
+class Finished(NamedTuple):
+    """A request ends with this output."""
+
+    request: Request
+    output: EngineCoreOutput
+
+    @classmethod
+    def without_token(
+        cls, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
+    ) -> Finished:
+        """End a request outside its own step."""
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            token_offset=request.num_generated_tokens,
+            finish_reason=reason,
+            error=error,
+            error_code=code,
+        )
+        return cls(request, output)
