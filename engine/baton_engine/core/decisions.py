@@ -5,7 +5,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton_engine.core.request import Request
+from baton_engine.core.step import BlockCopy
 from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
+
+
+class Preempted(NamedTuple):
+    """A request loses its KV and queues again."""
+
+    request: Request
+
+
+class SwappedOut(NamedTuple):
+    """Requests lose their device blocks, and keep their KV in host memory."""
+
+    requests: list[Request]
+    copies: list[BlockCopy]
+    """From device blocks to host blocks."""
+
+
+class SwappedIn(NamedTuple):
+    """Swapped requests have device blocks again, and run from the next step on."""
+
+    requests: list[Request]
+    copies: list[BlockCopy]
+    """From host blocks to device blocks."""
 
 
 class Queued(NamedTuple):

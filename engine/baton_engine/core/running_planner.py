@@ -6,15 +6,17 @@ for them stands behind them: nothing that is in the step already is ever taken o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Generator, Iterator
 
 from baton_engine.core.beam_group import BeamSearches
+from baton_engine.core.decisions import Finished, Preempted, SwappedOut
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.preemption import Preemptor
-from baton_engine.core.request import Request
+from baton_engine.core.request import BeamGroup, Request
 from baton_engine.core.request_queue import RequestQueue, RunningRequests
 from baton_engine.core.step import BlockCopy
 from baton_engine.core.step_builder import StepBuilder
+from baton_engine.protocol.messages import ErrorCode, FinishReason
 
 
 class RunningPlanner:
@@ -29,13 +31,11 @@ class RunningPlanner:
         max_model_len: int,
         runs_ahead: bool,
         long_prefill_threshold: int,
-        out_of_memory: Callable[[Request], None],
     ) -> None:
         """
         Args:
             runs_ahead: schedule decodes before the token they start from is known.
             long_prefill_threshold: SchedulerConfig.long_prefill_token_threshold.
-            out_of_memory: ends a beam search that needs more than all the memory.
         """
         self._kv = kv
         self._running = running
@@ -45,11 +45,10 @@ class RunningPlanner:
         self._max_model_len = max_model_len
         self._runs_ahead = runs_ahead
         self._long_prefill_threshold = long_prefill_threshold
-        self._out_of_memory = out_of_memory
         self._prefills: list[Request] = []
 
-    def plan(self, step: StepBuilder) -> None:
-        """Fills `step` from the running requests."""
+    def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
+        """Fills `step` from the running requests. Each decision is to be applied before the next is asked for."""
         prefills = self._prefills
         prefills.clear()
         in_order = self._running.in_order
@@ -58,14 +57,14 @@ class RunningPlanner:
             request = in_order[index]
             stays = True
             if request.beams is not None:
-                stays = self._plan_beams(step, request, index)
+                stays = yield from self._plan_beams(step, request, index)
             elif not request.num_in_flight or self._may_follow(request):
                 if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens > 1:
                     prefills.append(request)
                 elif step.may_write(request):
                     step.run(request, 1)
                 else:
-                    stays = self._plan_growing(step, request, index)
+                    stays = yield from self._plan_growing(step, request, index)
             if stays:  # otherwise its successor stands here now
                 index += 1
         for sequence in prefills:
@@ -103,21 +102,26 @@ class RunningPlanner:
             other.num_uncomputed_tokens < num_tokens for other in self._prefills if other is not sequence
         )
 
-    def _plan_growing(self, step: StepBuilder, request: Request, index: int) -> bool:
+    def _plan_growing(
+        self, step: StepBuilder, request: Request, index: int
+    ) -> Generator[Preempted | SwappedOut, None, bool]:
         """Runs a decode that needs a block. False: it was preempted itself."""
         while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
             victim = self._preemptor.find_victim(index)
-            if victim in (None, request) and self._preemptor.take_from_loaded(request, step):
+            if victim in (None, request) and (loaded := self._preemptor.find_loaded_victim(request)) is not None:
+                yield Preempted(loaded)
                 continue
             if victim is None:  # all behind it must stay; those before it will end
                 return True
-            self._preemptor.preempt(victim, step, beneficiary=request)
+            yield self._preemptor.preempt(victim, beneficiary=request)
             if victim is request:
                 return False
         step.run(request, 1, copies)
         return True
 
-    def _plan_beams(self, step: StepBuilder, root: Request, index: int) -> bool:
+    def _plan_beams(
+        self, step: StepBuilder, root: Request, index: int
+    ) -> Generator[Preempted | SwappedOut | Finished, None, bool]:
         """Runs the beams that have not reported, as far as the budget goes. False: the search was preempted, or ended."""
         group = root.beams
         assert group is not None
@@ -130,16 +134,15 @@ class RunningPlanner:
         while self._beams.num_blocks_needed(beams) > self._kv.num_free_blocks:
             victim = self._preemptor.find_victim(index)
             assert victim is not None
-            if victim is root and self._preemptor.take_from_loaded(root, step):
-                continue
-            if victim is root:
-                own = {block.block_id for beam in group.live for block in beam.blocks}
-                if len(own) + self._kv.num_free_blocks == self._kv.pool.num_blocks:
-                    self._out_of_memory(root)
-                else:
-                    self._preemptor.preempt(root, step, beneficiary=root)
+            if victim is root and (loaded := self._preemptor.find_loaded_victim(root)) is not None:
+                yield Preempted(loaded)
+            elif victim is root and self._needs_all_memory(group):
+                yield self._out_of_memory(root)
                 return False
-            self._preemptor.preempt(victim, step, beneficiary=root)
+            else:
+                yield self._preemptor.preempt(victim, beneficiary=root)
+                if victim is root:
+                    return False
         for beam in beams:
             copies: list[BlockCopy] | None = []
             if not step.may_write(beam):
@@ -147,3 +150,15 @@ class RunningPlanner:
                 assert copies is not None, "the blocks were counted"
             step.run(beam, 1, copies)
         return True
+
+    def _needs_all_memory(self, group: BeamGroup) -> bool:
+        """Whether all blocks but those of the search are free already."""
+        own = {block.block_id for beam in group.live for block in beam.blocks}
+        return len(own) + self._kv.num_free_blocks == self._kv.pool.num_blocks
+
+    def _out_of_memory(self, root: Request) -> Finished:
+        message = (
+            f"beam_width={root.sampling_params.beam_width} has used up all {self._kv.pool.num_blocks} KV blocks; "
+            "use fewer beams, fewer tokens or an engine with more KV memory"
+        )
+        return Finished.without_token(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from baton_engine.core.admission import Admission
 from baton_engine.core.beam_group import BeamSearches, root_id
-from baton_engine.core.decisions import Finished, Queued
+from baton_engine.core.decisions import Finished, Preempted, Queued, SwappedIn, SwappedOut
 from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
@@ -119,11 +119,6 @@ class Scheduler:
             kv,
             self.running,
             self.queues.loaded,
-            self._outputs,
-            self._counters,
-            self._worker,
-            self._beams,
-            requeue=self._requeue,
             max_num_seqs=self.max_num_seqs,
             can_swap=num_swap_blocks > 0,
         )
@@ -137,7 +132,6 @@ class Scheduler:
             # A placeholder stands for a token that only the worker knows: it cannot be sent.
             runs_ahead=config.async_scheduling and not send_token_ids,
             long_prefill_threshold=config.long_prefill_token_threshold,
-            out_of_memory=self._end_without_memory,
         )
         self._admission = Admission(
             kv,
@@ -148,7 +142,7 @@ class Scheduler:
             self._outputs,
             self._counters,
             run_chunk=self._planner.run_chunk,
-            requeue=self._preemptor.requeue_loaded,
+            requeue=self._preempt,
             max_num_seqs=self.max_num_seqs,
             chunked=config.enable_chunked_prefill,
         )
@@ -241,10 +235,11 @@ class Scheduler:
         self._num_steps += 1
         moved = self._end_waits()
         if self.pause_state is not PauseState.PAUSED_ALL:
-            self._planner.plan(step)
+            preempted = self._apply(step, self._planner.plan(step))
+            moved |= preempted
             # What a preemption freed is for those that run: admitting in the same step would take it away again. And a load might
             # write to a block before it is swapped out.
-            if not step.num_preempted:
+            if not preempted:
                 moved |= self._schedule_others(step)
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
@@ -256,7 +251,7 @@ class Scheduler:
         if output.reaches_model_runner:  # the others do not
             output.finished_request_ids = self._worker.take_forgotten_ids()
         output.connector = self.handoff.take_metadata()
-        self.made_progress = bool(output.reaches_model_runner or output.connector or step.num_preempted or moved)
+        self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
         return output
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
@@ -312,12 +307,11 @@ class Scheduler:
 
         PRODUCE requests keep theirs: a peer reads it.
         """
-        for request in self.running.values():
+        for request in [*self.running.values(), *self.queues.loaded]:
             if not request.produces:
-                self._preemptor.recompute(request)
-        self._preemptor.recompute_swapped()
-        for request in self.queues.loaded:
-            self._preemptor.requeue_loaded(request)
+                self._preempt(request)
+        for request in self._preemptor.take_swapped():
+            self._compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forgets cached blocks. Running requests keep theirs, unless `reset_running` says to compute them again."""
@@ -373,13 +367,79 @@ class Scheduler:
         if unpaused:
             # They hold memory that the swapped ones may need.
             self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
-        resumed = self._preemptor.resume(step)
+        resumed: list[Request] = []
+        for decision in self._preemptor.resume():
+            self._swap_in(step, decision)
+            resumed += decision.requests
         for request in resumed:
             self._settle(self._results.advance_beams(request))
         # A search that goes on may free blocks that this step swaps in: a load must not write to them before.
         if unpaused and not self._preemptor.swapped and not resumed:
             self._admission.admit(step)
         return bool(resumed)
+
+    def _apply(self, step: StepBuilder, decisions: Iterable[Preempted | SwappedOut | Finished]) -> bool:
+        """Applies decisions, each before the next is made. Returns whether any request was preempted."""
+        preempted = False
+        for decision in decisions:
+            match decision:
+                case Finished():
+                    self._settle(decision)
+                case Preempted(request):
+                    preempted = True
+                    self._preempt(request)
+                case SwappedOut():
+                    preempted = True
+                    self._swap_out(step, decision)
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        """A running or loaded request loses its KV and queues again."""
+        self.running.discard(request)
+        self.queues.loaded.discard(request)
+        if request.beams is not None:
+            self._beams.count_blocks_wanted(request)
+        self._count_preemption(request)
+        self._compute_again(request)
+
+    def _compute_again(self, request: Request) -> None:
+        """Frees a request's blocks, wherever they are, and lets it queue again, behind its steps in flight."""
+        if request.beams is not None:
+            self._beams.restart(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        self._worker.forget(request)
+        if request.num_in_flight:
+            request.status = RequestStatus.WAITING_FOR_STEPS
+            self._awaiting_steps[request.request_id] = request
+        else:
+            self._enqueue(request)
+
+    def _swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
+        step.output.swap_out += decision.copies
+        self._counters.num_swapped_out_blocks += len(decision.copies)
+        for request in decision.requests:
+            for sequence in request.sequences:
+                sequence.status = RequestStatus.SWAPPED
+                sequence.num_preemptions += sequence.root is not None
+                self._worker.forget(sequence)
+            self.running.discard(request)
+            request.status = RequestStatus.SWAPPED
+            self._count_preemption(request)
+
+    def _swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
+        step.output.swap_in += decision.copies
+        self._counters.num_swapped_in_blocks += len(decision.copies)
+        for request in decision.requests:
+            for sequence in [request, *request.sequences]:
+                sequence.status = RequestStatus.RUNNING
+            self.running.add(request)
+            self._outputs.event(request, EngineCoreEventType.SCHEDULED)
+
+    def _count_preemption(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._outputs.event(request, EngineCoreEventType.PREEMPTED)
 
     def _enqueue(self, request: Request) -> None:
         """A request can run as soon as it has memory, unless its grammar is missing."""
@@ -392,22 +452,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self.queues.waiting.push(request)
 
-    def _requeue(self, request: Request) -> None:
-        """A preempted request queues again, behind its steps in flight."""
-        if request.num_in_flight:
-            request.status = RequestStatus.WAITING_FOR_STEPS
-            self._awaiting_steps[request.request_id] = request
-        else:
-            self._enqueue(request)
-
     # How requests end
-
-    def _end_without_memory(self, root: Request) -> None:
-        message = (
-            f"beam_width={root.sampling_params.beam_width} has used up all {self.kv.pool.num_blocks} KV blocks; "
-            "use fewer beams, fewer tokens or an engine with more KV memory"
-        )
-        self._finish(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)
 
     def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
         """Ends a request outside its own step."""

@@ -30,8 +30,6 @@ class StepBuilder:
         self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
         self.ranges: list[ScheduledRange] = []
         self.budget = budget
-        self.num_preempted = 0
-        """Requests preempted for this step; what that freed is for those that run: nobody is admitted."""
         self._kv = kv
         self._worker = worker
         self._block_size = kv.block_size
