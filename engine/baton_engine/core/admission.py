@@ -9,54 +9,43 @@ no more requests run than the budget has tokens. A priority waits for the ones b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
+from baton_engine.core.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
 from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.kv_handoff import KVHandoff
-from baton_engine.core.request import Request, RequestStatus
-from baton_engine.core.request_outputs import RequestOutputs
+from baton_engine.core.request import Request
 from baton_engine.core.request_queue import RunningRequests, WaitingRequests
 from baton_engine.core.sample_group import SampleGroups
-from baton_engine.core.stats import EngineStats
 from baton_engine.core.step_builder import StepBuilder
-from baton_engine.protocol.messages import EngineCoreEventType
 
 
 class Admission:
+    """Each decision is to be applied before the next is asked for."""
+
     def __init__(
         self,
         kv: KVCacheManager,
-        handoff: KVHandoff,
         queues: WaitingRequests,
         running: RunningRequests,
         groups: SampleGroups,
-        outputs: RequestOutputs,
-        counters: EngineStats,
         *,
-        run_chunk: Callable[[StepBuilder, Request], None],
-        requeue: Callable[[Request], None],
         max_num_seqs: int,
         chunked: bool,
     ) -> None:
         """
         Args:
-            run_chunk: puts what the budget allows of a sequence into the step.
-            requeue: takes a loaded request's blocks; it waits for others.
             chunked: a prompt may run in several steps.
         """
-        self._queues = queues
         self._kv = kv
-        self._handoff = handoff
+        self._queues = queues
         self._running = running
         self._groups = groups
-        self._outputs = outputs
-        self._counters = counters
-        self._run_chunk = run_chunk
-        self._requeue = requeue
         self._max_num_seqs = max_num_seqs
         self._chunked = chunked
 
-    def admit_loaded(self, step: StepBuilder, *, only_loaded: bool = False) -> None:
+    def admit_loaded(
+        self, step: StepBuilder, *, only_loaded: bool = False
+    ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
         """Starts requests whose KV came from a peer.
 
         Args:
@@ -68,87 +57,76 @@ class Admission:
                 # It would starve if every place that comes free went to those that are loaded.
                 if not self._has_place(earlier.max_seqs):
                     return
-                if self._admit_first(step):
+                if (decision := self._admit_first(earlier, step)) is not None:
+                    yield decision
                     continue
             request = self._queues.loaded.pop()
             if self._kv.allocate(request, request.num_tokens) is not None:
-                self._start(request, request, step)
+                yield Admitted(request, request)
             else:  # more first tokens came than there was room reserved for
-                self._requeue(request)
+                yield Preempted(request)
 
-    def admit(self, step: StepBuilder) -> None:
+    def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
         """Starts requests without KV, and loads of those whose KV is computed elsewhere, until one does not fit."""
         while True:
             to_load = self._queues.waiting_to_load.peek()
             to_run = self._queues.waiting.peek() if step.budget > 0 else None
             if to_run is not None and not self._has_place(to_run.max_seqs):
                 to_run = None
+            decision: Admitted | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
-                if not self._start_load(to_load, keep_for=self._queues.waiting.first_before(to_load)):
-                    return
-                self._queues.waiting_to_load.pop()
-            elif to_run is None or not self._admit_first(step):
+                decision = self._start_load(to_load, keep_for=self._queues.waiting.first_before(to_load))
+            elif to_run is not None:
+                decision = self._admit_first(to_run, step)
+            if decision is None:
                 return
-
-    def count_start(self, request: Request, sequence: Request) -> None:
-        """Counts where a request's first KV comes from."""
-        if request.started:  # and lost its blocks since
-            return
-        request.started = True
-        request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
-        self._counters.prompt_tokens += request.num_prompt_tokens
-        self._counters.prompt_tokens_cached += request.num_cached_tokens
+            yield decision
 
     def _has_place(self, num_seqs: int) -> bool:
         return self._running.num_seqs + num_seqs <= self._max_num_seqs
 
-    def _admit_first(self, step: StepBuilder) -> bool:
-        """Takes the first request out of `waiting` if it can start, or if another one computes its prompt."""
-        request = self._queues.waiting.peek()
-        assert request is not None
+    def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
+        """Decides on the first request of `waiting`; None if it does not fit now."""
         group = request.group
         if group is not None and self._groups.is_computing_prompt(group, step):
-            self._groups.wait(self._queues.waiting.pop())
-            return True
+            return WaitsForPrompt(request)
         source = self._groups.source(request, step) if request.report.prompt_logprobs is None else None
         return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
 
-    def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Starts a request with all blocks its known tokens need; False if it does not fit now."""
+    def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
+        """Gives a request all blocks its known tokens need; None if it does not fit now."""
         sequence, kv = request.sequences[0], self._kv
         # The last known token is always computed here: it gives the logits. With prompt_logprobs every position does.
         reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if not self._chunked and num_uncached > step.budget and not step.empty:
-            return False  # One that outgrew the budget before it was preempted runs in several steps, begun alone.
+            return None  # One that outgrew the budget before it was preempted runs in several steps, begun alone.
         keep_free = self._keep_free
         if request.beams is not None:
             keep_free = max(keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens))
         if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
-            return False
+            return None
         sequence.num_computed_tokens = len(cached) * kv.block_size
         if reads_cache and not request.started:
             kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
         if request.group is not None:
             request.group.leader = request
-        self._start(request, sequence, step)
-        return True
+        return Admitted(request, sequence)
 
-    def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> bool:
-        """Starts a member of a group with the prompt's blocks of another one; False if the rest does not fit now."""
+    def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> Admitted | None:
+        """Lets a member of a group share the prompt's blocks of another one; None if the rest does not fit now."""
         kv = self._kv
         num_shared = request.num_prompt_tokens - 1  # the last one gives the logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
         if num_new + self._keep_free > kv.num_free_blocks:
-            return False
+            return None
         kv.fork(source, request, num_shared)
         request.num_computed_tokens = num_shared
         copies = step.reserve(request, request.num_tokens)
         assert copies is not None, "the blocks were counted"
         step.output.block_copies += copies
-        self._start(request, request, step)
-        return True
+        return Admitted(request, request)
 
     @property
     def _keep_free(self) -> int:
@@ -162,17 +140,8 @@ class Admission:
         num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
         return max(self._keep_free, num_growing)
 
-    def _start(self, request: Request, sequence: Request, step: StepBuilder) -> None:
-        """Puts a request that has its blocks into the batch."""
-        self._queues.waiting.discard(request)
-        self.count_start(request, sequence)
-        request.status = sequence.status = RequestStatus.RUNNING
-        self._running.add(request)
-        self._outputs.event(request, EngineCoreEventType.SCHEDULED)
-        self._run_chunk(step, sequence)
-
-    def _start_load(self, request: Request, keep_for: Request | None) -> bool:
-        """Allocates the blocks of a CONSUME request and asks for them; False if they do not fit now.
+    def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
+        """Allocates the blocks of a CONSUME request; None if they do not fit now.
 
         Args:
             keep_for: an earlier request that waits for a slot; the load must leave enough memory for it.
@@ -181,15 +150,12 @@ class Admission:
         if keep_for is not None:
             wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(keep_for.num_tokens)
             if wanted > kv.num_free_blocks:
-                return False
+                return None
         cached = kv.find_cached_prefix(request, request.num_tokens)
         # One token more: it must be able to start without waiting for memory while it holds some.
         if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
-            return False
+            return None
         request.num_computed_tokens = len(cached) * kv.block_size
         if not request.started:
             kv.count_lookup(request.num_tokens, request.num_computed_tokens)
-        self.count_start(request, request)
-        self._queues.loading[request.request_id] = request
-        self._handoff.load(request, len(cached))
-        return True
+        return LoadStarted(request, len(cached))

@@ -9,6 +9,28 @@ from baton_engine.core.step import BlockCopy
 from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
 
 
+class Admitted(NamedTuple):
+    """A request has all blocks it needs to start, and joins the batch."""
+
+    request: Request
+    sequence: Request
+    """What runs: the request itself, or the first beam of its search."""
+
+
+class WaitsForPrompt(NamedTuple):
+    """A request waits while another one of its group computes their prompt."""
+
+    request: Request
+
+
+class LoadStarted(NamedTuple):
+    """A request has the blocks that the KV of its prompt is loaded into."""
+
+    request: Request
+    num_cached_blocks: int
+    """Leading blocks that were in the prefix cache."""
+
+
 class Preempted(NamedTuple):
     """A request loses its KV and queues again."""
 
@@ -57,3 +79,7 @@ class Finished(NamedTuple):
             error_code=code,
         )
         return cls(request, output)
+
+
+Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | Finished
+"""What `Scheduler.schedule()` applies while it builds a step."""

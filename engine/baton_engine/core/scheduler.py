@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING
 
 from baton_engine.core.admission import Admission
 from baton_engine.core.beam_group import BeamSearches, root_id
-from baton_engine.core.decisions import Finished, Preempted, Queued, SwappedIn, SwappedOut
+from baton_engine.core.decisions import (
+    Admitted,
+    Decision,
+    Finished,
+    LoadStarted,
+    Preempted,
+    Queued,
+    SwappedIn,
+    SwappedOut,
+    WaitsForPrompt,
+)
 from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.kv_handoff import KVHandoff
@@ -135,14 +145,9 @@ class Scheduler:
         )
         self._admission = Admission(
             kv,
-            self.handoff,
             self.queues,
             self.running,
             self._groups,
-            self._outputs,
-            self._counters,
-            run_chunk=self._planner.run_chunk,
-            requeue=self._preempt,
             max_num_seqs=self.max_num_seqs,
             chunked=config.enable_chunked_prefill,
         )
@@ -366,7 +371,7 @@ class Scheduler:
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
             # They hold memory that the swapped ones may need.
-            self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
+            self._apply(step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped)))
         resumed: list[Request] = []
         for decision in self._preemptor.resume():
             self._swap_in(step, decision)
@@ -375,14 +380,22 @@ class Scheduler:
             self._settle(self._results.advance_beams(request))
         # A search that goes on may free blocks that this step swaps in: a load must not write to them before.
         if unpaused and not self._preemptor.swapped and not resumed:
-            self._admission.admit(step)
+            self._apply(step, self._admission.admit(step))
         return bool(resumed)
 
-    def _apply(self, step: StepBuilder, decisions: Iterable[Preempted | SwappedOut | Finished]) -> bool:
+    def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
         """Applies decisions, each before the next is made. Returns whether any request was preempted."""
         preempted = False
         for decision in decisions:
             match decision:
+                case Admitted(request, sequence):
+                    self._start(request, sequence)
+                    self._planner.run_chunk(step, sequence)
+                case LoadStarted(request, num_cached_blocks):
+                    self._start_load(request, num_cached_blocks)
+                case WaitsForPrompt(request):
+                    self.queues.waiting.discard(request)
+                    self._groups.wait(request)
                 case Finished():
                     self._settle(decision)
                 case Preempted(request):
@@ -392,6 +405,29 @@ class Scheduler:
                     preempted = True
                     self._swap_out(step, decision)
         return preempted
+
+    def _start(self, request: Request, sequence: Request) -> None:
+        """A request that has its blocks joins the batch."""
+        self.queues.waiting.discard(request)
+        self._count_start(request, sequence)
+        request.status = sequence.status = RequestStatus.RUNNING
+        self.running.add(request)
+        self._outputs.event(request, EngineCoreEventType.SCHEDULED)
+
+    def _start_load(self, request: Request, num_cached_blocks: int) -> None:
+        self.queues.waiting_to_load.discard(request)
+        self._count_start(request, request)
+        self.queues.loading[request.request_id] = request
+        self.handoff.load(request, num_cached_blocks)
+
+    def _count_start(self, request: Request, sequence: Request) -> None:
+        """Counts where a request's first KV comes from."""
+        if request.started:  # and lost its blocks since
+            return
+        request.started = True
+        request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
+        self._counters.prompt_tokens += request.num_prompt_tokens
+        self._counters.prompt_tokens_cached += request.num_cached_tokens
 
     def _preempt(self, request: Request) -> None:
         """A running or loaded request loses its KV and queues again."""
