@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from baton_engine.core.request import Request, RequestStatus
-from baton_engine.core.step import GrammarOutput
+from baton_engine.executor.step import GrammarOutput
+from baton_engine.scheduling.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from baton_engine.core.structured_output import Grammar, StructuredOutputManager
+    from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
 
 
 logger = logging.getLogger(__name__)

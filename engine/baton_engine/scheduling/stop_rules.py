@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from baton_engine.core.grammar_queue import accept_tokens
-from baton_engine.core.repetition import repeats
-from baton_engine.core.request import Request
 from baton_engine.protocol.messages import ErrorCode, FinishReason
+from baton_engine.protocol.sampling import RepetitionDetection
+from baton_engine.scheduling.grammar_queue import accept_tokens
+from baton_engine.scheduling.request import Request
 
 
 class StopRules:
@@ -58,3 +58,20 @@ class StopRules:
         if why:  # nearly always a limit of what parsing may take
             return f"structured_output cannot go on: {why}", ErrorCode.INVALID
         return f"token {token_id} was sampled, but structured_output does not allow it", ErrorCode.INTERNAL
+
+
+def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:
+    """Whether `token_ids` (generated ones) end in `min_count` repetitions of one pattern of an allowed size.
+
+    Looks at the last max_pattern_size * min_count tokens at most, whatever the length. Meanings are those of vLLM's
+    RepetitionDetectionParams.
+    """
+    length, count = len(token_ids), detection.min_count
+    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
+        span = size * count
+        if span > length:
+            return False
+        # The tail is periodic iff it equals itself shifted by one period. Most outputs differ in the very first pair.
+        if all(token_ids[-i] == token_ids[-i - size] for i in range(1, span - size + 1)):
+            return True
+    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 

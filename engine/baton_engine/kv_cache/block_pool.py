@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton_engine.core.offload import OffloadTier
+from baton_engine.kv_cache.offload import OffloadTier
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from baton_engine.core.beam_search import BeamConfig, BeamState, FinishedBeams, advance
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Beam, BeamGroup, Request, RequestStatus
-from baton_engine.core.worker_mirror import WorkerMirror
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
+from baton_engine.scheduling.request import Beam, BeamGroup, Request, RequestStatus
+from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 _SEPARATOR = "#"
 

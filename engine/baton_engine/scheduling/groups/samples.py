@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton_engine.core.request import Request, RequestStatus, SampleGroup
-from baton_engine.core.step_builder import StepBuilder
+from baton_engine.scheduling.request import Request, RequestStatus, SampleGroup
+from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class SampleGroups:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.messages import KVTransferParams
+from baton_engine.scheduling.request import Request
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from baton_engine.core.decisions import Preempted, SwappedIn, SwappedOut
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Order, Request, RequestStatus
-from baton_engine.core.request_queue import RequestQueue, RunningRequests
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.decisions import Preempted, SwappedIn, SwappedOut
+from baton_engine.scheduling.queues import RequestQueue, RunningRequests
+from baton_engine.scheduling.request import Order, Request, RequestStatus
 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 

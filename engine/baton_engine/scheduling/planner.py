@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from baton_engine.core.beam_group import BeamSearches
-from baton_engine.core.decisions import Finished, Preempted, SwappedOut
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.preemption import Preemptor
-from baton_engine.core.request import BeamGroup, Request
-from baton_engine.core.request_queue import RequestQueue, RunningRequests
-from baton_engine.core.step import BlockCopy
-from baton_engine.core.step_builder import StepBuilder
+from baton_engine.executor.step import BlockCopy
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.messages import ErrorCode, FinishReason
+from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
+from baton_engine.scheduling.groups.beams import BeamSearches
+from baton_engine.scheduling.preemption import Preemptor
+from baton_engine.scheduling.queues import RequestQueue, RunningRequests
+from baton_engine.scheduling.request import BeamGroup, Request
+from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class RunningPlanner:

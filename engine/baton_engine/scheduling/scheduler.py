@@ -15,37 +15,9 @@ import enum
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from baton_engine.core.admission import Admission
-from baton_engine.core.beam_group import BeamSearches, root_id
-from baton_engine.core.decisions import (
-    Admitted,
-    Decision,
-    Finished,
-    LoadStarted,
-    Preempted,
-    Queued,
-    SwappedIn,
-    SwappedOut,
-    WaitsForPrompt,
-)
-from baton_engine.core.grammar_queue import GrammarQueue, accept_tokens
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.kv_handoff import KVHandoff
-from baton_engine.core.preemption import Preemptor
-from baton_engine.core.refusals import RequestRefusedError as RequestRefusedError
-from baton_engine.core.refusals import refuse_what_never_fits
-from baton_engine.core.remote_prefill import RemotePrefill
-from baton_engine.core.request import Request, RequestStatus
-from baton_engine.core.request_outputs import RequestOutputs
-from baton_engine.core.request_queue import RunningRequests, WaitingRequests
-from baton_engine.core.running_planner import RunningPlanner
-from baton_engine.core.sample_group import SampleGroups
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.core.step_builder import ScheduledRange, StepBuilder
-from baton_engine.core.step_results import StepResults
-from baton_engine.core.stop_rules import StopRules
-from baton_engine.core.worker_mirror import WorkerMirror
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import (
     EngineCoreEventType,
@@ -56,9 +28,37 @@ from baton_engine.protocol.messages import (
     KVEvent,
     PrefillResult,
 )
+from baton_engine.scheduling.admission import Admission
+from baton_engine.scheduling.decisions import (
+    Admitted,
+    Decision,
+    Finished,
+    LoadStarted,
+    Preempted,
+    Queued,
+    SwappedIn,
+    SwappedOut,
+    WaitsForPrompt,
+)
+from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
+from baton_engine.scheduling.groups.beams import BeamSearches, root_id
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.kv_handoff import KVHandoff
+from baton_engine.scheduling.outputs import RequestOutputs
+from baton_engine.scheduling.planner import RunningPlanner
+from baton_engine.scheduling.preemption import Preemptor
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.refusals import RequestRefusedError as RequestRefusedError
+from baton_engine.scheduling.refusals import refuse_what_never_fits
+from baton_engine.scheduling.remote_prefill import RemotePrefill
+from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.results import StepResults
+from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 if TYPE_CHECKING:
-    from baton_engine.core.structured_output import StructuredOutputManager
+    from baton_engine.grammar.structured_output import StructuredOutputManager
 
 POLICIES = ("priority", "fcfs")
 

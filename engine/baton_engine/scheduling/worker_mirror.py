@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton_engine.core.request import Request
-from baton_engine.core.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.scheduling.request import Request
 
 
 class WorkerMirror:

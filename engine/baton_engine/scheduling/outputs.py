@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from baton_engine.core.request import Request
-from baton_engine.core.step import ModelRunnerOutput
+from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.protocol.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -14,6 +13,7 @@ from baton_engine.protocol.messages import (
     FinishReason,
     RoutedExperts,
 )
+from baton_engine.scheduling.request import Request
 
 
 class RequestOutputs:

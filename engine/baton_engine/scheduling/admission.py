@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton_engine.core.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request
-from baton_engine.core.request_queue import RunningRequests, WaitingRequests
-from baton_engine.core.sample_group import SampleGroups
-from baton_engine.core.step_builder import StepBuilder
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class Admission:

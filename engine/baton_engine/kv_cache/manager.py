@@ -2,7 +2,7 @@
 evicted blocks from the offload tier.
 
 A request's blocks are on the request (`KVSequence.blocks`, `KVSequence.swapped_blocks`); only this manager changes these
-lists. The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes.
+lists. The manager only keeps the books: the copies it returns are made by the worker, in the order `executor/step.py` describes.
 A block must not be overwritten before it was read, so within one step nothing is swapped out after it was made writable, nothing is
 swapped in after blocks were freed that a copy reads or writes, and nothing is swapped out after something was swapped in.
 """
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton_engine.core.block_pool import Block, BlockPool
-from baton_engine.core.kv_sequence import KVSequence
-from baton_engine.core.offload import OffloadedBlock, OffloadTier
-from baton_engine.core.step import BlockCopy
+from baton_engine.executor.step import BlockCopy
+from baton_engine.kv_cache.block_pool import Block, BlockPool
+from baton_engine.kv_cache.offload import OffloadedBlock, OffloadTier
+from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
 
@@ -306,7 +306,7 @@ class KVCacheManager:
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """What the step that is now complete stores in the offload tier, and what it restores; see `core/step.py`."""
+        """What the step that is now complete stores in the offload tier, and what it restores; see `executor/step.py`."""
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:

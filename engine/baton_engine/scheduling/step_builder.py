@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request
-from baton_engine.core.step import BlockCopy, SchedulerOutput
-from baton_engine.core.worker_mirror import WorkerMirror
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 
 class ScheduledRange(NamedTuple):

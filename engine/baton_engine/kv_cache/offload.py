@@ -2,7 +2,7 @@
 
 A block is stored by the step that overwrites it on the device, and restored, into a block of its own, by the step of a request
 whose prefix needs it. Workers apply steps in order, and within a step they store before anything else writes to the device and
-restore before the tokens run (`core/step.py`): so neither waits for a step to come back. What is left to care for is one step:
+restore before the tokens run (`executor/step.py`): so neither waits for a step to come back. What is left to care for is one step:
 a slot that it writes or reads is given to no other block before it is over.
 
 A restored block keeps its slot: when it is evicted again, nothing is copied.
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton_engine.core.step import BlockCopy
+from baton_engine.executor.step import BlockCopy
 from baton_engine.protocol.block_hash import BlockHash
 
 

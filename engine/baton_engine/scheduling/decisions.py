@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton_engine.core.request import Request
-from baton_engine.core.step import BlockCopy
+from baton_engine.executor.step import BlockCopy
 from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
+from baton_engine.scheduling.request import Request
 
 
 class Admitted(NamedTuple):

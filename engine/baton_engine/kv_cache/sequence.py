@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_engine.core.block_pool import Block
+from baton_engine.kv_cache.block_pool import Block
 from baton_engine.protocol.block_hash import BlockHash
 
 

@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from baton_engine.core.request import Order, Request
+from baton_engine.scheduling.request import Order, Request
 
 _MIN_DEAD = 64
 """Dead heap entries that are never worth the work of taking them out."""

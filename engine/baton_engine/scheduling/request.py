@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton_engine.core.beam_search import BeamConfig, FinishedBeams
-from baton_engine.core.kv_sequence import KVSequence
+from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.messages import (
     BeamOutput,
     EngineCoreEvent,
@@ -23,9 +22,10 @@ from baton_engine.protocol.messages import (
     RoutedExperts,
     TokenLogprobs,
 )
+from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
 
 if TYPE_CHECKING:
-    from baton_engine.core.structured_output import Grammar
+    from baton_engine.grammar.structured_output import Grammar
 
 Order = tuple[int, float, int, int]
 """(priority, arrival, number of the group, number of the request)."""

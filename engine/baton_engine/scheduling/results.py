@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton_engine.core.beam_group import BeamSearches
-from baton_engine.core.decisions import Finished, Queued
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request, RequestStatus
-from baton_engine.core.request_outputs import RequestOutputs
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import ModelRunnerOutput
-from baton_engine.core.step_builder import ScheduledRange
-from baton_engine.core.stop_rules import StopRules
-from baton_engine.core.worker_mirror import WorkerMirror
+from baton_engine.executor.step import ModelRunnerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
+from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.groups.beams import BeamSearches
+from baton_engine.scheduling.outputs import RequestOutputs
+from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.step_builder import ScheduledRange
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 
 class StepResults:
