@@ -1,8 +1,12 @@
-"""What the scheduler tells the executor in one step, and what comes back. Torch-free, so that schedulers are tested without it.
+"""The contract of one step between scheduler and workers. No torch, so that schedulers are tested
+without it.
 
-A worker applies a step in this order: store evicted blocks, start transfers (they may write to those blocks at once), forget
-`finished_request_ids`, swap out, swap in, restore offloaded blocks, copy blocks, take in new and known requests, run the tokens,
-sample. Steps are applied in the order in which they were scheduled; several may be in flight.
+A worker applies a step in this order: store evicted blocks, start transfers (they may write to
+those blocks at once),
+forget `finished_request_ids`, swap out, swap in, restore offloaded blocks, copy blocks, add new
+requests and update
+known ones, run the tokens, sample. Workers apply steps in the order in which they were scheduled.
+Several may be in flight.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
 
 
 class BlockCopy(NamedTuple):
-    """The whole content of one block goes into another. Those of a list take effect in their order."""
+    """A copy of one whole block to another. Copies of a list are made in order."""
 
     source: int
     target: int
@@ -27,12 +31,15 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True)
 class NewRequestData:
-    """First time the worker sees a request, or the first time after a preemption: it replaces whatever the worker had."""
+    """A request that is new to the worker, or new since a preemption. It replaces earlier data of
+    the same id.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
+    #: Known output tokens (continued, or generated before a preemption, or sampled by the prefill
+    #: side).
     generated_token_ids: list[int]
-    """Known output tokens (continued, or generated before a preemption, or sampled by the prefill side)."""
     sampling_params: SamplingParams
     sample_index: int
     block_ids: list[int]
@@ -41,44 +48,47 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """A request the worker already knows: only what changed."""
+    """What has changed in a request that the worker has already."""
 
     request_id: str
     new_block_ids: list[int]
     num_computed_tokens: int
+    #: Tokens from position `num_computed_tokens` on that the worker may not know: chosen by the
+    #: scheduler (beam search), or sampled by another pipeline stage. Empty: the worker sampled them
+    #: itself and has appended them, perhaps in a step still in flight.
     new_token_ids: list[int] = field(default_factory=list)
-    """Tokens from position `num_computed_tokens` on that the worker may not know: chosen by the scheduler (beam search), or sampled
-    by another pipeline stage. Empty: the worker sampled them itself and has appended them, perhaps in a step still in flight."""
+    #: Copy-on-write: wherever `source` stands in the request's block table, `target` takes its
+    #: place. The copy itself is in `SchedulerOutput.block_copies`.
     replaced_blocks: list[BlockCopy] = field(default_factory=list)
-    """Copy-on-write: wherever `source` stands in the request's block table, `target` takes its place. The copy itself is in
-    `SchedulerOutput.block_copies`."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
+    #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
+    #: request samples in this step iff that range reaches the last token the worker knows when it
+    #: runs the step (prompt + generated).
     num_scheduled_tokens: dict[str, int]
-    """Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A request samples in this step
-    iff that range reaches the last token the worker knows when it runs the step (prompt + generated)."""
+    #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]
-    """Ended or preempted since the last step: the worker forgets them."""
     connector: ConnectorMetadata = field(default_factory=ConnectorMetadata)
+    #: From device blocks to host blocks.
     swap_out: list[BlockCopy] = field(default_factory=list)
-    """From device blocks to host blocks."""
+    #: From host blocks to device blocks.
     swap_in: list[BlockCopy] = field(default_factory=list)
-    """From host blocks to device blocks."""
+    #: Between device blocks.
     block_copies: list[BlockCopy] = field(default_factory=list)
-    """Between device blocks."""
+    #: From device blocks that the prefix cache evicts for this step to slots of the offload tier.
     store: list[BlockCopy] = field(default_factory=list)
-    """From device blocks that the prefix cache evicts for this step to slots of the offload tier."""
+    #: From slots of the offload tier to device blocks; a slot may be one that this step stores.
+    #: Copies follow: members of a group copy what their leader has restored.
     restore: list[BlockCopy] = field(default_factory=list)
-    """From slots of the offload tier to device blocks; a slot may be one that this step stores. Copies follow: members of a group
-    copy what their leader has restored."""
+    #: Increases by one per step; identifies the step in logs and crash dumps.
     step_id: int = 0
-    """Counts up; names the step in logs and in crash dumps."""
+    #: Expert-parallel groups: tokens that each rank runs in this step; every rank has an entry.
+    #: Empty for an engine outside a group.
     wave_tokens: tuple[int, ...] = ()
-    """Expert-parallel groups: tokens that each rank runs in this step, all of which take part in it. Empty: a step for oneself."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -86,7 +96,7 @@ class SchedulerOutput:
 
     @property
     def reaches_model_runner(self) -> bool:
-        """Whether there is more to do than to talk to the connector."""
+        """Whether the step does more than pass metadata to the connector."""
         return bool(
             self.num_scheduled_tokens
             or self.swap_out
@@ -99,7 +109,7 @@ class SchedulerOutput:
         )
 
     def without_tokens(self) -> SchedulerOutput:
-        """What else there is to do in the step: of one whose tokens will not run, workers still apply the rest, once."""
+        """Return the rest of a step whose tokens will not run. Workers still apply it, once."""
         connector = replace(self.connector, saves=[])
         return replace(
             self, new_requests=[], cached_requests=[], num_scheduled_tokens={}, connector=connector, wave_tokens=()
@@ -108,24 +118,29 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """Which tokens structured outputs allow next. Computed while the model runs, needed when its logits are sampled."""
+    """Tokens that structured outputs allow next. Computed while the model runs, applied when it
+    samples.
+    """
 
+    #: Row order of `bitmask`; only requests that sample in this step and have a grammar.
     request_ids: list[str]
-    """Row order of `bitmask`; only requests that sample in this step and have a grammar."""
+    #: [len(request_ids), ceil(vocab_size / 32)]; token t is allowed iff bit t % 32 of word t // 32
+    #: is set.
     bitmask: npt.NDArray[np.int32]
-    """[len(request_ids), ceil(vocab_size / 32)]; token t is allowed iff bit t % 32 of word t // 32 is set."""
 
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
+    #: Per request that sampled in this step: the token.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    """Per request that sampled in this step: the token."""
+    #: Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries
+    #: whether or not they asked.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    """Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries whether or not they asked."""
+    #: Per request that asked: of the prompt tokens this step predicted, from position
+    #: num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    """Per request that asked: of the prompt tokens this step predicted, from position num_computed_tokens + 1 on."""
+    #: Per request that sampled; only if config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    """Per request that sampled; only if config.observability.count_nans_in_logits is set."""
+    #: Per request that asked: of the tokens this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
-    """Per request that asked: of the tokens this step ran."""
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)

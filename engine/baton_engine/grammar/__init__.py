@@ -1,1 +1,1 @@
-"""Structured output: grammars compiled from a request's specification, and the tokens they allow. No torch."""
+"""Structured output: compiled grammars and the tokens that they allow next. No torch."""

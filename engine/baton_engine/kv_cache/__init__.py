@@ -1,1 +1,1 @@
-"""The KV blocks of an engine: who holds which, the prefix cache, swapped and offloaded blocks. Only the books, no torch."""
+"""Bookkeeping of an engine's KV blocks: holders, prefix cache, swapping and offloading. No torch."""

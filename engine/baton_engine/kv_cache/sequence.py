@@ -10,22 +10,25 @@ from baton_engine.protocol.block_hash import BlockHash
 
 @dataclass(slots=True, eq=False)
 class KVSequence:
-    """What the KV cache manager sees of a request. The manager alone writes the block fields; the scheduler writes the rest."""
+    """A sequence as the KV cache manager sees it.
+
+    Only the manager writes the block fields. The scheduler writes the others.
+    """
 
     request_id: str
+    #: All known tokens: prompt, then generated.
     token_ids: list[int]
-    """All known tokens: prompt, then generated."""
     cache_salt: str = ""
     lora_name: str = ""
+    #: Leading tokens whose KV is in `blocks` after all steps scheduled so far.
     num_computed_tokens: int = 0
-    """Leading tokens whose KV is in `blocks` once all steps scheduled so far have run."""
 
     blocks: list[Block] = field(default_factory=list)
+    #: Host blocks that hold the KV while the sequence is swapped out.
     swapped_blocks: list[Block] = field(default_factory=list)
-    """Host blocks with its KV while it is swapped out."""
     block_hashes: list[BlockHash] = field(default_factory=list)
+    #: Leading blocks that `cache_blocks` has processed already.
     num_cached_blocks: int = 0
-    """Leading blocks already offered to the prefix cache."""
 
     @property
     def block_ids(self) -> list[int]:

@@ -13,8 +13,8 @@ class Admitted(NamedTuple):
     """A request has all blocks it needs to start, and joins the batch."""
 
     request: Request
+    #: What runs: the request itself, or the first beam of its search.
     sequence: Request
-    """What runs: the request itself, or the first beam of its search."""
 
 
 class WaitsForPrompt(NamedTuple):
@@ -27,8 +27,8 @@ class LoadStarted(NamedTuple):
     """A request has the blocks that the KV of its prompt is loaded into."""
 
     request: Request
+    #: Leading blocks that were in the prefix cache.
     num_cached_blocks: int
-    """Leading blocks that were in the prefix cache."""
 
 
 class Preempted(NamedTuple):
@@ -41,16 +41,16 @@ class SwappedOut(NamedTuple):
     """Requests lose their device blocks, and keep their KV in host memory."""
 
     requests: list[Request]
+    #: From device blocks to host blocks.
     copies: list[BlockCopy]
-    """From device blocks to host blocks."""
 
 
 class SwappedIn(NamedTuple):
     """Swapped requests have device blocks again, and run from the next step on."""
 
     requests: list[Request]
+    #: From host blocks to device blocks.
     copies: list[BlockCopy]
-    """From host blocks to device blocks."""
 
 
 class Queued(NamedTuple):
@@ -81,5 +81,5 @@ class Finished(NamedTuple):
         return cls(request, output)
 
 
+#: What `Scheduler.schedule()` applies while it builds a step.
 Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | Finished
-"""What `Scheduler.schedule()` applies while it builds a step."""

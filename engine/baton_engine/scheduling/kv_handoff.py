@@ -36,15 +36,15 @@ from baton_kv_transfer.connector import (
 class _Send:
     request: Request
     num_published_blocks: int = 0
+    #: The save with last=True went out.
     complete: bool = False
-    """The save with last=True went out."""
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class _Load:
+    #: None: nobody waits for the result, it only tells the producer that its blocks are not needed.
     request: Request | None
-    """None: nobody waits for the result, it only tells the producer that its blocks are not needed."""
     num_blocks: int
     result: LoadResult | None = None
     cancelled: bool = False

@@ -20,8 +20,8 @@ class RequestOutputs:
     """Everything that happens to a request goes through here on its way to the client."""
 
     def __init__(self) -> None:
+        #: Requests by how they ended.
         self.num_finished: Counter[FinishReason] = Counter()
-        """Requests by how they ended."""
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:

@@ -36,8 +36,8 @@ class Preemptor:
         self._running = running
         self._loaded = loaded
         self._max_num_seqs = max_num_seqs
+        #: Requests that were swapped out together, in order; an entry is never empty.
         self.swapped: list[list[Request]] = []
-        """Requests that were swapped out together, in order; an entry is never empty."""
 
     @property
     def num_swapped(self) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from baton_engine.scheduling.request import Order, Request
 
+#: Dead heap entries that are never worth the work of taking them out.
 _MIN_DEAD = 64
-"""Dead heap entries that are never worth the work of taking them out."""
 
 
 class RequestQueue:
@@ -69,11 +69,13 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self.waiting = RequestQueue()
+        #: CONSUME requests whose blocks came. They hold all the memory they need to start, so they
+        #: go before `waiting`: behind a request that waits for memory they would keep it from
+        #: coming free.
         self.loaded = RequestQueue()
-        """CONSUME requests whose blocks came. They hold all the memory they need to start, so they go before `waiting`:
-        behind a request that waits for memory they would keep it from coming free."""
+        #: CONSUME requests without blocks yet. Those with blocks wait in `loading`, in nobody's
+        #: way.
         self.waiting_to_load = RequestQueue()
-        """CONSUME requests without blocks yet. Those with blocks wait in `loading`, in nobody's way."""
         self.loading: dict[str, Request] = {}
 
     def discard(self, request: Request) -> None:
@@ -92,10 +94,10 @@ class RunningRequests:
     """The requests that hold a place in the batch, always sorted by `order`: nothing is sorted in a step."""
 
     def __init__(self) -> None:
+        #: To be read only; its tail is preempted first.
         self.in_order: list[Request] = []
-        """To be read only; its tail is preempted first."""
+        #: Places taken in the worker's batch: a beam search has taken as many as it may have beams.
         self.num_seqs = 0
-        """Places taken in the worker's batch: a beam search has taken as many as it may have beams."""
 
     def __len__(self) -> int:
         return len(self.in_order)

@@ -37,8 +37,9 @@ class RemotePrefill:
         self._counters = counters
         self._stop_rules = stop_rules
         self._fail_on_load_error = fail_on_load_error
+        #: Of requests not seen yet; None marks a request that has ended, whose late result must not
+        #: reach a namesake.
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
-        """Of requests not seen yet; None marks a request that has ended, whose late result must not reach a namesake."""
 
     def take_early(self, request_id: str) -> PrefillResult | None:
         """The result that came before its request."""

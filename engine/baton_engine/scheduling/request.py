@@ -27,25 +27,26 @@ from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
 if TYPE_CHECKING:
     from baton_engine.grammar.structured_output import Grammar
 
+#: (priority, arrival, number of the group, number of the request).
 Order = tuple[int, float, int, int]
-"""(priority, arrival, number of the group, number of the request)."""
 
 _sequence = itertools.count()
 
 
 class RequestStatus(enum.Enum):
+    #: Nothing but memory, a slot and budget is missing.
     WAITING = enum.auto()
-    """Nothing but memory, a slot and budget is missing."""
+    #: Its structured output is being compiled.
     WAITING_FOR_GRAMMAR = enum.auto()
-    """Its structured output is being compiled."""
+    #: Another member of its group computes their prompt.
     WAITING_FOR_PROMPT = enum.auto()
-    """Another member of its group computes their prompt."""
+    #: Its prompt's KV is computed elsewhere: waits for memory, then for the blocks, then for the
+    #: first token.
     WAITING_FOR_REMOTE_KV = enum.auto()
-    """Its prompt's KV is computed elsewhere: waits for memory, then for the blocks, then for the first token."""
+    #: Preempted while steps of it were in flight: they come back first.
     WAITING_FOR_STEPS = enum.auto()
-    """Preempted while steps of it were in flight: they come back first."""
+    #: Preempted; its KV is in host memory.
     SWAPPED = enum.auto()
-    """Preempted; its KV is in host memory."""
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -54,23 +55,23 @@ class RequestStatus(enum.Enum):
 class WorkerState:
     """What the worker has of a sequence."""
 
+    #: The worker has its tokens and block table.
     is_known: bool = False
-    """The worker has its tokens and block table."""
+    #: Tokens the worker was given when it took the sequence in.
     num_tokens: int = 0
-    """Tokens the worker was given when it took the sequence in."""
+    #: Leading blocks whose ids the worker has.
     num_blocks: int = 0
-    """Leading blocks whose ids the worker has."""
 
 
 @dataclass(slots=True)
 class Report:
     """What the next output for the client carries besides its tokens."""
 
+    #: An output has been sent.
     has_output: bool = False
-    """An output has been sent."""
     events: list[EngineCoreEvent] = field(default_factory=list)
+    #: None: not requested, or sent.
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """None: not requested, or sent."""
     routed_experts: list[RoutedExperts] = field(default_factory=list)
 
 
@@ -93,33 +94,35 @@ class Request(KVSequence):
         self.kv_transfer = core_request.kv_transfer
         self.root = root
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
+        #: Known when the request came; what a KV transfer covers.
         self.num_arrival_tokens = len(self.token_ids)
-        """Known when the request came; what a KV transfer covers."""
         number = next(_sequence)
+        #: Smaller runs first and is preempted last. Members of a group stand together.
         self.order: Order = (core_request.priority, core_request.arrival_time, number, number)
-        """Smaller runs first and is preempted last. Members of a group stand together."""
         self.group: SampleGroup | None = None
+        #: Set for the root of a beam search: it runs nothing itself.
         self.beams: BeamGroup | None = None
-        """Set for the root of a beam search: it runs nothing itself."""
 
         self.status = RequestStatus.WAITING
+        #: Tokens that steps in flight sample: they follow token_ids, and only the worker knows
+        #: them.
         self.num_placeholders = 0
-        """Tokens that steps in flight sample: they follow token_ids, and only the worker knows them."""
+        #: Steps in flight that run tokens of it.
         self.num_in_flight = 0
-        """Steps in flight that run tokens of it."""
+        #: Tells a step that comes back whether the KV it wrote is still in `blocks`.
         self.num_preemptions = 0
-        """Tells a step that comes back whether the KV it wrote is still in `blocks`."""
         self.prefill_result: PrefillResult | None = None
         self.grammar: Grammar | None = None
+        #: Generated tokens the grammar has accepted.
         self.num_grammar_tokens = 0
-        """Generated tokens the grammar has accepted."""
 
+        #: Has had blocks; its prompt is in the counters.
         self.started = False
-        """Has had blocks; its prompt is in the counters."""
+        #: Prompt tokens found in the prefix cache, or shared with another sample, when it first
+        #: started.
         self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache, or shared with another sample, when it first started."""
+        #: Prompt tokens whose KV came from the peer.
         self.num_remote_tokens = 0
-        """Prompt tokens whose KV came from the peer."""
 
         self.worker = WorkerState()
         self.report = Report(prompt_logprobs=[] if self.sampling_params.prompt_logprobs is not None else None)
@@ -170,10 +173,11 @@ class Beam(Request):
     def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
         super().__init__(core_request, root=root)
         self.cumulative_logprob = 0.0
+        #: Of the tokens generated here.
         self.chosen: list[TokenLogprobs] = []
-        """Of the tokens generated here."""
+        #: (token id, log-probability), best first, once it has run; it waits until all beams have
+        #: theirs.
         self.candidates: list[tuple[int, float]] | None = None
-        """(token id, log-probability), best first, once it has run; it waits until all beams have theirs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,10 +187,10 @@ class BeamGroup:
     config: BeamConfig
     finished: FinishedBeams[BeamOutput]
     live: list[Beam] = field(default_factory=list)
+    #: Beams so far; the next one's number.
     num_started: int = 0
-    """Beams so far; the next one's number."""
+    #: After a preemption: free blocks required before the search is resumed.
     num_blocks_wanted: int = 0
-    """After a preemption: free blocks required before the search is resumed."""
 
     @property
     def complete(self) -> bool:
@@ -199,13 +203,13 @@ class SampleGroup:
     """The unfinished requests for samples of one prompt."""
 
     group_id: str
+    #: Of its first request.
     order: Order
-    """Of its first request."""
     prompt_token_ids: list[int]
+    #: (cache_salt, lora_name).
     cache_key: tuple[str, str]
-    """(cache_salt, lora_name)."""
     members: dict[str, Request] = field(default_factory=dict)
+    #: Was admitted to compute the prompt.
     leader: Request | None = None
-    """Was admitted to compute the prompt."""
+    #: For the leader.
     waiting: list[Request] = field(default_factory=list)
-    """For the leader."""

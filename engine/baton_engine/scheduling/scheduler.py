@@ -65,10 +65,10 @@ POLICIES = ("priority", "fcfs")
 
 class PauseState(enum.Enum):
     UNPAUSED = enum.auto()
+    #: Requests that run, or were swapped out, go on; nobody is admitted.
     PAUSED_NEW = enum.auto()
-    """Requests that run, or were swapped out, go on; nobody is admitted."""
+    #: No tokens run. Transfers go on.
     PAUSED_ALL = enum.auto()
-    """No tokens run. Transfers go on."""
 
 
 class Scheduler:
@@ -108,14 +108,15 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # each running one gets its token
         self.max_queue = config.max_queue
+        #: All unfinished ones.
         self.requests: dict[str, Request] = {}
-        """All unfinished ones."""
         self.running = RunningRequests()
         self.queues = WaitingRequests()
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
+        #: The last step ran tokens, moved requests or told the connector something: another one may
+        #: find more to do.
         self.made_progress = False
-        """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
 
         self._stop_rules = StopRules(eos_token_ids, max_model_len)
         self._worker = WorkerMirror(send_token_ids=send_token_ids)
@@ -160,8 +161,8 @@ class Scheduler:
             fail_on_load_error=fail_on_load_error,
         )
         self._results = StepResults(kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams)
+        #: Preempted; they queue again when their steps in flight have come back.
         self._awaiting_steps: dict[str, Request] = {}
-        """Preempted; they queue again when their steps in flight have come back."""
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
 

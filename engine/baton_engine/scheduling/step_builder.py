@@ -17,8 +17,8 @@ class ScheduledRange(NamedTuple):
     start: int
     end: int
     samples: bool
+    #: The request's, when it was scheduled.
     num_preemptions: int
-    """The request's, when it was scheduled."""
 
 
 class StepBuilder:

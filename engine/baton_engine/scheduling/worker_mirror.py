@@ -15,8 +15,8 @@ class WorkerMirror:
             send_token_ids: not all workers know what was sampled (pipeline stages): sampled tokens are sent with the next step.
         """
         self._send_token_ids = send_token_ids
+        #: Sequences that the next step tells the worker to forget.
         self.forgotten_ids: list[str] = []
-        """Sequences that the next step tells the worker to forget."""
 
     def send(
         self, output: SchedulerOutput, sequence: Request, start: int, end: int, copies: list[BlockCopy] | None

@@ -20,17 +20,18 @@ from baton_engine.protocol.messages import FinishReason
 
 T = TypeVar("T")
 
+#: (token id, log-probability given the beam).
 Candidate = tuple[int, float]
-"""(token id, log-probability given the beam)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
     width: int
+    #: Generated tokens a hypothesis may have: SamplingParams.max_tokens, or fewer if max_model_len
+    #: leaves less.
     max_tokens: int
-    """Generated tokens a hypothesis may have: SamplingParams.max_tokens, or fewer if max_model_len leaves less."""
+    #: All that end a hypothesis; with the model's EOS tokens, unless ignore_eos.
     stop_token_ids: frozenset[int] = frozenset()
-    """All that end a hypothesis; with the model's EOS tokens, unless ignore_eos."""
     length_penalty: float = 1.0
     early_stopping: bool = False
 
@@ -44,35 +45,37 @@ class BeamState:
     """A live beam."""
 
     cumulative_logprob: float = 0.0
+    #: Generated ones. The same for all beams of a search.
     num_tokens: int = 0
-    """Generated ones. The same for all beams of a search."""
 
 
 class LiveBeam(NamedTuple):
+    #: Index of the beam it continues.
     parent: int
-    """Index of the beam it continues."""
     token_id: int
     cumulative_logprob: float
 
 
 class FinishedBeam(NamedTuple):
     parent: int
+    #: The last token: the stop token, if one ended it.
     token_id: int
-    """The last token: the stop token, if one ended it."""
     cumulative_logprob: float
+    #: STOP or LENGTH.
     finish_reason: FinishReason
-    """STOP or LENGTH."""
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
+    #: At most `width`, best first. Several may have one parent, and a parent may have none. Empty
+    #: if the search is over.
     live: list[LiveBeam]
-    """At most `width`, best first. Several may have one parent, and a parent may have none. Empty if the search is over."""
+    #: New ones that belong to the best `width`, best first: to be added to the FinishedBeams.
     finished: list[FinishedBeam]
-    """New ones that belong to the best `width`, best first: to be added to the FinishedBeams."""
+    #: Nothing that could still come would count. Over without any finished beam means that no token
+    #: was possible.
     over: bool
-    """Nothing that could still come would count. Over without any finished beam means that no token was possible."""
 
 
 class FinishedBeams(Generic[T]):
