@@ -1,10 +1,18 @@
-"""Where requests wait, and how they get into the batch: memory for all their known tokens, a place, and budget.
+"""Admission: decides which waiting request joins the batch, or starts to load its KV.
 
-One order rules all queues, (priority, arrival): who comes first and finds no memory is not overtaken by a later one. Requests that
-wait for something else (remote KV, a grammar, a sibling's prompt) are not in the way. So nobody starves: a request becomes the
-first of its priority after finitely many ends, the first is admitted as soon as memory comes free, and from then on it is the
-last to be preempted and the first to get budget that decodes leave; and decodes, one token each, never take all of it, because
-no more requests run than the budget has tokens. A priority waits for the ones before it, by definition.
+A request needs memory for all its known tokens, a place in the batch and token budget. All queues
+share one order,
+(priority, arrival). If the first request finds no memory, later ones do not overtake it. Requests
+that wait for remote
+KV, a grammar or a sibling's prompt do not block the others.
+
+This is free of starvation. After finitely many requests end, a request becomes the first of its
+priority. The first
+one is admitted as soon as memory is free. From then on it is preempted last and is the first to get
+budget that
+decodes leave. Decodes take one token each and never use the whole budget, because no more requests
+run than the budget
+has tokens. A priority waits for lower values, by definition.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class Admission:
-    """Each decision is to be applied before the next is asked for."""
+    """Asked twice per step. The caller applies each decision before it asks for the next one."""
 
     def __init__(
         self,
@@ -46,15 +54,15 @@ class Admission:
     def admit_loaded(
         self, step: StepBuilder, *, only_loaded: bool = False
     ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
-        """Starts requests whose KV came from a peer.
+        """Start requests whose KV came from a peer.
 
         Args:
-            only_loaded: swapped requests wait for memory; nobody else takes any.
+            only_loaded: swapped requests are waiting for memory, so no other request may take any.
         """
         while step.budget > 0 and self._has_place(1) and (first := self._queues.loaded.peek()) is not None:
             earlier = None if only_loaded else self._queues.waiting.first_before(first)
             if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
-                # It would starve if every place that comes free went to those that are loaded.
+                # It would starve if loaded requests took every place that becomes free.
                 if not self._has_place(earlier.max_seqs):
                     return
                 if (decision := self._admit_first(earlier, step)) is not None:
@@ -63,11 +71,11 @@ class Admission:
             request = self._queues.loaded.pop()
             if self._kv.allocate(request, request.num_tokens) is not None:
                 yield Admitted(request, request)
-            else:  # more first tokens came than there was room reserved for
+            else:  # the prefill stage sent more tokens than the load reserved blocks for
                 yield Preempted(request)
 
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
-        """Starts requests without KV, and loads of those whose KV is computed elsewhere, until one does not fit."""
+        """Start requests without KV, and loads of remote KV, until one of them does not fit."""
         while True:
             to_load = self._queues.waiting_to_load.peek()
             to_run = self._queues.waiting.peek() if step.budget > 0 else None
@@ -86,7 +94,7 @@ class Admission:
         return self._running.num_seqs + num_seqs <= self._max_num_seqs
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Decides on the first request of `waiting`; None if it does not fit now."""
+        """Decide on the first request of `waiting`. None if it does not fit now."""
         group = request.group
         if group is not None and self._groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -94,14 +102,14 @@ class Admission:
         return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Gives a request all blocks its known tokens need; None if it does not fit now."""
+        """Allocate blocks for all known tokens of a request. None if it does not fit now."""
         sequence, kv = request.sequences[0], self._kv
-        # The last known token is always computed here: it gives the logits. With prompt_logprobs every position does.
+        # The last known token is always computed here for its logits. prompt_logprobs needs every position's.
         reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
-        if not self._chunked and num_uncached > step.budget and not step.empty:
-            return None  # One that outgrew the budget before it was preempted runs in several steps, begun alone.
+        if not self._chunked and num_uncached > step.budget and step.ranges:
+            return None  # A preempted request that outgrew the budget starts in a step of its own.
         keep_free = self._keep_free
         if request.beams is not None:
             keep_free = max(keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens))
@@ -115,9 +123,9 @@ class Admission:
         return Admitted(request, sequence)
 
     def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> Admitted | None:
-        """Lets a member of a group share the prompt's blocks of another one; None if the rest does not fit now."""
+        """Let a request share the prompt's blocks of `source`. None if the rest does not fit now."""
         kv = self._kv
-        num_shared = request.num_prompt_tokens - 1  # the last one gives the logits
+        num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
         if num_new + self._keep_free > kv.num_free_blocks:
             return None
@@ -130,21 +138,26 @@ class Admission:
 
     @property
     def _keep_free(self) -> int:
-        """Blocks that an admission leaves to those that run."""
+        """Blocks that an admission leaves for the growth of running requests."""
         return self._kv.watermark_blocks if len(self._running) else 0
 
     @property
     def _keep_free_of_loads(self) -> int:
-        """Blocks that a load leaves: one for each sequence that decodes, or will once it is loaded, to grow into. Loads take their
-        memory long before they run; without that they would fill it, and those that run would preempt each other for lack of it."""
+        """Blocks that a load leaves free: one for each sequence that decodes now or will after its
+        load.
+
+        Loads take memory long before they run. Without this reserve they would fill it, and running
+        requests would preempt
+        each other.
+        """
         num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocates the blocks of a CONSUME request; None if they do not fit now.
+        """Allocate the blocks of a CONSUME request. None if they do not fit now.
 
         Args:
-            keep_for: an earlier request that waits for a slot; the load must leave enough memory for it.
+            keep_for: earlier request that waits for a place. The load leaves enough memory for it.
         """
         kv = self._kv
         if keep_for is not None:
@@ -152,7 +165,7 @@ class Admission:
             if wanted > kv.num_free_blocks:
                 return None
         cached = kv.find_cached_prefix(request, request.num_tokens)
-        # One token more: it must be able to start without waiting for memory while it holds some.
+        # One token more, so that the request can start without waiting for memory while it holds some.
         if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
             return None
         request.num_computed_tokens = len(cached) * kv.block_size

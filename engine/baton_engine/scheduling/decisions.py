@@ -1,4 +1,6 @@
-"""What the scheduler's collaborators decide. They return these values; `Scheduler` applies them."""
+"""Decisions of the scheduler's collaborators. They return these values, and `Scheduler` applies
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ class Admitted(NamedTuple):
     """A request has all blocks it needs to start, and joins the batch."""
 
     request: Request
-    #: What runs: the request itself, or the first beam of its search.
+    #: The sequence to run: the request itself, or the first beam of its search.
     sequence: Request
 
 
@@ -24,7 +26,7 @@ class WaitsForPrompt(NamedTuple):
 
 
 class LoadStarted(NamedTuple):
-    """A request has the blocks that the KV of its prompt is loaded into."""
+    """A request has the blocks into which the KV of its prompt is loaded."""
 
     request: Request
     #: Leading blocks that were in the prefix cache.
@@ -54,7 +56,7 @@ class SwappedIn(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A request has what it waited for: it can run as soon as it has memory."""
+    """A request no longer waits for an event, and can run as soon as it has memory."""
 
     request: Request
 
@@ -69,7 +71,7 @@ class Finished(NamedTuple):
     def without_token(
         cls, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
     ) -> Finished:
-        """End a request outside its own step."""
+        """End a request with an output that carries no token."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[],
@@ -81,5 +83,5 @@ class Finished(NamedTuple):
         return cls(request, output)
 
 
-#: What `Scheduler.schedule()` applies while it builds a step.
+#: Decisions that `Scheduler.schedule()` applies while it builds a step.
 Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | Finished

@@ -1,4 +1,4 @@
-"""What clients are to be told of their requests: collected here between two calls of `take`."""
+"""Outputs for clients, collected between two calls of `take`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from baton_engine.scheduling.request import Request
 
 
 class RequestOutputs:
-    """Everything that happens to a request goes through here on its way to the client."""
+    """Collects outputs and the data that travels with them. The only writer of `Request.report`."""
 
     def __init__(self) -> None:
-        #: Requests by how they ended.
+        #: Number of ended requests by reason.
         self.num_finished: Counter[FinishReason] = Counter()
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:
-        """What is to be told since the last call."""
+        """Return the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def event(self, request: Request, event_type: EngineCoreEventType) -> None:
-        """Told with the request's next output."""
+        """Record an event for the request's next output."""
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keeps what a step computed besides a token, until there is a token to tell it with.
+        """Keep prompt logprobs and routed experts of a step until an output carries tokens.
 
         Args:
-            start: first position the step ran.
+            start: first position that the step ran.
             ran_as: id of the sequence that ran.
         """
         predicted = ran.prompt_logprobs.get(ran_as)
         collected = request.report.prompt_logprobs
         if predicted and collected is not None and len(collected) >= start:
-            # After a preemption positions are predicted again.
+            # After a preemption, positions are predicted again.
             del collected[start:]
             collected += predicted
         experts = ran.routed_experts.get(ran_as)
@@ -51,7 +51,7 @@ class RequestOutputs:
             request.report.routed_experts.append(experts)
 
     def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Tells the client `output`, and what was not told yet."""
+        """Add `output`, with the request's pending events, prompt logprobs and routed experts."""
         report = request.report
         if not report.has_output:
             report.has_output = True

@@ -1,7 +1,9 @@
-"""Gives running requests their tokens in a step: decodes first, then prompt chunks with what budget they leave.
+"""Planner: gives running requests their tokens in a step, decodes first, then prompt chunks.
 
-Only decodes need memory here, for a prompt got all its blocks when it was admitted. They get it in order, and whoever is preempted
-for them stands behind them: nothing that is in the step already is ever taken out again.
+Only decodes need memory here, because a prompt gets all its blocks at admission. Decodes get it in
+order. A request
+that is preempted for them comes later in the order, so the step never loses a request that it
+already contains.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class RunningPlanner:
         """
         Args:
             runs_ahead: schedule decodes before the token they start from is known.
-            long_prefill_threshold: SchedulerConfig.long_prefill_token_threshold.
+            long_prefill_threshold: `SchedulerConfig.long_prefill_token_threshold`.
         """
         self._kv = kv
         self._running = running
@@ -48,7 +50,9 @@ class RunningPlanner:
         self._prefills: list[Request] = []
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Fills `step` from the running requests. Each decision is to be applied before the next is asked for."""
+        """Fill `step` from the running requests. The caller applies each decision before the next
+        one.
+        """
         prefills = self._prefills
         prefills.clear()
         in_order = self._running.in_order
@@ -65,15 +69,15 @@ class RunningPlanner:
                     step.run(request, 1)
                 else:
                     stays = yield from self._plan_growing(step, request, index)
-            if stays:  # otherwise its successor stands here now
+            if stays:  # else the next request has moved to this index
                 index += 1
         for sequence in prefills:
             if step.budget == 0:
                 break
-            self.run_chunk(step, sequence)  # nobody was preempted who stands before the last one that ran
+            self.run_chunk(step, sequence)  # all of them still run: preemption takes requests behind those in the step
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
-        """Runs what the budget allows of a sequence that has its blocks."""
+        """Add as much of a sequence that has its blocks as the budget allows."""
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         threshold = self._long_prefill_threshold
         if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
@@ -81,11 +85,11 @@ class RunningPlanner:
         step.run(sequence, num_tokens)
 
     def _may_follow(self, request: Request) -> bool:
-        """Whether a request can be in one more step while others of it are in flight."""
+        """Return whether a request can join another step while earlier ones are in flight."""
         return self._runs_ahead and (not request.num_placeholders or self._may_run_ahead(request))
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Whether a token may be computed before the one in front of it is known: lengths allow it, nothing else needs it."""
+        """Return whether a token may be computed before the previous one is known."""
         max_tokens = request.sampling_params.max_tokens
         num_tokens = len(request.token_ids) + request.num_placeholders
         return (
@@ -105,13 +109,13 @@ class RunningPlanner:
     def _plan_growing(
         self, step: StepBuilder, request: Request, index: int
     ) -> Generator[Preempted | SwappedOut, None, bool]:
-        """Runs a decode that needs a block. False: it was preempted itself."""
+        """Run a decode that needs a block. False: the request was preempted itself."""
         while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
             victim = self._preemptor.find_victim(index)
             if victim in (None, request) and (loaded := self._preemptor.find_loaded_victim(request)) is not None:
                 yield Preempted(loaded)
                 continue
-            if victim is None:  # all behind it must stay; those before it will end
+            if victim is None:  # all behind it are PRODUCE requests; wait for earlier requests to end
                 return True
             yield self._preemptor.preempt(victim, beneficiary=request)
             if victim is request:
@@ -122,15 +126,19 @@ class RunningPlanner:
     def _plan_beams(
         self, step: StepBuilder, root: Request, index: int
     ) -> Generator[Preempted | SwappedOut | Finished, None, bool]:
-        """Runs the beams that have not reported, as far as the budget goes. False: the search was preempted, or ended."""
+        """Run the beams that have not reported, within the budget.
+
+        Returns:
+            False: the search was preempted, or ended.
+        """
         group = root.beams
         assert group is not None
         beams = [beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight]
-        if beams and beams[0].num_uncomputed_tokens > 1:  # a single one, still at its prompt
+        if beams and beams[0].num_uncomputed_tokens > 1:  # a single beam that computes its prompt
             self._prefills += beams
             return True
         beams = beams[: step.budget]
-        # All or none: a search is preempted as a whole, and nothing of it may be in the step then.
+        # All or none: a search is preempted as a whole, and then the step must not contain any of its beams.
         while self._beams.num_blocks_needed(beams) > self._kv.num_free_blocks:
             victim = self._preemptor.find_victim(index)
             assert victim is not None
@@ -152,7 +160,7 @@ class RunningPlanner:
         return True
 
     def _needs_all_memory(self, group: BeamGroup) -> bool:
-        """Whether all blocks but those of the search are free already."""
+        """Return whether all other blocks are free already."""
         own = {block.block_id for beam in group.live for block in beam.blocks}
         return len(own) + self._kv.num_free_blocks == self._kv.pool.num_blocks
 

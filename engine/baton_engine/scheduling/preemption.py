@@ -1,8 +1,11 @@
-"""Takes memory from running requests when others need it more, and gives it back.
+"""Preemption: decides which request loses its memory, and which swapped request gets it back.
 
-The last in order loses first. By recompute: its blocks are freed, and it queues again with the tokens it has. By swap: its blocks
-move to host memory; samples of one prompt that run are swapped together, for they share blocks, and so are the beams of a search
-(section 4.5 of Kwon et al. 2023, PagedAttention). Whoever was swapped out comes back before anybody new is admitted.
+The last request in order loses first. Two modes (Kwon et al. 2023, PagedAttention, section 4.5):
+
+- recompute: its blocks are freed, and it queues again with the tokens it has.
+- swap: its blocks move to host memory. Running samples of one prompt share blocks, so they are
+swapped together, and so
+  are the beams of a search. Swapped requests are resumed before new ones are admitted.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from collections.abc import Iterator
 
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.decisions import Preempted, SwappedIn, SwappedOut
-from baton_engine.scheduling.queues import RequestQueue, RunningRequests
-from baton_engine.scheduling.request import Order, Request, RequestStatus
+from baton_engine.scheduling.queues import RequestQueue, RunningRequests, by_order
+from baton_engine.scheduling.request import Request, RequestStatus
 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
@@ -36,7 +39,7 @@ class Preemptor:
         self._running = running
         self._loaded = loaded
         self._max_num_seqs = max_num_seqs
-        #: Requests that were swapped out together, in order; an entry is never empty.
+        #: Units of requests that were swapped out together, in order. No unit is empty.
         self.swapped: list[list[Request]] = []
 
     @property
@@ -44,9 +47,10 @@ class Preemptor:
         return sum(map(len, self.swapped))
 
     def find_victim(self, index: int) -> Request | None:
-        """The last running request that may lose its blocks, from place `index` on: those before it are in the step already.
+        """Return the last running request that may lose its blocks, from place `index` on.
 
-        A peer may read the blocks of a PRODUCE request at any time: it is not preempted.
+        Earlier requests are in the step already. PRODUCE requests are skipped: a peer may read
+        their blocks at any time.
         """
         in_order = self._running.in_order
         for position in range(len(in_order) - 1, index - 1, -1):
@@ -55,21 +59,25 @@ class Preemptor:
         return None
 
     def find_loaded_victim(self, beneficiary: Request) -> Request | None:
-        """The last loaded request, if it is behind `beneficiary`.
+        """Return the last loaded request if it comes after `beneficiary`.
 
-        Such a request holds memory without running. If it waits for the place that `beneficiary` has, neither would go on.
+        A loaded request holds memory without running. If it waits for the place of `beneficiary`,
+        neither could continue.
         """
-        victim = max(self._loaded, key=_order, default=None)
+        victim = max(self._loaded, key=by_order, default=None)
         return victim if victim is not None and victim.order > beneficiary.order else None
 
     def preempt(self, victim: Request, *, beneficiary: Request) -> Preempted | SwappedOut:
-        """Takes the victim's blocks, and with swapping those of its whole group, unless `beneficiary` is of that group."""
+        """Take the blocks of `victim`.
+
+        With swapping, its whole group is swapped unless `beneficiary` belongs to it.
+        """
         if victim.group is None or victim.group is not beneficiary.group:
             members = [victim]
             if victim.group is not None:
                 members = sorted(
                     (member for member in victim.group.members.values() if member.status is RequestStatus.RUNNING),
-                    key=_order,
+                    key=by_order,
                 )
             if self._wants_swap(members):
                 copies = self._kv.swap_out([sequence for member in members for sequence in member.sequences])
@@ -79,12 +87,12 @@ class Preemptor:
         return Preempted(victim)
 
     def take_swapped(self) -> list[Request]:
-        """All swapped requests; they are swapped no more."""
+        """Remove and return all swapped requests."""
         units, self.swapped = self.swapped, []
         return [request for unit in units for request in unit]
 
     def discard(self, request: Request) -> None:
-        """A swapped request has ended."""
+        """Drop a request that has ended."""
         for unit in self.swapped:
             if request in unit:
                 unit.remove(request)
@@ -93,9 +101,9 @@ class Preemptor:
                 return
 
     def resume(self) -> Iterator[SwappedIn]:
-        """Brings swapped requests back, in order, while places and memory last.
+        """Bring swapped requests back, in order, while there are places and memory.
 
-        Each decision is to be applied before the next is asked for.
+        The caller applies each decision before it asks for the next one.
         """
         while self.swapped:
             unit = self.swapped[0]
@@ -105,7 +113,8 @@ class Preemptor:
                 return
             if self._running.num_seqs + num_seqs > self._max_num_seqs:
                 return
-            # Room to grow, or they would be the next ones to be swapped out: also if they are alone, for transfers hold memory.
+            # Without room to grow they would be swapped out next, even if they run alone: transfers
+            # hold memory too.
             if len(self._running):
                 keep_free = self._kv.watermark_blocks + num_seqs
             else:
@@ -121,7 +130,3 @@ class Preemptor:
         if self._mode == "auto":
             return sum(len(member.sequences) for member in members) > 1
         return self._mode == "swap"
-
-
-def _order(request: Request) -> Order:
-    return request.order

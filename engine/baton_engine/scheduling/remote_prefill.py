@@ -1,7 +1,8 @@
-"""CONSUME requests between their arrival and their first step here: the KV of their prompt comes from a peer.
+"""CONSUME requests before their first step: a peer computes the KV of their prompt.
 
-Two things are waited for, in any order: the load of the blocks, and the word of the gateway how the prefill leg ended. What did not
-arrive is computed here, unless the policy says to fail.
+Two events must arrive, in any order: the block load and the gateway's PREFILL_RESULT. Missing
+blocks are computed here,
+unless the policy is to fail.
 """
 
 from __future__ import annotations
@@ -37,32 +38,35 @@ class RemotePrefill:
         self._counters = counters
         self._stop_rules = stop_rules
         self._fail_on_load_error = fail_on_load_error
-        #: Of requests not seen yet; None marks a request that has ended, whose late result must not
-        #: reach a namesake.
+        #: Results by id of requests that have not arrived. None: the request has ended; a late
+        #: result must not reach a later request with its id.
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
 
     def take_early(self, request_id: str) -> PrefillResult | None:
-        """The result that came before its request."""
+        """Return the result that arrived before its request."""
         return self._early_results.pop(request_id, None)
 
     def remember_early(self, result: PrefillResult) -> None:
-        """Keeps a result whose request has not come; of several the first."""
+        """Keep the first result for a request that has not arrived."""
         if result.request_id not in self._early_results:
             self._remember(result.request_id, result)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or was refused: its result, come or to come, must not reach a later request of the same id."""
+        """Drop the results of a request that has ended or was refused, including later ones.
+
+        They must not reach a later request with the same id.
+        """
         self._remember(request_id, None)
 
     def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
-        """The prefill leg of `request` ended: its first token, or why there is none."""
+        """Take in how the prefill stage of `request` ended."""
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV or request.prefill_result is not None:
             return None
         request.prefill_result = result
         waiting_to_load = self._queues.waiting_to_load
         if request in waiting_to_load:
             if not result.token_ids and result.error and not self._fail_on_load_error:
-                waiting_to_load.discard(request)  # nobody computes its prompt: a request like any other
+                waiting_to_load.discard(request)  # no peer computes the prompt, so it is computed here
                 self._handoff.decline(request)
                 request.kv_transfer = None
                 num_cached = len(self._kv.find_cached_prefix(request, request.num_arrival_tokens)) * self._kv.block_size
@@ -74,25 +78,27 @@ class RemotePrefill:
         return self.end_load_if_ready(request)
 
     def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
-        """Lets a request go on once both its load and its prefill leg have ended."""
+        """Let a request continue once its load and its prefill stage have ended."""
         result, prefill = self._handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
             return None
         num_cached = request.num_computed_tokens
-        num_proved = min(num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens)
-        if num_proved < request.num_arrival_tokens and self._fail_on_load_error:
+        num_verified = min(num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens)
+        if num_verified < request.num_arrival_tokens and self._fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
             return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
         self._handoff.end_load(request)
         del self._queues.loading[request.request_id]
-        request.kv_transfer = None  # the hand-off is over
-        request.num_remote_tokens = max(0, min(num_proved, request.num_prompt_tokens) - num_cached)
+        request.kv_transfer = None  # the hand-off has ended
+        request.num_remote_tokens = max(0, min(num_verified, request.num_prompt_tokens) - num_cached)
         self._counters.prompt_tokens_remote += request.num_remote_tokens
-        self._counters.kv_transfer_recomputed_tokens += max(0, request.num_arrival_tokens - max(num_proved, num_cached))
+        self._counters.kv_transfer_recomputed_tokens += max(
+            0, request.num_arrival_tokens - max(num_verified, num_cached)
+        )
         request.token_ids.extend(prefill.token_ids)
-        # Without a first token the last known one is computed here: it gives the logits.
-        request.num_computed_tokens = min(num_proved, request.num_tokens - 1)
-        if request.num_computed_tokens < num_cached:  # it would be written into a block that others hold, too
+        # Without a first token, the last known one is computed here for its logits.
+        request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
+        if request.num_computed_tokens < num_cached:  # it would be written to a shared block
             self._kv.free(request)
             request.num_computed_tokens = 0
         else:

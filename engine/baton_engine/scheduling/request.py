@@ -1,7 +1,8 @@
 """A request inside the engine, its beams and its sample group: plain data.
 
-Each part has one writer: block fields the KV cache manager (`KVSequence`), `worker` the `WorkerMirror`, `report` the
-`RequestOutputs`. The scheduler and its collaborators write the rest.
+Each part has one writer: the KV cache manager the block fields (`KVSequence`), `WorkerMirror` the
+field `worker`, and
+`RequestOutputs` the field `report`. The scheduler and its collaborators write the rest.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from baton_engine.grammar.structured_output import Grammar
 from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.messages import (
     BeamOutput,
@@ -24,9 +25,6 @@ from baton_engine.protocol.messages import (
 )
 from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
 
-if TYPE_CHECKING:
-    from baton_engine.grammar.structured_output import Grammar
-
 #: (priority, arrival, number of the group, number of the request).
 Order = tuple[int, float, int, int]
 
@@ -34,18 +32,17 @@ _sequence = itertools.count()
 
 
 class RequestStatus(enum.Enum):
-    #: Nothing but memory, a slot and budget is missing.
+    #: Waits for memory, a place in the batch and token budget.
     WAITING = enum.auto()
-    #: Its structured output is being compiled.
+    #: Waits until the grammar of its structured output is compiled.
     WAITING_FOR_GRAMMAR = enum.auto()
-    #: Another member of its group computes their prompt.
+    #: Waits while another member of its group computes their prompt.
     WAITING_FOR_PROMPT = enum.auto()
-    #: Its prompt's KV is computed elsewhere: waits for memory, then for the blocks, then for the
-    #: first token.
+    #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first token.
     WAITING_FOR_REMOTE_KV = enum.auto()
-    #: Preempted while steps of it were in flight: they come back first.
+    #: Preempted. Waits for its steps in flight to return.
     WAITING_FOR_STEPS = enum.auto()
-    #: Preempted; its KV is in host memory.
+    #: Preempted, with its KV in host memory.
     SWAPPED = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -57,7 +54,7 @@ class WorkerState:
 
     #: The worker has its tokens and block table.
     is_known: bool = False
-    #: Tokens the worker was given when it took the sequence in.
+    #: Tokens sent with the sequence when it was new to the worker.
     num_tokens: int = 0
     #: Leading blocks whose ids the worker has.
     num_blocks: int = 0
@@ -65,7 +62,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Report:
-    """What the next output for the client carries besides its tokens."""
+    """Data that the next output carries besides tokens."""
 
     #: An output has been sent.
     has_output: bool = False
@@ -76,12 +73,12 @@ class Report:
 
 
 class Request(KVSequence):
-    """One sequence, or the root of a beam search whose beams are sequences of their own."""
+    """One sequence, or the root of a beam search, whose beams are sequences of their own."""
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
         """
         Args:
-            root: of the beam search that this sequence is a beam of.
+            root: root of the search if this sequence is a beam.
         """
         super().__init__(
             core_request.request_id,
@@ -94,34 +91,32 @@ class Request(KVSequence):
         self.kv_transfer = core_request.kv_transfer
         self.root = root
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
-        #: Known when the request came; what a KV transfer covers.
+        #: Tokens known on arrival. A KV transfer covers these.
         self.num_arrival_tokens = len(self.token_ids)
         number = next(_sequence)
-        #: Smaller runs first and is preempted last. Members of a group stand together.
+        #: The smallest runs first and is preempted last. Members of a group are adjacent.
         self.order: Order = (core_request.priority, core_request.arrival_time, number, number)
         self.group: SampleGroup | None = None
-        #: Set for the root of a beam search: it runs nothing itself.
+        #: Set for the root of a beam search, which runs no tokens itself.
         self.beams: BeamGroup | None = None
 
         self.status = RequestStatus.WAITING
-        #: Tokens that steps in flight sample: they follow token_ids, and only the worker knows
-        #: them.
+        #: Tokens that steps in flight sample. They follow token_ids, and only the worker has them.
         self.num_placeholders = 0
-        #: Steps in flight that run tokens of it.
+        #: Steps in flight that run its tokens.
         self.num_in_flight = 0
-        #: Tells a step that comes back whether the KV it wrote is still in `blocks`.
+        #: Preemptions so far. If it changed during a step, the KV of that step has left `blocks`.
         self.num_preemptions = 0
         self.prefill_result: PrefillResult | None = None
         self.grammar: Grammar | None = None
-        #: Generated tokens the grammar has accepted.
+        #: Generated tokens that the grammar has accepted.
         self.num_grammar_tokens = 0
 
-        #: Has had blocks; its prompt is in the counters.
+        #: It has had blocks, and its prompt has been counted.
         self.started = False
-        #: Prompt tokens found in the prefix cache, or shared with another sample, when it first
-        #: started.
+        #: Prompt tokens cached, or shared with another sample, at its first start.
         self.num_cached_tokens = 0
-        #: Prompt tokens whose KV came from the peer.
+        #: Prompt tokens whose KV came from a peer.
         self.num_remote_tokens = 0
 
         self.worker = WorkerState()
@@ -129,7 +124,7 @@ class Request(KVSequence):
 
     @property
     def num_tokens(self) -> int:
-        """Known ones."""
+        """Known tokens: prompt, then generated."""
         return len(self.token_ids)
 
     @property
@@ -138,12 +133,12 @@ class Request(KVSequence):
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Placeholders included: a request that is sampling always has one."""
+        """Tokens to compute, including placeholders. A request that is sampling always has one."""
         return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def max_seqs(self) -> int:
-        """Places in the worker's batch that it may take."""
+        """Places that it may take in the worker's batch."""
         return self.sampling_params.beam_width or 1
 
     @property
@@ -160,7 +155,7 @@ class Request(KVSequence):
 
     @property
     def sequences(self) -> Sequence[Request]:
-        """What holds its KV: itself, or its beams."""
+        """The sequences that hold its KV: itself, or its beams."""
         return [self] if self.beams is None else self.beams.live
 
     def __repr__(self) -> str:
@@ -168,26 +163,25 @@ class Request(KVSequence):
 
 
 class Beam(Request):
-    """One sequence of a beam search; its id is `<request id>#<number>`."""
+    """One sequence of a beam search. Its id is `<request id>#<number>`."""
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
         super().__init__(core_request, root=root)
         self.cumulative_logprob = 0.0
-        #: Of the tokens generated here.
+        #: Logprobs of the tokens generated here.
         self.chosen: list[TokenLogprobs] = []
-        #: (token id, log-probability), best first, once it has run; it waits until all beams have
-        #: theirs.
+        #: (token id, log-probability), best first. None until the beam has run.
         self.candidates: list[tuple[int, float]] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The beams of one search: they share blocks, run side by side and wait for each other after every token."""
+    """The beams of one search. They share blocks, and each waits for the others after every token."""
 
     config: BeamConfig
     finished: FinishedBeams[BeamOutput]
     live: list[Beam] = field(default_factory=list)
-    #: Beams so far; the next one's number.
+    #: Beams so far, which is also the number of the next one.
     num_started: int = 0
     #: After a preemption: free blocks required before the search is resumed.
     num_blocks_wanted: int = 0
@@ -203,13 +197,13 @@ class SampleGroup:
     """The unfinished requests for samples of one prompt."""
 
     group_id: str
-    #: Of its first request.
+    #: Order of its first request.
     order: Order
     prompt_token_ids: list[int]
     #: (cache_salt, lora_name).
     cache_key: tuple[str, str]
     members: dict[str, Request] = field(default_factory=dict)
-    #: Was admitted to compute the prompt.
+    #: The member that was admitted to compute the prompt.
     leader: Request | None = None
-    #: For the leader.
+    #: Members that wait for the leader.
     waiting: list[Request] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Takes in what a step computed: cached blocks, sampled tokens, beams' candidates; and tells clients."""
+"""Results of a step: caches blocks, appends sampled tokens, advances beams and ends requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class StepResults:
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
     ) -> Iterator[Finished | Queued]:
-        """Takes in a step, one request after the other: each decision is to be applied before the next is asked for.
+        """Take in a step, request by request. The caller applies each decision before the next one.
 
         Args:
-            ranges: what the step was to run.
-            ran: what came of it.
+            ranges: what the step was scheduled to run.
+            ran: what the workers returned.
 
         Raises:
-            RuntimeError: the workers did something else.
+            RuntimeError: the workers ran something else.
         """
         sampled = ran.sampled_token_ids
         has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
@@ -60,7 +60,7 @@ class StepResults:
                 )
             if entry.start < request.num_prompt_tokens:
                 self._counters.prompt_tokens_computed += min(entry.end, request.num_prompt_tokens) - entry.start
-            if entry.num_preemptions == request.num_preemptions:  # otherwise its KV is not in `blocks` any more
+            if entry.num_preemptions == request.num_preemptions:  # else its KV has left `blocks`
                 self._kv.cache_blocks(request, entry.end)
             if has_extras:
                 self._outputs.collect(request.root or request, entry.start, ran, ran_as=request.request_id)
@@ -75,10 +75,10 @@ class StepResults:
                 yield Queued(request)
 
     def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
-        """The tokens of a step have not run: they are to be scheduled again.
+        """Reset the requests of a step whose tokens have not run, so that later steps run them.
 
         Args:
-            ranges: what the step was to run.
+            ranges: what the step was scheduled to run.
         """
         for entry in ranges:
             request = entry.request
@@ -86,14 +86,14 @@ class StepResults:
             request.num_placeholders -= entry.samples
             if request.status is RequestStatus.FINISHED:
                 continue
-            self._worker.forget(request)  # it may not have seen the blocks that the step gave to the sequence
-            # A request that was preempted for others meanwhile may have nothing left that is computed.
+            self._worker.forget(request)  # it may lack the blocks that the step added
+            # A request that has been preempted since may have no computed tokens left.
             request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
                 yield Queued(request)
 
     def advance_beams(self, root: Request) -> Finished | None:
-        """Moves a search on if all its beams have reported; ends it when it is over."""
+        """Advance a search if all its beams have reported. Returns its end if it is over."""
         group = root.beams
         if group is None or not group.complete:
             return None
@@ -145,5 +145,5 @@ class StepResults:
 
     def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> Finished | None:
         self._beams.report(beam, logprobs)
-        # A swapped search goes on when it is back.
+        # A swapped search advances once it is resumed.
         return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None

@@ -1,22 +1,27 @@
-"""Decides what runs in each step: continuous batching with a token budget, chunked prefill, preemption, groups, beams.
+"""Scheduler: continuous batching with a token budget, chunked prefill, preemption, sample groups
+and beam search.
 
-`schedule()` says what to run, `update_from_output()` takes in what came of it and returns what clients are to be told. No torch.
+`schedule()` returns what to run, and `update_from_output()` takes in its results and returns
+outputs for clients. Both ask
+collaborators for decisions (`decisions`) and apply them. No collaborator calls back into the
+scheduler.
 
-Several steps may be in flight: `schedule()` counts the tokens it schedules as computed, and `update_from_output()` is given the
-steps in their order. Workers apply them in order, too, so what a step frees a later one may use at once. A request is in one step
-at a time; only with asynchronous scheduling it is scheduled again before its token is known: the worker knows it by then.
-
-Rooms next door: `admission` (queues), `preemption`, `sample_group`, `beam_group`, `grammar_queue`, `kv_handoff`, `step_builder`.
+Several steps may be in flight. `schedule()` counts scheduled tokens as computed, and results arrive
+in the order of the
+steps. Workers apply steps in that order too, so a later step may use at once what an earlier one
+frees. A request is in one
+step at a time. Only asynchronous scheduling schedules it again before its token is known here: the
+worker has that token.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import (
@@ -57,17 +62,14 @@ from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 
-if TYPE_CHECKING:
-    from baton_engine.grammar.structured_output import StructuredOutputManager
-
 POLICIES = ("priority", "fcfs")
 
 
 class PauseState(enum.Enum):
     UNPAUSED = enum.auto()
-    #: Requests that run, or were swapped out, go on; nobody is admitted.
+    #: Running and swapped requests continue. No request is admitted.
     PAUSED_NEW = enum.auto()
-    #: No tokens run. Transfers go on.
+    #: No tokens run. Transfers continue.
     PAUSED_ALL = enum.auto()
 
 
@@ -86,11 +88,13 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            max_model_len: prompt plus generated tokens; must fit the KV memory.
-            num_swap_blocks: host blocks that the KV manager has; 0: nothing is swapped.
-            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest here.
-            send_token_ids: not all workers know what was sampled (pipeline stages): sampled tokens are sent with the next step.
-            structured_output: compiles grammars; None: requests that need one are refused.
+            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
+            num_swap_blocks: host blocks of the KV cache manager. 0 disables swapping.
+            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
+                here.
+            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
+                next step carries them.
+            structured_output: compiles grammars. None: requests that need one are refused.
 
         Raises:
             ValueError: the configuration contradicts itself; the message says how.
@@ -105,17 +109,15 @@ class Scheduler:
         self.kv = kv
         self.handoff = KVHandoff(kv)
         self.max_model_len = max_model_len
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # each running one gets its token
-        self.max_queue = config.max_queue
-        #: All unfinished ones.
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # budget for one token each
+        #: All unfinished requests.
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests()
         self.queues = WaitingRequests()
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
-        #: The last step ran tokens, moved requests or told the connector something: another one may
-        #: find more to do.
+        #: The last step ran tokens, moved requests or carried metadata for the connector, so that
+        #: another step may find work.
         self.made_progress = False
 
         self._stop_rules = StopRules(eos_token_ids, max_model_len)
@@ -140,7 +142,7 @@ class Scheduler:
             self._preemptor,
             self._beams,
             max_model_len=max_model_len,
-            # A placeholder stands for a token that only the worker knows: it cannot be sent.
+            # Only the worker has the token behind a placeholder, so it cannot be sent.
             runs_ahead=config.async_scheduling and not send_token_ids,
             long_prefill_threshold=config.long_prefill_token_threshold,
         )
@@ -161,18 +163,18 @@ class Scheduler:
             fail_on_load_error=fail_on_load_error,
         )
         self._results = StepResults(kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams)
-        #: Preempted; they queue again when their steps in flight have come back.
+        #: Preempted requests, until their steps in flight have returned.
         self._awaiting_steps: dict[str, Request] = {}
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
 
-    # Requests come and go
+    # Requests arrive and leave
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Queues a request.
+        """Queue a request.
 
         Raises:
-            RequestRefusedError: it is not accepted, and nothing has changed.
+            RequestRefusedError: the request is not accepted, and nothing has changed.
         """
         self._check(core_request)
         request = Request(core_request)
@@ -203,12 +205,17 @@ class Scheduler:
                 self.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
-        """A request was refused: its prefill result, come or to come, must not reach a later request of the same id."""
+        """Drop the prefill results of a refused request, so that they reach no later request with
+        its id.
+        """
         if request_id not in self.requests:
             self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests; unknown ids are ignored. One that ended, but whose blocks a peer may still fetch, gives them up."""
+        """End requests, ignoring unknown ids.
+
+        A request that has ended, but whose blocks a peer may still read, releases them.
+        """
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -217,15 +224,15 @@ class Scheduler:
                 self.handoff.cancel_finished(request_id)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """Ends all requests with an error."""
+        """End all requests with an error."""
         for request in list(self.requests.values()):
             self._finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
-        """The prefill leg of a CONSUME request ended: its first token, or why there is none.
+        """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
 
-        May come at any time, also before the request itself. How long to wait for it is the gateway's decision: it owns
-        the request, and aborts it.
+        The result may arrive at any time, also before the request. The gateway owns the request and
+        limits the wait by an abort.
         """
         request = self.requests.get(result.request_id)
         if request is None:
@@ -233,18 +240,22 @@ class Scheduler:
         else:
             self._settle(self._remote_prefill.add_result(request, result))
 
-    # One step
+    # Who runs next
 
     def schedule(self) -> SchedulerOutput:
-        """What to run now. Running requests first, then swapped ones, then queued ones while budget, places and memory last."""
-        step = StepBuilder(self.kv, self._worker, self._num_steps, self.max_num_batched_tokens)
+        """Build the next step.
+
+        Running requests come first, then swapped ones, then waiting ones, within budget, places and
+        memory.
+        """
+        step = StepBuilder(self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens)
         self._num_steps += 1
         moved = self._end_waits()
         if self.pause_state is not PauseState.PAUSED_ALL:
             preempted = self._apply(step, self._planner.plan(step))
             moved |= preempted
-            # What a preemption freed is for those that run: admitting in the same step would take it away again. And a load might
-            # write to a block before it is swapped out.
+            # Running requests need the memory that a preemption frees. A request admitted in the same
+            # step would take it, and a load could write to a block before it is swapped out.
             if not preempted:
                 moved |= self._schedule_others(step)
         for entry in step.ranges:
@@ -254,124 +265,17 @@ class Scheduler:
         output.store, output.restore = self.kv.take_offload_copies()
         if step.ranges:
             self._in_flight[output.step_id] = step.ranges
-        if output.reaches_model_runner:  # the others do not
+        if output.reaches_model_runner:  # else workers only pass metadata to the connector
             output.finished_request_ids = self._worker.take_forgotten_ids()
         output.connector = self.handoff.take_metadata()
         self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
         return output
 
-    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
-        """What the structured outputs among those that sample in `step` may sample; None if there is none.
-
-        To be called before the step's own output is taken in, while the model runs.
-        """
-        return self._grammars.bitmask(
-            entry.request
-            for entry in self._in_flight.get(step.step_id, ())
-            if entry.samples and entry.request.grammar is not None and not entry.request.finished
-        )
-
-    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Takes in what the step computed and what the connector reported; returns what clients are to be told.
-
-        Steps come back in the order in which they were scheduled.
-        """
-        ranges = self._in_flight.pop(step.step_id, [])
-        for decision in self._results.take(step.step_id, ranges, output):
-            self._settle(decision)
-        for request in self.handoff.update(output.connector):
-            self._settle(self._remote_prefill.end_load_if_ready(request))
-        self.made_progress |= bool(ranges or output.connector)
-        return self.take_outputs()
-
-    def discard(self, step: SchedulerOutput) -> None:
-        """Takes back the newest step in flight: its tokens have not run, and later steps will run them.
-
-        The rest of the step counts as done: workers apply it once, in the step that failed or as `step.without_tokens()`.
-        """
-        for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
-            self._settle(decision)
-        self.handoff.take_back(step.connector.saves)
-
-    def take_outputs(self) -> list[EngineCoreOutput]:
-        """What clients are to be told since the last call."""
-        return self._outputs.take()
-
-    # State
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step could do anything, now or after a transfer's end."""
-        return bool(self.requests) or self.handoff.has_metadata or self.handoff.num_held > 0
-
-    def set_pause_state(self, state: PauseState) -> None:
-        """From the next `schedule` on. Requests are added and aborted as before."""
-        self.pause_state = state
-
-    def preempt_all(self) -> None:
-        """Every running, swapped or loaded request loses its KV, to be computed again.
-
-        PRODUCE requests keep theirs: a peer reads it.
-        """
-        for request in [*self.running.values(), *self.queues.loaded]:
-            if not request.produces:
-                self._preempt(request)
-        for request in self._preemptor.take_swapped():
-            self._compute_again(request)
-
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forgets cached blocks. Running requests keep theirs, unless `reset_running` says to compute them again."""
-        if reset_running:
-            self.preempt_all()
-        self.kv.reset_prefix_cache()
-        return True
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """What the prefix cache gained and lost since the last call."""
-        return self.kv.take_events()
-
-    def stats(self) -> EngineStats:
-        stats = self._counters
-        stats.num_requests_running = len(self.running)
-        stats.num_requests_waiting = len(self.requests) - len(self.running)
-        stats.num_requests_swapped = self._preemptor.num_swapped
-        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(self.queues.loading)
-        stats.num_transfers_held = self.handoff.num_held
-        stats.kv_cache_usage = self.kv.usage
-        stats.draining = self.draining
-        stats.prefix_cache_queries = self.kv.stats.queries
-        stats.prefix_cache_hits = self.kv.stats.hits
-        if (offload := self.kv.offload) is not None:
-            stats.offload_blocks = len(offload)
-            stats.offload_blocks_stored, stats.offload_blocks_restored = offload.num_stored, offload.num_restored
-        stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
-        return stats
-
-    # How schedule() works
-
-    def _end_waits(self) -> bool:
-        """Queues requests whose grammar is compiled, or whose group's prompt is there. Returns whether there were any."""
-        found = False
-        for request, error in self._grammars.take_compiled():
-            found = True
-            if error is None and not accept_tokens(request):
-                error = ValueError("the generated_token_ids contradict structured_output")
-            if error is not None:
-                self._finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
-            elif request.grammar is not None and request.grammar.is_terminated:
-                self._finish(request, FinishReason.STOP)
-            else:
-                self._enqueue(request)
-        for request in self._groups.take_ready():
-            found = True
-            self._enqueue(request)
-        return found
-
     def _schedule_others(self, step: StepBuilder) -> bool:
-        """Resumes swapped requests; once none is left, admits others. Returns whether any were resumed."""
+        """Resume swapped requests. Once none is left, admit others. Return whether any was resumed."""
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
-            # They hold memory that the swapped ones may need.
+            # Loaded requests hold memory that swapped ones may need.
             self._apply(step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped)))
         resumed: list[Request] = []
         for decision in self._preemptor.resume():
@@ -379,13 +283,13 @@ class Scheduler:
             resumed += decision.requests
         for request in resumed:
             self._settle(self._results.advance_beams(request))
-        # A search that goes on may free blocks that this step swaps in: a load must not write to them before.
+        # A resumed search may free blocks that this step swaps in. A load must not write to them first.
         if unpaused and not self._preemptor.swapped and not resumed:
             self._apply(step, self._admission.admit(step))
         return bool(resumed)
 
     def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
-        """Applies decisions, each before the next is made. Returns whether any request was preempted."""
+        """Apply each decision before the next is made. Return whether any request was preempted."""
         preempted = False
         for decision in decisions:
             match decision:
@@ -407,8 +311,141 @@ class Scheduler:
                     self._swap_out(step, decision)
         return preempted
 
+    def _end_waits(self) -> bool:
+        """Queue requests whose grammar is compiled, or whose group's prompt is computed. Return if
+        any was.
+        """
+        found = False
+        for request, error in self._grammars.take_compiled():
+            found = True
+            if error is None and not accept_tokens(request):
+                error = ValueError("the generated_token_ids contradict structured_output")
+            if error is not None:
+                self._finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
+            elif request.grammar is not None and request.grammar.is_terminated:
+                self._finish(request, FinishReason.STOP)
+            else:
+                self._enqueue(request)
+        for request in self._groups.take_ready():
+            found = True
+            self._enqueue(request)
+        return found
+
+    # Results of a step
+
+    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
+        """Return the tokens that structured outputs in `step` may sample. None if it has none.
+
+        Call it before `update_from_output` of the step, while the model runs.
+        """
+        return self._grammars.bitmask(
+            entry.request
+            for entry in self._in_flight.get(step.step_id, ())
+            if entry.samples and entry.request.grammar is not None and not entry.request.finished
+        )
+
+    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in the results of a step and the connector's report. Return the outputs for clients.
+
+        Steps must return in the order in which they were scheduled.
+        """
+        ranges = self._in_flight.pop(step.step_id, [])
+        for decision in self._results.take(step.step_id, ranges, output):
+            self._settle(decision)
+        for request in self.handoff.update(output.connector):
+            self._settle(self._remote_prefill.end_load_if_ready(request))
+        self.made_progress |= bool(ranges or output.connector)
+        return self.take_outputs()
+
+    def discard(self, step: SchedulerOutput) -> None:
+        """Take back the newest step in flight, whose tokens have not run. Later steps run them.
+
+        The rest of the step counts as done. Workers apply it once, in the failed step or as
+        `step.without_tokens()`.
+        """
+        for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
+            self._settle(decision)
+        self.handoff.take_back(step.connector.saves)
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """Return the outputs for clients since the last call."""
+        return self._outputs.take()
+
+    # State
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could make progress, now or after a transfer ends."""
+        return bool(self.requests) or self.handoff.has_metadata or self.handoff.num_held > 0
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """Set what the next `schedule` may run. Requests are added and aborted as before."""
+        self.pause_state = state
+
+    def preempt_all(self) -> None:
+        """Take the KV of every running, swapped or loaded request. It is computed again.
+
+        PRODUCE requests keep theirs, because a peer reads it.
+        """
+        for request in [*self.running.values(), *self.queues.loaded]:
+            if not request.produces:
+                self._preempt(request)
+        for request in self._preemptor.take_swapped():
+            self._compute_again(request)
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
+        if reset_running:
+            self.preempt_all()
+        self.kv.reset_prefix_cache()
+        return True
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Return the changes of the prefix cache since the last call."""
+        return self.kv.take_events()
+
+    def stats(self) -> EngineStats:
+        stats = self._counters
+        stats.num_requests_running = len(self.running)
+        stats.num_requests_waiting = len(self.requests) - len(self.running)
+        stats.num_requests_swapped = self._preemptor.num_swapped
+        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(self.queues.loading)
+        stats.num_transfers_held = self.handoff.num_held
+        stats.kv_cache_usage = self.kv.usage
+        stats.draining = self.draining
+        stats.prefix_cache_queries = self.kv.stats.queries
+        stats.prefix_cache_hits = self.kv.stats.hits
+        if (offload := self.kv.offload) is not None:
+            stats.offload_blocks = len(offload)
+            stats.offload_blocks_stored, stats.offload_blocks_restored = offload.num_stored, offload.num_restored
+        stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
+        return stats
+
+    # How decisions are applied
+
+    def _settle(self, decision: Finished | Queued | None) -> None:
+        """Apply a decision that ends or queues one request."""
+        match decision:
+            case Finished(request, output):
+                self._outputs.emit(request, output)
+                self._end(request, aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR))
+            case Queued(request):
+                self._awaiting_steps.pop(request.request_id, None)
+                self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request for memory, or for its grammar if that is not compiled."""
+        if self._grammars.must_wait(request):
+            self._grammars.wait(request)
+        elif request.prefill_result is not None and request.blocks:
+            request.status = RequestStatus.WAITING
+            self.queues.loaded.push(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.queues.waiting.push(request)
+
     def _start(self, request: Request, sequence: Request) -> None:
-        """A request that has its blocks joins the batch."""
+        """Add a request that has its blocks to the batch."""
         self.queues.waiting.discard(request)
         self._count_start(request, sequence)
         request.status = sequence.status = RequestStatus.RUNNING
@@ -422,8 +459,8 @@ class Scheduler:
         self.handoff.load(request, num_cached_blocks)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
-        """Counts where a request's first KV comes from."""
-        if request.started:  # and lost its blocks since
+        """Count where the first KV of a request comes from."""
+        if request.started:  # it has lost its blocks since
             return
         request.started = True
         request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
@@ -431,7 +468,7 @@ class Scheduler:
         self._counters.prompt_tokens_cached += request.num_cached_tokens
 
     def _preempt(self, request: Request) -> None:
-        """A running or loaded request loses its KV and queues again."""
+        """Take the KV of a running or loaded request and queue it again."""
         self.running.discard(request)
         self.queues.loaded.discard(request)
         if request.beams is not None:
@@ -440,7 +477,9 @@ class Scheduler:
         self._compute_again(request)
 
     def _compute_again(self, request: Request) -> None:
-        """Frees a request's blocks, wherever they are, and lets it queue again, behind its steps in flight."""
+        """Free the blocks of a request, on the device and on the host. Queue it after its steps in
+        flight.
+        """
         if request.beams is not None:
             self._beams.restart(request)
         self.kv.free(request)
@@ -478,32 +517,9 @@ class Scheduler:
         self._counters.num_preemptions += 1
         self._outputs.event(request, EngineCoreEventType.PREEMPTED)
 
-    def _enqueue(self, request: Request) -> None:
-        """A request can run as soon as it has memory, unless its grammar is missing."""
-        if self._grammars.must_wait(request):
-            self._grammars.wait(request)
-        elif request.prefill_result is not None and request.blocks:
-            request.status = RequestStatus.WAITING
-            self.queues.loaded.push(request)
-        else:
-            request.status = RequestStatus.WAITING
-            self.queues.waiting.push(request)
-
-    # How requests end
-
     def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
-        """Ends a request outside its own step."""
+        """End a request outside its own step."""
         self._settle(Finished.without_token(request, reason, code, error))
-
-    def _settle(self, decision: Finished | Queued | None) -> None:
-        """Applies what was decided about one request."""
-        match decision:
-            case Finished(request, output):
-                self._outputs.emit(request, output)
-                self._end(request, aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR))
-            case Queued(request):
-                self._awaiting_steps.pop(request.request_id, None)
-                self._enqueue(request)
 
     def _end(self, request: Request, *, aborted: bool) -> None:
         request_id = request.request_id
@@ -526,7 +542,7 @@ class Scheduler:
         self.handoff.release(request, aborted=aborted)
 
     def _check(self, core_request: EngineCoreRequest) -> None:
-        """Raises RequestRefusedError if the request cannot be taken."""
+        """Raise RequestRefusedError if the request cannot be accepted."""
         request_id, transfer = core_request.request_id, core_request.kv_transfer
         if request_id in self.requests:
             raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
@@ -542,16 +558,16 @@ class Scheduler:
         if self.draining:
             raise RequestRefusedError(ErrorCode.DRAINING, "this engine is draining; send the request to another one")
         num_queued = self.queues.num_without_memory + len(self._grammars)
-        if num_queued >= self.max_queue:
+        if num_queued >= self.config.max_queue:
             raise RequestRefusedError(ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later")
 
     def _is_taken_by_beams(self, core_request: EngineCoreRequest) -> bool:
-        """Whether the worker could take the request and a beam for the same sequence: beams have ids of their own."""
+        """Return whether a beam has, or could get, the id of the request, or the reverse."""
         request_id = core_request.request_id
         root = self.requests.get(root_id(request_id))
         if root is not None and root.beams is not None:
             return True
-        # All requests are looked at, but only for a beam search.
+        # Looks at all requests, but only for a beam search.
         return bool(core_request.sampling_params.beam_width) and any(
             root_id(other) == request_id for other in self.requests
         )

@@ -1,4 +1,6 @@
-"""One step while it is being put together: its budget, what it runs, and what must be remembered until it comes back."""
+"""A step under construction: its token budget, its contents, and the ranges to match its results
+with.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 
 class ScheduledRange(NamedTuple):
-    """Positions [start, end) of a request run in a step."""
+    """Positions [start, end) of a request that a step runs."""
 
     request: Request
     start: int
     end: int
     samples: bool
-    #: The request's, when it was scheduled.
+    #: The request's count when it was scheduled.
     num_preemptions: int
 
 
@@ -25,7 +27,7 @@ class StepBuilder:
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
         """
         Args:
-            budget: tokens the step may run.
+            budget: tokens that the step may run.
         """
         self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
         self.ranges: list[ScheduledRange] = []
@@ -34,16 +36,12 @@ class StepBuilder:
         self._worker = worker
         self._block_size = kv.block_size
 
-    @property
-    def empty(self) -> bool:
-        return not self.ranges
-
     def num_scheduled(self, request: Request) -> int:
-        """Tokens of `request` in this step."""
+        """Return the tokens of `request` in this step."""
         return self.output.num_scheduled_tokens.get(request.request_id, 0)
 
     def may_write(self, request: Request) -> bool:
-        """Whether the request's next position can be written as it is: its block is there, and nobody else's."""
+        """Return whether the request holds the block of its next position alone, and uncached."""
         slot = request.num_computed_tokens // self._block_size
         if slot >= len(request.blocks):
             return False
@@ -51,17 +49,18 @@ class StepBuilder:
         return block.ref_count == 1 and block.block_hash is None
 
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
-        """Blocks for the positions up to `end` that the request can write to. What it got stays with it.
+        """Allocate writable blocks for the positions up to `end`. The request keeps them in any
+        case.
 
         Returns:
-            Copies to make in this step, for `run`; None if memory is short.
+            Copies to make in this step, for `run`. None if memory is short.
         """
         if self._kv.allocate(request, end) is None:
             return None
         return self._kv.make_writable(request, request.num_computed_tokens, end)
 
     def run(self, request: Request, num_tokens: int, copies: list[BlockCopy] | None = None) -> None:
-        """Puts `num_tokens` tokens of a request that has its blocks into the step."""
+        """Add `num_tokens` tokens of a request that has its blocks."""
         output = self.output
         start = request.num_computed_tokens
         end = start + num_tokens

@@ -1,4 +1,4 @@
-"""What the worker knows of each sequence, so that a step carries only what is new to it."""
+"""Worker mirror: tracks what the worker has of each sequence, so that a step carries only changes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from baton_engine.scheduling.request import Request
 
 
 class WorkerMirror:
-    """The only writer of `Request.worker`."""
+    """Fills a step's requests. The only writer of `Request.worker`."""
 
     def __init__(self, *, send_token_ids: bool) -> None:
         """
         Args:
-            send_token_ids: not all workers know what was sampled (pipeline stages): sampled tokens are sent with the next step.
+            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
+                next step carries them.
         """
         self._send_token_ids = send_token_ids
-        #: Sequences that the next step tells the worker to forget.
+        #: Sequences that the next step removes from the worker.
         self.forgotten_ids: list[str] = []
 
     def send(
         self, output: SchedulerOutput, sequence: Request, start: int, end: int, copies: list[BlockCopy] | None
     ) -> None:
-        """Adds to a step what the worker lacks to run positions [start, end) of a sequence.
+        """Add to a step what the worker lacks to run positions [start, end) of a sequence.
 
         Args:
-            copies: made in this step for blocks of the sequence.
+            copies: copies of this step that replace blocks of the sequence.
         """
         state, blocks = sequence.worker, sequence.blocks
         if state.is_known:
@@ -55,12 +56,12 @@ class WorkerMirror:
         state.num_blocks = len(blocks)
 
     def forget(self, sequence: Request) -> None:
-        """The worker is to forget a sequence, if it knows it."""
+        """Let the next step remove a sequence from the worker, if the worker has it."""
         if sequence.worker.is_known:
             self.forgotten_ids.append(sequence.request_id)
             sequence.worker.is_known = False
 
     def take_forgotten_ids(self) -> list[str]:
-        """Return the sequences to forget since the last call."""
+        """Return the sequences to remove since the last call."""
         forgotten_ids, self.forgotten_ids = self.forgotten_ids, []
         return forgotten_ids

@@ -1,4 +1,4 @@
-"""Runs beam searches: `beam_search.advance` decides which beams go on, this module turns that into requests and blocks."""
+"""Beam searches as requests and blocks. `beam_search.advance` decides which beams continue."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _SEPARATOR = "#"
 
 
 def root_id(request_id: str) -> str:
-    """Id of the search that a sequence with this id would be a beam of; empty if it could be none."""
+    """Return the id of the search that would own a beam with this id. Empty if there is none."""
     root, separator, number = request_id.rpartition(_SEPARATOR)
     return root if separator and number.isdecimal() else ""
 
 
 class BeamSearches:
+    """Starts, advances, restarts and ends beam searches."""
+
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, max_model_len: int) -> None:
         self._kv = kv
         self._worker = worker
         self._max_model_len = max_model_len
 
     def start(self, root: Request, eos_token_ids: frozenset[int]) -> None:
-        """Makes a request the root of a search, with one beam at its prompt."""
+        """Make a request the root of a search, with one beam at its prompt."""
         params = root.sampling_params
         room = self._max_model_len - root.num_prompt_tokens
         stops = frozenset(params.stop_token_ids)
@@ -42,27 +44,36 @@ class BeamSearches:
         root.beams.live = [_new_beam(root, root.beams, root.token_ids)]
 
     def restart(self, root: Request) -> None:
-        """Back to the prompt: a search without its KV is repeated. It is deterministic, and its beams share blocks again."""
+        """Return a search that has lost its KV to its prompt.
+
+        The search is deterministic, so it repeats exactly, and its beams share blocks again.
+        """
         group = _group(root)
         self.give_up(root)
         group.finished = FinishedBeams(group.config.width)
         group.live = [_new_beam(root, group, root.token_ids)]
 
     def count_blocks_wanted(self, root: Request) -> None:
-        """It is preempted, by recompute: it wants what it has, and a block more for each beam."""
+        """Record what a search that is preempted needs to resume: its blocks, and one more per
+        beam.
+
+        With fewer it would reach the same point and be preempted there again.
+        """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}
         group.num_blocks_wanted = min(len(own) + len(group.live), self._kv.pool.num_blocks)
 
     def give_up(self, root: Request) -> None:
-        """Ends all beams of a search and frees their blocks."""
+        """End all beams of a search and free their blocks."""
         group = _group(root)
         for beam in group.live:
             self._end(beam)
         group.live = []
 
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
-        """A beam has run. Raises RuntimeError if the step brought no candidates for it."""
+        """Record the candidates of a beam that has run. Raises RuntimeError if the step has none
+        for it.
+        """
         assert isinstance(beam, Beam)
         if logprobs is None or not logprobs.top:
             raise RuntimeError(f"{beam!r}: the step brought no top tokens; a beam search needs 2 * beam_width of them")
@@ -70,9 +81,10 @@ class BeamSearches:
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """One step of the search: children share their parents' blocks, the first child takes the parent's place.
+        """Advance a search by one step: children share their parents' blocks, the first replaces
+        the parent.
 
-        The search is over if no beam lives on.
+        The search is over if no beam is live afterwards.
         """
         group = _group(root)
         parents = group.live
@@ -98,7 +110,7 @@ class BeamSearches:
             )
         children: list[Beam] = []
         reused: set[int] = set()
-        for index, _, _ in step.live:  # before any parent changes
+        for index, _, _ in step.live:  # fork before any parent changes
             if index in reused:
                 children.append(self._fork(root, group, parents[index]))
             else:
@@ -117,7 +129,7 @@ class BeamSearches:
                 self._end(parent)
 
     def num_blocks_needed(self, beams: Iterable[Request]) -> int:
-        """Blocks that one more token for each of `beams` takes: new ones, and copies of those that others hold."""
+        """Count the blocks for one more token of each beam: new ones, and copies of shared ones."""
         num_blocks = 0
         writers: Counter[int] = Counter()
         holders: dict[int, int] = {}
@@ -129,7 +141,7 @@ class BeamSearches:
                 block = beam.blocks[slot]
                 writers[block.block_id] += 1
                 holders[block.block_id] = block.ref_count
-        # The last one to hold a block writes in place.
+        # The last holder of a block writes in place.
         return num_blocks + sum(min(count, holders[block_id] - 1) for block_id, count in writers.items())
 
     def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:

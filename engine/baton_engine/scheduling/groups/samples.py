@@ -1,4 +1,6 @@
-"""Samples of one prompt: the first one admitted computes the prompt, the others wait for it and then share its blocks."""
+"""Samples of one prompt: the first admitted request computes the prompt, the others wait and share
+its blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ class SampleGroups:
         self._with_waiting: dict[int, SampleGroup] = {}
 
     def join(self, group_id: str, request: Request) -> None:
-        """Makes `request` a member.
+        """Add `request` to a group.
 
         Raises:
-            ValueError: its prompt's KV is not that of the group.
+            ValueError: the KV of its prompt differs from that of the group.
         """
         cache_key = (request.cache_salt, request.lora_name)
         prompt = request.token_ids[: request.num_prompt_tokens]
@@ -34,7 +36,7 @@ class SampleGroups:
         self._groups[group_id] = group
 
     def leave(self, request: Request) -> None:
-        """`request` has ended."""
+        """Remove a request that has ended."""
         group = request.group
         assert group is not None
         del group.members[request.request_id]
@@ -44,7 +46,9 @@ class SampleGroups:
             del self._groups[group.group_id]
 
     def source(self, request: Request, step: StepBuilder) -> Request | None:
-        """A running member of its group whose prompt was computed by an earlier step: `request` can share its blocks."""
+        """Return a running member whose prompt an earlier step computed, so that `request` can
+        share its blocks.
+        """
         for member in request.group.members.values() if request.group is not None else ():
             if (
                 member is not request
@@ -56,10 +60,10 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Whether the leader is at it. The members that wait for it go on when it is not: its prompt is done, or it has gone.
+        """Return whether the leader still computes the prompt. If not, waiting members continue.
 
         Args:
-            step: under construction; what it computes is not there yet.
+            step: step under construction. Tokens that it computes do not count as computed.
         """
         leader = group.leader
         if leader is None or leader.status is not RequestStatus.RUNNING:
@@ -68,14 +72,14 @@ class SampleGroups:
         return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
 
     def wait(self, request: Request) -> None:
-        """`request` goes on when its group's leader has computed the prompt, or has gone."""
+        """Hold `request` until its group's leader has computed the prompt or has stopped running."""
         assert request.group is not None
         request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> Iterator[Request]:
-        """Members that need not wait any more."""
+        """Remove the members whose wait is over."""
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]
