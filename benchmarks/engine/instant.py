@@ -8,8 +8,8 @@ from typing import Any
 
 from workload import MAX_MODEL_LEN, VOCAB_SIZE
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import Executor, ModelInfo
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
 

@@ -9,14 +9,14 @@ from typing import Any
 from instant import InstantExecutor
 from workload import MAX_MODEL_LEN, Work
 
-from baton_engine.core.block_pool import Block
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.core.request import Request
-from baton_engine.core.scheduler import Scheduler
-from baton_engine.core.step import SchedulerOutput
+from baton_engine.executor.step import SchedulerOutput
+from baton_engine.kv_cache.block_pool import Block
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 512
@@ -38,7 +38,7 @@ class ReservedScheduler(Scheduler):
 
 
 RESERVED = "memory.ReservedScheduler"
-PAGED = "baton_engine.core.scheduler.Scheduler"
+PAGED = "baton_engine.scheduling.scheduler.Scheduler"
 
 
 def requests_of(works: list[Work]) -> list[EngineCoreRequest]:

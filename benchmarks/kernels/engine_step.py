@@ -22,7 +22,7 @@ from goals import reached
 from measure import Call, Result, Rows, Setting, WrongResult, us
 from torch import Tensor
 
-from baton_engine.core.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.registry import make_model
 from baton_engine.protocol.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton_engine.core.step import SchedulerOutput
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import (
     ConnectorMetadata,

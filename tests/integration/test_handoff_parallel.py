@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.core.step import SchedulerOutput
 from baton_engine.executor.base import executor_name, load_executor_class
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.protocol.config import (
     CacheConfig,
     EngineConfig,

@@ -341,7 +341,7 @@ class Soak:
         left = {name: value for name, value in leftovers.items() if value}
         assert not left, f"left over: {left}\n options {self.options}"
         rows = set(self._core.executor._worker._runner._input_batch._row_of)  # type: ignore[attr-defined]
-        assert rows <= set(scheduler._forgotten_ids), f"the worker is never told to forget {rows}"
+        assert rows <= set(scheduler._worker.forgotten_ids), f"the worker is never told to forget {rows}"
 
 
 def _is_near_tie(token_id: int, wanted: TokenLogprobs) -> bool:

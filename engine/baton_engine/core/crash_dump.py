@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import SchedulerOutput
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)

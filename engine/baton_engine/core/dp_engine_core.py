@@ -20,20 +20,20 @@ from baton_engine.core.control_group import ControlGroup, WaveCalls
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseMode, SleepLevel
 from baton_engine.core.rank_report import RankReport
-from baton_engine.core.refusals import refusal_of
 from baton_engine.core.request_metrics import Histogram
 from baton_engine.core.retired_groups import RetiredGroups
-from baton_engine.core.scheduler import PauseState
 from baton_engine.core.standby_generation import CALL_TIMEOUT_S, POLL_INTERVAL_S, Join, StandbyGeneration
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import SchedulerOutput
 from baton_engine.core.topology_stats import TopologyStats, commit_pauses
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
 from baton_engine.protocol.topology import Activity, Directive, Generation, Member, RankPhase, StartWave, Status
+from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.scheduler import PauseState
 
 logger = logging.getLogger(__name__)
 

@@ -16,17 +16,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from baton_engine.core.crash_dump import write_crash_dump
-from baton_engine.core.kv_cache_manager import KVCacheManager
 from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
-from baton_engine.core.refusals import refusal_of
 from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.scheduler import PauseState, RequestRefusedError, Scheduler
 from baton_engine.core.stats import EngineStats
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.core.structured_output import StructuredOutputManager
 from baton_engine.core.validation import validate_request
 from baton_engine.executor.base import Executor, WorkerDiedError, load_class
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.grammar.structured_output import StructuredOutputManager
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, container_path
 from baton_engine.protocol.messages import (
@@ -37,6 +35,8 @@ from baton_engine.protocol.messages import (
     PrefillResult,
     Ready,
 )
+from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.core.request_metrics import Histogram, RequestMetrics
 from baton_engine.core.request_owners import RequestOwners
-from baton_engine.core.scheduler import PauseState
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.load_counter import COUNTER
@@ -50,6 +49,7 @@ from baton_engine.protocol.messages import (
     UtilityRequest,
 )
 from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
+from baton_engine.scheduling.scheduler import PauseState
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kv_transfer.connector import ConnectorStats

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
@@ -35,6 +34,7 @@ from baton_engine.executor.startup import (
     refuse_expert_parallel,
     share_threads,
 )
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError

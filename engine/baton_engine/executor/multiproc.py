@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.commands import (
@@ -45,6 +44,7 @@ from baton_engine.executor.startup import (
     output_rank,
     share_threads,
 )
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.worker_processes import WorkerProcesses
 from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorStats

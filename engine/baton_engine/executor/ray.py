@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
 from baton_engine.executor.commands import Failure
@@ -32,6 +31,7 @@ from baton_engine.executor.startup import (
     refuse_expert_parallel,
     share_threads,
 )
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorStats

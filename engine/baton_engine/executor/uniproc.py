@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (
@@ -17,6 +16,7 @@ from baton_engine.executor.startup import (
     num_concurrent_batches,
     share_threads,
 )
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
 

@@ -79,7 +79,7 @@ class SchedulerConfig(_Config, frozen=True):
     """recompute, swap, or auto: swap for groups with several running sequences, recompute for the others."""
     async_scheduling: bool = False
     """Schedule the next step while the model still runs this one."""
-    scheduler_class: str = "baton_engine.core.scheduler.Scheduler"
+    scheduler_class: str = "baton_engine.scheduling.scheduler.Scheduler"
     """Qualified name."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton_engine.core.step import CachedRequestData, NewRequestData
+from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput

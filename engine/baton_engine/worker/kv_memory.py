@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton_engine.core.step import BlockCopy, SchedulerOutput
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.worker.devices import DTYPES
 from baton_kernels.block_copy import copy_blocks, swap_blocks
 from baton_kv_transfer.connector import KVCacheLayout

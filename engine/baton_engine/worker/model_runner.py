@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import ParallelContext
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.layers import CausalLM

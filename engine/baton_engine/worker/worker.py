@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.process_group import create_parallel_context
 from baton_engine.distributed.store_proof import store_secret
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
 from baton_engine.protocol.service_key import ServiceKey

@@ -13,8 +13,8 @@ from typing import Any
 
 from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, continuation, next_token
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
 

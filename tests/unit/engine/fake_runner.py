@@ -10,10 +10,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton_engine.core.beam_search import BeamConfig, BeamState, FinishedBeams, advance
-from baton_engine.core.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.messages import RoutedExperts, TokenLogprobs
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
 from baton_kv_transfer.connector import BlockLoad, ConnectorOutput, LoadResult
 
 VOCAB_SIZE = 1000
@@ -94,7 +94,7 @@ class FakeRunner:
             assert self.memory.get(slot) == sequence.token_ids[: position + 1], f"wrong KV at position {position}"
 
     def execute_model(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Applies a step as `core/step.py` says."""
+        """Applies a step as `executor/step.py` says."""
         starts = self._begin(step)
         output = ModelRunnerOutput()
         for request_id, num_tokens in step.num_scheduled_tokens.items():

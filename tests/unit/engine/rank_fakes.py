@@ -12,10 +12,10 @@ from typing import Any
 from engine_fakes import FakeExecutor
 
 from baton_engine.core.dp_engine_core import DPEngineCore
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepVote
 from baton_engine.executor.base import ModelInfo
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams

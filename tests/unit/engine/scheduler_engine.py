@@ -7,12 +7,12 @@ from collections import deque
 from fake_runner import EOS, FakeConnector, FakeRunner
 from scheduler_machine import FakeGrammars
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.scheduler import Scheduler
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.scheduler import Scheduler
 
 BLOCK = 4
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, beam_search, next_token
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request
-from baton_engine.core.scheduler import RequestRefusedError, Scheduler
-from baton_engine.core.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from baton_engine.protocol.sampling import StructuredOutput
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.scheduler import RequestRefusedError, Scheduler
 
 BLOCK = 4
 NUM_BLOCKS = 12

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from baton_engine.core.step import (
+from baton_engine.executor.step import (
     BlockCopy,
     CachedRequestData,
     GrammarOutput,

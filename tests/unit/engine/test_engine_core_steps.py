@@ -13,8 +13,7 @@ import pytest
 from engine_fakes import FakeExecutor, continuation
 
 from baton_engine.core.engine_core import EngineCore, StepFailedError
-from baton_engine.core.scheduler import Scheduler
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import (
     CacheConfig,
@@ -26,6 +25,7 @@ from baton_engine.protocol.config import (
 )
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.scheduler import Scheduler
 
 calls: list[str] = []
 """What happened, in order; emptied by each test that reads it."""

@@ -13,9 +13,9 @@ from model_cases import DEADLINE_S, Meeting, ThreadGroup
 from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import ParallelConfig
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.generations import ExpertWorker, Generations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.core.step import BlockCopy, CachedRequestData, NewRequestData
+from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestData
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker import input_batch
 from baton_engine.worker.input_batch import InputBatch

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.core.kv_cache_manager import NUM_RECENT_REQUESTS, KVCacheManager, count_slots
-from baton_engine.core.request import Request
+from baton_engine.kv_cache.manager import NUM_RECENT_REQUESTS, KVCacheManager, count_slots
 from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
 from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.request import Request
 
 BLOCK = 4
 

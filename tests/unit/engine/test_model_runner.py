@@ -13,7 +13,7 @@ import torch
 from step_driver import Request, StepDriver, make_runner
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
-from baton_engine.core.step import CachedRequestData, SchedulerOutput
+from baton_engine.executor.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
 from baton_engine.protocol.kv_compatibility import differences

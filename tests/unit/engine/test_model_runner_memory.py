@@ -14,7 +14,7 @@ import torch
 from step_driver import Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.step import BlockCopy, SchedulerOutput
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
 from baton_engine.worker import memory

@@ -13,8 +13,8 @@ from model_cases import run_ranks
 from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.distributed.group import ParallelContext
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.protocol.config import CompilationConfig
 from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.model_runner import ModelRunner

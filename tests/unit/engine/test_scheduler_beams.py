@@ -6,9 +6,9 @@ import pytest
 from fake_runner import beam_search, candidates
 from scheduler_engine import Engine
 
-from baton_engine.core.scheduler import RequestRefusedError
 from baton_engine.protocol.messages import ErrorCode, FinishReason
 from baton_engine.protocol.sampling import SamplingParams
+from baton_engine.scheduling.scheduler import RequestRefusedError
 
 PROMPT = list(range(1, 11))
 

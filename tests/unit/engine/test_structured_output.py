@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.structured_output import Grammar, StructuredOutputManager
+from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
 from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
 from baton_engine.text.tokenizer import Tokenizer
 
@@ -293,7 +293,7 @@ def test_the_same_specification_is_compiled_once(checkpoint: Path, tmp_path: Pat
 def test_engines_without_structured_requests_never_load_the_library(checkpoint: Path) -> None:
     code = (
         "import sys, pathlib\n"
-        "from baton_engine.core.structured_output import StructuredOutputManager\n"
+        "from baton_engine.grammar.structured_output import StructuredOutputManager\n"
         f"manager = StructuredOutputManager(pathlib.Path({str(checkpoint)!r}), 512, [2], lambda: None)\n"
         "manager.bitmask([]); manager.shutdown()\n"
         "assert 'llguidance' not in sys.modules\n"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.base import ModelInfo
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig, ParallelConfig
 from baton_kv_transfer.connector import (

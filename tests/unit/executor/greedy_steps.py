@@ -6,8 +6,8 @@ from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
-from baton_engine.core.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.executor.base import Executor
+from baton_engine.executor.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton_engine.protocol.sampling import SamplingParams
 

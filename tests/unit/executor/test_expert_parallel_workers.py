@@ -16,12 +16,12 @@ import pytest
 from greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.store_server import open_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.multiproc import MultiprocExecutor
+from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.protocol.topology import Generation, Member
 from baton_engine.worker.preparation import Preparation, PreparationState

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from fake_workers import engine_config, step
 
-from baton_engine.core.step import GrammarOutput, ModelRunnerOutput
 from baton_engine.executor import multiproc
 from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.multiproc import MultiprocExecutor
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorOutput, HeadRange, LoadResult, RankAddress

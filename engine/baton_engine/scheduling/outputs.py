@@ -1,12 +1,11 @@
-"""What clients are to be told of their requests: collected here between two calls of `take`."""
+"""Outputs for clients, collected between two calls of `take`."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 
-from baton_engine.core.request import Request
-from baton_engine.core.step import ModelRunnerOutput
+from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.protocol.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -14,58 +13,60 @@ from baton_engine.protocol.messages import (
     FinishReason,
     RoutedExperts,
 )
+from baton_engine.scheduling.request import Request
 
 
 class RequestOutputs:
-    """Everything that happens to a request goes through here on its way to the client."""
+    """Collects outputs and the data that travels with them. The only writer of `Request.report`."""
 
     def __init__(self) -> None:
+        #: Number of ended requests by reason.
         self.num_finished: Counter[FinishReason] = Counter()
-        """Requests by how they ended."""
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:
-        """What is to be told since the last call."""
+        """Return the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def event(self, request: Request, event_type: EngineCoreEventType) -> None:
-        """Told with the request's next output."""
-        request.events.append(EngineCoreEvent(event_type, time.monotonic()))
+        """Record an event for the request's next output."""
+        request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keeps what a step computed besides a token, until there is a token to tell it with.
+        """Keep prompt logprobs and routed experts of a step until an output carries tokens.
 
         Args:
-            start: first position the step ran.
+            start: first position that the step ran.
             ran_as: id of the sequence that ran.
         """
         predicted = ran.prompt_logprobs.get(ran_as)
-        collected = request.prompt_logprobs
+        collected = request.report.prompt_logprobs
         if predicted and collected is not None and len(collected) >= start:
-            # After a preemption positions are predicted again.
+            # After a preemption, positions are predicted again.
             del collected[start:]
             collected += predicted
         experts = ran.routed_experts.get(ran_as)
         if experts is not None:
-            request.routed_experts.append(experts)
+            request.report.routed_experts.append(experts)
 
     def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Tells the client `output`, and what was not told yet."""
-        if not request.has_output:
-            request.has_output = True
+        """Add `output`, with the request's pending events, prompt logprobs and routed experts."""
+        report = request.report
+        if not report.has_output:
+            report.has_output = True
             output.num_cached_tokens = request.num_cached_tokens
             output.num_remote_tokens = request.num_remote_tokens
-        if request.events:
-            output.events, request.events = request.events, []
+        if report.events:
+            output.events, report.events = report.events, []
         if output.new_token_ids:
-            if request.prompt_logprobs is not None:
-                if len(request.prompt_logprobs) == request.num_prompt_tokens - 1:
-                    output.prompt_logprobs = request.prompt_logprobs
-                request.prompt_logprobs = None
-            if request.routed_experts:
-                output.routed_experts = _concatenate(request.routed_experts)
-                request.routed_experts = []
+            if report.prompt_logprobs is not None:
+                if len(report.prompt_logprobs) == request.num_prompt_tokens - 1:
+                    output.prompt_logprobs = report.prompt_logprobs
+                report.prompt_logprobs = None
+            if report.routed_experts:
+                output.routed_experts = _concatenate(report.routed_experts)
+                report.routed_experts = []
         if output.finish_reason is not None:
             self.num_finished[output.finish_reason] += 1
         self._outputs.append(output)

@@ -1,28 +1,30 @@
-"""The blocks of one engine's KV memory: who holds them, what cached ones contain, which are free. All O(1) per block.
+"""Block pool: reference counts, the prefix cache's hashes and the list of free blocks.
 
-A free block may still hold cached tokens; it stays findable by hash until it is handed out again, least recently used first. Then
-its content goes to the offload tier, if there is one.
+All operations are O(1) per block. A free block keeps its cached tokens, and can be found by hash,
+until it is
+handed out again. The least recently used block goes first. Its content then moves to the offload
+tier, if there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton_engine.core.offload import OffloadTier
+from baton_engine.kv_cache.offload import OffloadTier
 from baton_engine.protocol.block_hash import BlockHash
 from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
 
 class Block:
-    """One block. `prev` and `next` link it into the free list while nobody holds it."""
+    """One KV block. `prev` and `next` link it into the free list while it has no holder."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        #: Set while the block is in the prefix cache.
         self.block_hash: BlockHash | None = None
-        """Set while the block is findable in the prefix cache."""
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -31,7 +33,7 @@ class Block:
 
 
 class FreeList:
-    """Doubly linked list of free blocks; the head is handed out next. A sentinel closes the ring."""
+    """Doubly linked list of free blocks. The head is handed out next. A sentinel closes the ring."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._ring = Block(-1)
@@ -44,16 +46,16 @@ class FreeList:
         return self._length
 
     def append(self, block: Block) -> None:
-        """Puts `block` at the end: the last to be handed out."""
+        """Add `block` at the tail: it is handed out last."""
         assert self._ring.prev is not None
         self._insert(self._ring.prev, block)
 
     def append_left(self, block: Block) -> None:
-        """Puts `block` at the head: the next to be handed out."""
+        """Add `block` at the head: it is handed out next."""
         self._insert(self._ring, block)
 
     def pop_left(self) -> Block:
-        """Takes the head. Raises IndexError if there is none."""
+        """Remove and return the head. Raises IndexError if the list is empty."""
         head = self._ring.next
         if head is None or head is self._ring:
             raise IndexError("no free KV block")
@@ -61,7 +63,7 @@ class FreeList:
         return head
 
     def remove(self, block: Block) -> None:
-        """Takes `block` out of the middle."""
+        """Remove `block` from any position."""
         assert block.prev is not None, "block is not in the free list"
         assert block.next is not None
         block.prev.next, block.next.prev = block.next, block.prev
@@ -78,15 +80,15 @@ class FreeList:
 
 
 class BlockPool:
-    """Hands out blocks, counts their holders, and finds cached ones by hash."""
+    """Allocates blocks, counts their holders and finds cached blocks by hash."""
 
     def __init__(
         self, num_blocks: int, events: list[KVEvent] | None = None, offload: OffloadTier | None = None
     ) -> None:
         """
         Args:
-            events: evictions and resets are appended here, if given.
-            offload: takes in what is evicted. A block that it holds counts as cached for `events`.
+            events: list to which evictions and resets are appended.
+            offload: stores evicted blocks. For `events`, a block that it holds is still cached.
         """
         self.num_blocks = num_blocks
         self.events = events
@@ -97,24 +99,24 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds, cached ones included."""
+        """Blocks without a holder, including cached ones."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks somebody holds, 0 to 1; 0 if there are none at all."""
+        """Fraction of blocks that have a holder, 0 to 1. 0 for an empty pool."""
         return 1.0 - len(self._free) / self.num_blocks if self.num_blocks else 0.0
 
     @property
     def cached_hashes(self) -> set[BlockHash]:
-        """Hashes of all findable blocks."""
+        """Hashes of all blocks in the prefix cache."""
         return set(self._cached)
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Takes free blocks, evicting their cached content.
+        """Take free blocks and evict their cached content.
 
         Raises:
-            ValueError: not that many are free; ask `num_free_blocks` first.
+            ValueError: fewer blocks are free; check `num_free_blocks` first.
         """
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} KV blocks wanted, {len(self._free)} are free")
@@ -125,16 +127,17 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One more holder for each of these blocks, which are held already or cached."""
+        """Add one holder to each of these held or cached blocks."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """One holder less for each block of a sequence, given in the sequence's order.
+        """Remove one holder from each block of a sequence, given in the sequence's order.
 
-        The tail goes first into the free list: a prefix is shared more often than what follows it.
+        The tail enters the free list first, because a prefix is shared more often than what follows
+        it.
         """
         for block in reversed(blocks):
             if block.ref_count <= 0:
@@ -147,11 +150,14 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, block_hash: BlockHash) -> Block | None:
-        """The block that holds the tokens of `block_hash`, free or not."""
+        """Return the block that holds the tokens of `block_hash`, whether free or not."""
         return self._cached.get(block_hash)
 
     def cache(self, block: Block, block_hash: BlockHash) -> bool:
-        """Makes a full, computed block findable. The first block of equal content wins; later ones stay private.
+        """Add a full, computed block to the prefix cache.
+
+        If another block with the same content is cached already, that one stays and `block` remains
+        private.
 
         Returns:
             Whether `block_hash` is new to the cache.
@@ -163,7 +169,7 @@ class BlockPool:
         return True
 
     def evict(self, blocks: Iterable[Block]) -> None:
-        """Makes blocks unfindable, because their content is about to change. Holders keep them."""
+        """Remove blocks from the prefix cache before their content changes. Holders keep them."""
         gone: list[BlockHash] = []
         for block in blocks:
             if block.block_hash is not None:
@@ -178,7 +184,7 @@ class BlockPool:
             self.events.append(BlocksRemoved(gone))
 
     def reset(self) -> None:
-        """Forgets all cached content, in the offload tier, too; holders keep their blocks."""
+        """Remove all content from the prefix cache and the offload tier. Holders keep their blocks."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()

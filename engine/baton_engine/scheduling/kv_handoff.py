@@ -1,17 +1,24 @@
-"""Scheduler side of the KV connector: which blocks are offered, published, fetched, and when they may be freed. No I/O.
+"""Scheduler side of the KV connector: decides which blocks to offer, publish, load and free. No
+I/O.
 
     a request is accepted          offer (PRODUCE), wait (CONSUME)
-    it got its blocks, or a step   load the ones that the prefix cache did not have; save what the step completes
-    a step goes out                take_metadata
-    its tokens are discarded       take_back what it was to publish
-    it comes back                  update: loads that ended go on, sends that ended free their blocks
-    a request ends                 release: frees its blocks now, or when the transfer lets go of them; decline if it had none yet
+    it gets its blocks, or a step  load the blocks that are not cached; save the blocks that the
+    step completes
+    a step is sent                 take_metadata
+    its tokens are discarded       take_back what it should have published
+    a step returns                 update: continue requests whose load ended, free the blocks of
+    ended sends
+    a request ends                 release: free its blocks now or after the transfer; decline a
+    load that has not begun
 
-A block that a peer may read, or that the transfer may still write, belongs to the transfer: it is freed when the worker says so
-(`finished_sending`, `load_results`) and never before. So a finished or aborted request may keep its blocks here for a while.
+A block that a peer may read, or that a transfer may still write, belongs to the transfer. It is
+freed only when the
+worker reports the end (`finished_sending`, `load_results`). Until then, an ended request keeps its
+blocks here.
 
-PRODUCE requests are never preempted: their blocks may be read at any time once published. They sample one token at most and get
-all their blocks when admitted, so they never wait for memory while they hold some.
+PRODUCE requests are never preempted, because a peer may read their blocks once published. They
+sample one token at most and
+get all their blocks at admission, so they never wait for memory while they hold some.
 """
 
 from __future__ import annotations
@@ -19,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
-from baton_engine.core.request import Request
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.messages import KVTransferParams
+from baton_engine.scheduling.request import Request
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
@@ -36,22 +43,22 @@ from baton_kv_transfer.connector import (
 class _Send:
     request: Request
     num_published_blocks: int = 0
+    #: The save with last=True was sent.
     complete: bool = False
-    """The save with last=True went out."""
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class _Load:
+    #: None: an empty load that only releases the producer.
     request: Request | None
-    """None: nobody waits for the result, it only tells the producer that its blocks are not needed."""
     num_blocks: int
     result: LoadResult | None = None
     cancelled: bool = False
 
 
 class KVHandoff:
-    """One object per scheduler, also without a connector: then it is always empty."""
+    """One object per scheduler. Without a connector it stays empty."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -60,42 +67,43 @@ class KVHandoff:
         self._loads: dict[str, _Load] = {}
 
     def __contains__(self, transfer_id: str) -> bool:
-        """Whether the id is in use."""
+        """Return whether the id is in use."""
         return transfer_id in self._sends or transfer_id in self._loads
 
     @property
     def has_metadata(self) -> bool:
-        """Something is to be told to the worker."""
+        """Whether the next step carries metadata to the worker."""
         return bool(self._metadata)
 
     @property
     def num_held(self) -> int:
-        """Transfers of ended requests that a peer, or the transfer thread, still needs."""
+        """Transfers of ended requests that a peer or the transfer thread still uses."""
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
     def take_metadata(self) -> ConnectorMetadata:
-        """What the next step carries to the worker."""
+        """Return the metadata that the next step carries to the worker."""
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
     # Producer
 
     def offer(self, request: Request) -> None:
-        """A PRODUCE request was accepted: its consumer may subscribe from now on."""
+        """Announce a new PRODUCE request. Its consumer may subscribe from now on."""
         transfer = _transfer(request)
         self._sends[transfer.transfer_id] = _Send(request)
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publishes what a step completes.
+        """Publish the blocks that a step completes.
 
         Args:
-            num_computed_tokens: the request's, once the step will have run. Blocks from the prefix cache count as well.
+            num_computed_tokens: the request's computed tokens after the step, including cached
+                blocks.
         """
         transfer_id = _transfer(request).transfer_id
         send = self._sends.get(transfer_id)
-        if send is None or send.complete:  # the consumer has gone, or has been told everything
+        if send is None or send.complete:  # the consumer has gone, or has all saves
             return
         num_tokens = min(num_computed_tokens, request.num_arrival_tokens)
         last = num_tokens == request.num_arrival_tokens
@@ -112,7 +120,7 @@ class KVHandoff:
         send.complete = last
 
     def take_back(self, saves: Iterable[BlockSave]) -> None:
-        """The step that was to complete these blocks has not run, and nothing was published: a later one does."""
+        """Undo saves of a step whose tokens have not run. A later step publishes the blocks."""
         for save in saves:
             send = self._sends.get(save.transfer_id)
             if send is not None:
@@ -122,17 +130,20 @@ class KVHandoff:
     # Consumer
 
     def wait(self, request: Request) -> None:
-        """A CONSUME request was accepted. If its load does not begin in the next step, the producer hears that it will: memory may
-        be waited for longer than a lease."""
+        """Announce a new CONSUME request.
+
+        If its load does not begin in the next step, the producer receives a notice: waiting for
+        memory may exceed a lease.
+        """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(
             transfer.remote_host, transfer.remote_port, transfer.peer_instance_id
         )
 
     def load(self, request: Request, num_cached_blocks: int) -> None:
-        """Fetches the blocks of the request's known tokens that the local prefix cache did not have.
+        """Load the blocks of the request's known tokens that the local prefix cache lacks.
 
-        If it had them all, the load is empty: it tells the producer that its blocks are not needed.
+        If it lacks none, the load is empty and releases the producer's blocks.
         """
         transfer = _transfer(request)
         end = self._kv.num_blocks_for(request.num_arrival_tokens)
@@ -141,35 +152,35 @@ class KVHandoff:
         self._append_load(request, transfer, first, request.block_ids[first:end], hashes[first:end])
 
     def decline(self, request: Request) -> None:
-        """A CONSUME request ends, or goes on alone, before its load began: lets the producer go with an empty load."""
+        """Release the producer with an empty load: a CONSUME request ends, or continues without it."""
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
-        """Shortens the wait for a load's result."""
+        """Shorten the wait for the result of a load."""
         load = self._load_of(request)
         if load is not None and load.result is None and not load.cancelled:
             load.cancelled = True
             self._metadata.cancels.append(_transfer(request).transfer_id)
 
     def load_result(self, request: Request) -> LoadResult | None:
-        """The result of the request's load, if it came."""
+        """Return the result of the request's load, or None before it arrives."""
         load = self._load_of(request)
         return load.result if load is not None else None
 
     def end_load(self, request: Request) -> None:
-        """The request goes on with what was loaded; its blocks are its own again."""
+        """Return the blocks of an ended load to the request."""
         del self._loads[_transfer(request).transfer_id]
 
     # Both
 
     def release(self, request: Request, *, aborted: bool) -> None:
-        """Frees a finished request's blocks: now, or once the transfer lets go of them."""
+        """Free the blocks of a finished request: now, or once its transfer ends."""
         if request.kv_transfer is not None:
             transfer_id = request.kv_transfer.transfer_id
             send = self._sends.get(transfer_id)
             if send is not None and send.request is request:
                 if self._metadata.offers.pop(transfer_id, None) is not None:
-                    del self._sends[transfer_id]  # the worker never heard of it
+                    del self._sends[transfer_id]  # the worker has not received the offer
                 else:
                     if aborted or not send.complete:
                         self._cancel_send(transfer_id, send)
@@ -182,20 +193,17 @@ class KVHandoff:
                 del self._loads[transfer_id]
         self._kv.free(request)
 
-    def cancel_finished(self, request_id: str) -> bool:
-        """The client gave up a request that ended here already: nobody will fetch its blocks. False if there is none."""
-        found = False
+    def cancel_finished(self, request_id: str) -> None:
+        """Cancel the sends of an ended request that the client has aborted. No peer will load them."""
         for transfer_id, send in self._sends.items():
             if send.request.request_id == request_id and send.request.finished:
                 self._cancel_send(transfer_id, send)
-                found = True
-        return found
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Takes in what the worker reported, frees what it let go of.
+        """Take in the worker's report and free the blocks of ended transfers.
 
         Returns:
-            Requests whose load has ended; `load_result` has how.
+            Requests whose load has ended. `load_result` returns how.
         """
         ended = output.finished_sending | output.load_results.keys()
         self._metadata.cancels = [transfer_id for transfer_id in self._metadata.cancels if transfer_id not in ended]

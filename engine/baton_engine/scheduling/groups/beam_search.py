@@ -1,11 +1,16 @@
-"""Which beams of a beam search live on, which are finished, and when the search is over. Pure: no requests, no KV cache.
+"""Beam search as a pure function: which beams continue, which are finished, when the search is
+over.
 
-One step: the continuations of all live beams are ranked together by cumulative log-probability. The first `width` of them that
-do not end live on; those that end (a stop token, or the last token allowed) are finished if they rank among the first `width`.
-The best `width` finished hypotheses are kept, by cumulative log-probability / number of tokens ** length_penalty.
+One step ranks the continuations of all live beams by cumulative log-probability. The first `width`
+of them that do not
+end stay live. A continuation that ends (a stop token, or the last token allowed) is finished if it
+ranks among the
+first `width`. The best `width` finished hypotheses are kept, by
+cumulative log-probability / number of tokens ** length_penalty.
 
-Semantics are those of `transformers`' generate(num_beams=width, early_stopping=True or False). Ties go to the earlier beam, then
-to the lower token id, so that a search is repeated exactly anywhere.
+The semantics are those of `transformers`' generate(num_beams=width, early_stopping=True or False).
+Ties go to the earlier
+beam, then to the lower token id, so that a search repeats exactly on any machine.
 """
 
 from __future__ import annotations
@@ -20,22 +25,22 @@ from baton_engine.protocol.messages import FinishReason
 
 T = TypeVar("T")
 
+#: (token id, log-probability given the beam).
 Candidate = tuple[int, float]
-"""(token id, log-probability given the beam)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
     width: int
+    #: Limit of generated tokens: SamplingParams.max_tokens, or less if max_model_len requires it.
     max_tokens: int
-    """Generated tokens a hypothesis may have: SamplingParams.max_tokens, or fewer if max_model_len leaves less."""
+    #: Tokens that end a hypothesis, including the model's EOS tokens unless ignore_eos is set.
     stop_token_ids: frozenset[int] = frozenset()
-    """All that end a hypothesis; with the model's EOS tokens, unless ignore_eos."""
     length_penalty: float = 1.0
     early_stopping: bool = False
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """What finished hypotheses are ordered by; `num_tokens` counts the stop token."""
+        """Return the score that orders finished hypotheses. `num_tokens` includes the stop token."""
         return float(cumulative_logprob / num_tokens**self.length_penalty)
 
 
@@ -44,46 +49,47 @@ class BeamState:
     """A live beam."""
 
     cumulative_logprob: float = 0.0
+    #: Generated tokens. The same number for all beams of a search.
     num_tokens: int = 0
-    """Generated ones. The same for all beams of a search."""
 
 
 class LiveBeam(NamedTuple):
+    #: Index of the beam it continues.
     parent: int
-    """Index of the beam it continues."""
     token_id: int
     cumulative_logprob: float
 
 
 class FinishedBeam(NamedTuple):
     parent: int
+    #: The last token: the stop token, if one ended it.
     token_id: int
-    """The last token: the stop token, if one ended it."""
     cumulative_logprob: float
+    #: STOP or LENGTH.
     finish_reason: FinishReason
-    """STOP or LENGTH."""
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
+    #: At most `width`, best first. A parent may have several children, or none. Empty if the search
+    #: is over.
     live: list[LiveBeam]
-    """At most `width`, best first. Several may have one parent, and a parent may have none. Empty if the search is over."""
+    #: New hypotheses among the best `width`, best first. The caller adds them to FinishedBeams.
     finished: list[FinishedBeam]
-    """New ones that belong to the best `width`, best first: to be added to the FinishedBeams."""
+    #: No later hypothesis can count. If no beam is finished, no token was possible.
     over: bool
-    """Nothing that could still come would count. Over without any finished beam means that no token was possible."""
 
 
 class FinishedBeams(Generic[T]):
-    """The best `width` finished hypotheses, best first; of equal ones the earlier."""
+    """The best `width` finished hypotheses, best first. Of equal ones the earlier comes first."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._entries: list[tuple[float, T]] = []
 
     def add(self, score: float, hypothesis: T) -> None:
-        """Keeps `hypothesis` if it belongs to the best, and drops the worst one if there are too many."""
+        """Keep `hypothesis` if it is among the best `width`, and drop the worst one beyond that."""
         place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
         self._entries.insert(place, (score, hypothesis))
         del self._entries[self._width :]
@@ -105,13 +111,14 @@ def advance(
     config: BeamConfig,
     finished_scores: Sequence[float] = (),
 ) -> BeamStep:
-    """One step of the search.
+    """Compute one step of the search.
 
     Args:
-        beams: the live ones: one at the start, then at most `width`.
-        candidates: per live beam its continuations, best first: at least 2 * width of them, and `width` that are no stop tokens,
-            unless the vocabulary has fewer. Impossible ones (log-probability -inf) are passed over.
-        finished_scores: of the hypotheses finished so far, at most the best `width`, in any order.
+        beams: live beams: one at the start, at most `width` later.
+        candidates: continuations per live beam, best first. At least 2 * width of them, with
+            `width` that are not stop
+            tokens, unless the vocabulary has fewer. Those with log-probability -inf are skipped.
+        finished_scores: scores of the best finished hypotheses, at most `width`, in any order.
     """
     num_tokens = beams[0].num_tokens + 1
     ranked = sorted(
@@ -126,7 +133,7 @@ def advance(
     for rank, (loss, parent, token_id) in enumerate(ranked):
         stops = token_id in config.stop_token_ids
         if stops or at_limit:
-            # A lower rank is only there to find `width` live beams: ending it here would favour short hypotheses.
+            # Lower ranks only serve to find `width` live beams. Ending them would favour short hypotheses.
             if rank < config.width:
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
                 finished.append(FinishedBeam(parent, token_id, -loss, reason, config.score(-loss, num_tokens)))
@@ -141,10 +148,11 @@ def advance(
 
 
 def _cannot_improve(best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig) -> bool:
-    """Whether `width` hypotheses are finished that no live beam is going to beat.
+    """Return whether `width` hypotheses are finished that no live beam is expected to beat.
 
-    A live beam's chances are judged at its present length, as `transformers` does: with a positive length penalty a longer one
-    might still score better, but rarely does.
+    A live beam is scored at its present length, as in `transformers`. With a positive length
+    penalty a longer one could
+    still score better, but rarely does.
     """
     if len(best_scores) < config.width:
         return False

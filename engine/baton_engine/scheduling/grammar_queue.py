@@ -1,18 +1,14 @@
-"""Structured outputs as the scheduler sees them: a request waits for its grammar, then takes it along token by token."""
+"""Requests that wait for their grammar to be compiled, and the grammars of those that run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
-from baton_engine.core.request import Request, RequestStatus
-from baton_engine.core.step import GrammarOutput
-
-if TYPE_CHECKING:
-    from baton_engine.core.structured_output import Grammar, StructuredOutputManager
-
+from baton_engine.executor.step import GrammarOutput
+from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
+from baton_engine.scheduling.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +17,7 @@ class GrammarQueue:
     def __init__(self, manager: StructuredOutputManager | None) -> None:
         """
         Args:
-            manager: None: structured outputs are refused.
+            manager: compiles grammars. None: structured outputs are refused.
         """
         self._manager = manager
         self._futures: dict[str, Future[Grammar]] = {}
@@ -34,7 +30,7 @@ class GrammarQueue:
         return self._waiting.get(request.request_id) is request
 
     def compile(self, request: Request) -> None:
-        """Begins to compile the request's grammar, if it has one.
+        """Start to compile the request's grammar, if it has one.
 
         Raises:
             ValueError: this engine has no structured outputs.
@@ -47,23 +43,23 @@ class GrammarQueue:
         self._futures[request.request_id] = self._manager.compile(spec)
 
     def must_wait(self, request: Request) -> bool:
-        """Whether the request's grammar is not there yet."""
+        """Return whether the request's grammar is not compiled yet."""
         return request.request_id in self._futures
 
     def wait(self, request: Request) -> None:
-        """`request` could run, but for its grammar."""
+        """Hold a request until its grammar is compiled."""
         request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._waiting[request.request_id] = request
 
     def discard(self, request: Request) -> None:
-        """The request has ended. Its compilation does not begin if it has not yet."""
+        """Drop a request that has ended, and cancel its compilation if it has not started."""
         future = self._futures.pop(request.request_id, None)
         if future is not None:
             future.cancel()
         self._waiting.pop(request.request_id, None)
 
     def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Requests that wait no more, with what is wrong with their specification, if anything is."""
+        """Remove the requests whose compilation has ended. Yields each with its error or None."""
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
             if not future.done():
@@ -75,12 +71,12 @@ class GrammarQueue:
                 yield request, None
             elif isinstance(error, ValueError):
                 yield request, error
-            else:  # a panic of the parser, say: it ends this request, not the engine
-                logger.error("a grammar could not be compiled for request %s", request.request_id, exc_info=error)
+            else:  # e.g. a panic of the parser: ends this request, not the engine
+                logger.error("compiling the grammar of request %s failed", request.request_id, exc_info=error)
                 yield request, ValueError(f"structured_output cannot be compiled: {type(error).__name__}: {error}")
 
     def bitmask(self, requests: Iterable[Request]) -> GrammarOutput | None:
-        """What those of `requests` that have a grammar may sample next; None if none has one."""
+        """Return the tokens allowed next for requests with a grammar. None if there are none."""
         rows = [request for request in requests if request.grammar is not None]
         if not rows:
             return None
@@ -90,7 +86,7 @@ class GrammarQueue:
 
 
 def accept_tokens(request: Request) -> bool:
-    """Lets the request's grammar take in the generated tokens it has not seen. False: it does not allow them."""
+    """Advance the request's grammar over its new generated tokens. Return whether it accepts them."""
     grammar = request.grammar
     if grammar is None:
         return True

@@ -1,11 +1,15 @@
-"""The books of the offload tier: which slot of host memory holds which block that the prefix cache evicted. Workers copy.
+"""Offload tier: maps evicted blocks of the prefix cache to slots in host memory. Workers make the
+copies.
 
-A block is stored by the step that overwrites it on the device, and restored, into a block of its own, by the step of a request
-whose prefix needs it. Workers apply steps in order, and within a step they store before anything else writes to the device and
-restore before the tokens run (`core/step.py`): so neither waits for a step to come back. What is left to care for is one step:
-a slot that it writes or reads is given to no other block before it is over.
+The step that overwrites a block on the device stores it first. The step of a request that needs the
+prefix restores it
+into a new device block. Workers apply steps in order. Within a step they store before any other
+write to the device,
+and restore before the tokens run (`executor/step.py`), so no copy waits for a step to finish. Only
+within one step, a
+slot that is written or read must not be given to another block.
 
-A restored block keeps its slot: when it is evicted again, nothing is copied.
+A restored block keeps its slot, so evicting it again copies nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +18,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton_engine.core.step import BlockCopy
+from baton_engine.executor.step import BlockCopy
 from baton_engine.protocol.block_hash import BlockHash
 
 
 class OffloadedBlock(NamedTuple):
-    """A block of a prefix that is in the tier, and not on the device."""
+    """A block of a prefix that is in the offload tier and not on the device."""
 
     block_hash: BlockHash
     slot: int
 
 
 class OffloadTier:
-    """All O(1) per block."""
+    """Slots in least-recently-used order. All operations are O(1) per block."""
 
     def __init__(self, num_slots: int) -> None:
         """
@@ -36,25 +40,25 @@ class OffloadTier:
         if num_slots < 1:
             raise ValueError(f"an offload tier needs one slot at least, got {num_slots}")
         self.num_slots = num_slots
+        #: Blocks stored since start.
         self.num_stored = 0
-        """Blocks copied here since the start."""
         self.num_restored = 0
+        #: Slot by hash, least recently used first.
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
-        """Least recently used first."""
         self._free: list[int] = []
         self._stores: list[BlockCopy] = []
         self._restores: list[BlockCopy] = []
+        #: Slots that the step under construction writes or reads.
         self._busy: set[int] = set()
-        """Slots that the step under construction writes or reads."""
         self.reset()
 
     def __len__(self) -> int:
-        """Blocks held."""
+        """Number of blocks held."""
         return len(self._slots)
 
     @property
     def hashes(self) -> set[BlockHash]:
-        """Of all blocks held."""
+        """Hashes of all blocks held."""
         return set(self._slots)
 
     def find(self, block_hash: BlockHash) -> OffloadedBlock | None:
@@ -62,11 +66,12 @@ class OffloadTier:
         return OffloadedBlock(block_hash, slot) if slot is not None else None
 
     def store(self, block_hash: BlockHash, block_id: int) -> BlockHash | None:
-        """Keeps a computed block that the step under construction will overwrite.
+        """Store a computed block that the step under construction will overwrite.
 
         Returns:
-            The hash that this tier does not hold, because of it: of the block used least recently, or `block_hash` itself, if the
-            step needs that one. None if there was room.
+            The hash that leaves the tier: of the least recently used block, or `block_hash` itself
+            if the step needs
+            that block. None if a slot was free.
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
@@ -86,28 +91,29 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Until the step under construction is over, these blocks of a sequence, in its order, stay: `restore` follows.
+        """Keep these blocks of a sequence, given in order, until the step is built. `restore`
+        follows.
 
-        The tail counts as used less recently: without what precedes it, it is of no use.
+        The tail counts as used less recently, because it is useless without its prefix.
         """
         for block in reversed(blocks):
             self._slots.move_to_end(block.block_hash)
             self._busy.add(block.slot)
 
     def restore(self, block: OffloadedBlock, block_id: int) -> None:
-        """The step under construction copies a held block to the device's block `block_id`."""
+        """Let the step under construction copy a held block to the device block `block_id`."""
         self._restores.append(BlockCopy(block.slot, block_id))
         self.num_restored += 1
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """The step is complete. Returns its stores and its restores."""
+        """Finish the step under construction and return its stores and restores."""
         stores, self._stores = self._stores, []
         restores, self._restores = self._restores, []
         self._busy.clear()
         return stores, restores
 
     def reset(self) -> None:
-        """Forgets all blocks. Between steps only."""
+        """Remove all blocks. Call it between steps only."""
         assert not self._busy, "the step under construction still needs some"
         self._slots.clear()
         self._free = list(reversed(range(self.num_slots)))

@@ -1,8 +1,11 @@
-"""Structured output: which tokens may come next so that the text matches a JSON schema, a regex, a choice or a grammar.
+"""Structured output: restricts the next token to those that match a JSON schema, regex, choice or
+grammar.
 
-The scheduler compiles a request's specification when it arrives, asks for a bitmask in every step in which the request samples, and
-tells the grammar what was sampled. Parsing and masks are `llguidance`'s; it is imported, and the tokenizer read, when the first
-request needs it.
+The scheduler compiles a request's specification on arrival, requests a bitmask for every step that
+samples for the
+request, and passes each sampled token to the grammar. `llguidance` parses and computes the masks.
+It is imported, and
+the tokenizer read, for the first request that needs them.
 """
 
 from __future__ import annotations
@@ -25,19 +28,20 @@ from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKin
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+#: Compiled grammars kept for later requests with the same specification.
 MAX_COMPILED = 128
-"""Compiled grammars kept for requests that ask for the same again."""
+#: Threads for compilation and masks. The model needs the remaining cores.
 NUM_THREADS = min(2, os.cpu_count() or 1)
-"""Of compilation, and of masks: the model needs the cores more."""
+#: Characters of an error's reason.
 MAX_REASON_LENGTH = 300
-"""Characters of a refusal."""
-# llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB: these bound a hostile schema to some 60 MB.
+# llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB, so these limit an
+# untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
 
 
 class Grammar:
-    """Where one request stands in its grammar. Used by one thread at a time."""
+    """The state of one request in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -45,9 +49,11 @@ class Grammar:
         self._ended = False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Moves on over sampled tokens. False if they break the grammar; it is of no use then.
+        """Advance over sampled tokens. Return False if they break the grammar, which cannot be used
+        then.
 
-        An EOS token is accepted where the grammar may end, and ends it: only EOS is accepted after.
+        An EOS token is accepted where the grammar may end, and ends it. After it only EOS is
+        accepted.
         """
         for token_id in token_ids:
             if self._ended:
@@ -61,16 +67,18 @@ class Grammar:
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the text is complete: only EOS may follow, or it has come."""
+        """Whether the text is complete: EOS was accepted, or only EOS may follow."""
         return self._ended or (self.matcher.is_stopped() and not self.matcher.is_error())
 
     @property
     def error(self) -> str:
-        """Why the grammar can go no further, if it cannot: a token that breaks it, or a resource limit. Else empty."""
+        """Why the grammar cannot continue: a token that breaks it, or a resource limit. Empty if it
+        can.
+        """
         return _reason(self.matcher)
 
     def copy(self) -> Grammar:
-        """The same state, independent from now on: for the children of a beam."""
+        """Return an independent copy, for the children of a beam."""
         twin = Grammar(self.matcher.deep_copy(), self._eos_token_ids)
         twin._ended = self._ended
         return twin
@@ -78,7 +86,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
-    """What is loaded with the first structured request."""
+    """Objects that are loaded with the first structured request."""
 
     tokenizer: LLTokenizer
     executor: LLExecutor
@@ -108,7 +116,9 @@ class StructuredOutputManager:
         self._pool: ThreadPoolExecutor | None = None
 
     def compile(self, spec: StructuredOutput) -> Future[Grammar]:
-        """Starts to compile. The Future's ValueError says what is wrong with the specification, or with the tokenizer."""
+        """Start to compile. The Future's ValueError describes an invalid specification or
+        tokenizer.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         future = self._pool.submit(self._compile, spec)
@@ -116,7 +126,9 @@ class StructuredOutputManager:
         return future
 
     def bitmask(self, grammars: Sequence[Grammar]) -> npt.NDArray[np.int32]:
-        """Which tokens may come next, of shape [len(grammars), ceil(vocab_size / 32)]: GrammarOutput.bitmask's layout."""
+        """Return the tokens allowed next, [len(grammars), ceil(vocab_size / 32)], as in
+        `GrammarOutput.bitmask`.
+        """
         words = -(-self._vocab_size // 32)
         if self._backend is None or not grammars:
             return np.zeros((len(grammars), words), dtype=np.int32)
@@ -128,7 +140,7 @@ class StructuredOutputManager:
         return np.ascontiguousarray(bitmask[:, :words])
 
     def shutdown(self) -> None:
-        """Waits for no compilation; the Futures of those not started are cancelled."""
+        """Cancel the compilations that have not started. Does not wait for the others."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -160,7 +172,9 @@ class StructuredOutputManager:
         return matcher
 
     def _check_start(self, matcher: LLMatcher, backend: _Backend) -> None:
-        """Raises ValueError: the grammar breaks a resource limit with its first token, or no text matches it."""
+        """Raise ValueError if the first token breaks a resource limit, or no text matches the
+        grammar.
+        """
         mask = np.zeros((1, -(-backend.tokenizer.vocab_size // 32)), dtype=np.int32)
         backend.executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.strides[0], 1)
         if matcher.is_error():
@@ -202,13 +216,15 @@ class StructuredOutputManager:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What the matcher stumbled over; the state of its parser, or the grammar's text, would follow."""
+    """Return the matcher's error without the parser state and the grammar's text that follow it."""
     reason = matcher.get_error().partition("\n<")[0].strip()[:MAX_REASON_LENGTH]
     return "no text matches it" if reason == "NoExtensionBias" else reason
 
 
 def _to_llguidance(spec: StructuredOutput) -> str:
-    """The specification in llguidance's own form. Raises ValueError with the reason where reading it takes more than llguidance."""
+    """Convert the specification to llguidance's form. Raises ValueError where that needs more than
+    llguidance.
+    """
     from llguidance import LLMatcher, grammar_from
 
     match spec.kind:

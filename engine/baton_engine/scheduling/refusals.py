@@ -1,14 +1,14 @@
-"""Requests that the scheduler does not take: what can never fit, and what does not fit now."""
+"""Refusals: requests that can never fit, and the output that reports a refusal."""
 
 from __future__ import annotations
 
-from baton_engine.core.kv_cache_manager import KVCacheManager
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.config import SchedulerConfig
 from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 
 
 class RequestRefusedError(Exception):
-    """The request is not accepted."""
+    """The scheduler does not accept the request."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -16,14 +16,14 @@ class RequestRefusedError(Exception):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """What the output that refuses the request carries."""
+        """Finish reason of the output that refuses the request."""
         return FinishReason.LENGTH if self.code is ErrorCode.LENGTH else FinishReason.ERROR
 
 
 def refuse_what_never_fits(
     request: EngineCoreRequest, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int, max_num_seqs: int
 ) -> None:
-    """Raises RequestRefusedError, with both numbers, if no amount of waiting would let the request run."""
+    """Raise RequestRefusedError if no amount of waiting would let the request run."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
     if num_tokens >= max_model_len:
@@ -43,7 +43,7 @@ def refuse_what_never_fits(
             ErrorCode.INVALID,
             f"beam_width={width} exceeds the {max_num_seqs} sequences that run at a time; raise max_num_seqs",
         )
-    num_blocks = num_tokens // kv.block_size + width  # full ones are shared, and each beam writes one
+    num_blocks = num_tokens // kv.block_size + width  # beams share full blocks, and each writes one of its own
     if num_blocks > kv.pool.num_blocks:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
@@ -53,7 +53,7 @@ def refuse_what_never_fits(
 
 
 def refusal_of(request: EngineCoreRequest, code: ErrorCode, message: str) -> EngineCoreOutput:
-    """The one output of a request that is not accepted."""
+    """Build the only output of a refused request."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],

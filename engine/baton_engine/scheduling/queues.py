@@ -1,4 +1,4 @@
-"""Where requests stand: waiting ones in heaps, running ones in a sorted list."""
+"""Queues of waiting requests, as heaps, and the sorted list of running requests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from baton_engine.core.request import Order, Request
+from baton_engine.scheduling.request import Order, Request
 
+#: Dead heap entries below which the heap is not rebuilt.
 _MIN_DEAD = 64
-"""Dead heap entries that are never worth the work of taking them out."""
 
 
 class RequestQueue:
-    """Requests by `order`. Removal from the middle is lazy: the heap entry dies when it surfaces, or when most are dead."""
+    """Requests by `order`.
+
+    Removal from the middle is lazy: the heap entry is dropped when it surfaces, or when most
+    entries are dead.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Order, Request]] = []
@@ -26,7 +30,7 @@ class RequestQueue:
         return self._members.get(request.request_id) is request
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate in no particular order."""
         return iter(list(self._members.values()))
 
     def push(self, request: Request) -> None:
@@ -35,18 +39,18 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def peek(self) -> Request | None:
-        """The first request, or None."""
+        """Return the first request, or None."""
         while self._heap and self._heap[0][1] not in self:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def first_before(self, request: Request) -> Request | None:
-        """The first request, if it precedes `request`."""
+        """Return the first request if it precedes `request`."""
         first = self.peek()
         return first if first is not None and first.order < request.order else None
 
     def pop(self) -> Request:
-        """Takes the first request. Raises IndexError if there is none."""
+        """Remove and return the first request. Raises IndexError if the queue is empty."""
         request = self.peek()
         if request is None:
             raise IndexError("queue is empty")
@@ -55,29 +59,31 @@ class RequestQueue:
         return request
 
     def discard(self, request: Request) -> None:
-        """Takes `request` out, wherever it stands, if it is in."""
+        """Remove `request` from any position, if it is queued."""
         if request in self:
             del self._members[request.request_id]
             if len(self._heap) > 2 * len(self._members) + _MIN_DEAD:
-                # Behind a first one that waits for long, nothing would ever surface.
+                # While the first request waits, no dead entry behind it would surface.
                 self._heap = [(member.order, member) for member in self._members.values()]
                 heapq.heapify(self._heap)
 
 
 class WaitingRequests:
-    """The queues for memory and a place in the batch. Requests that wait for anything else are not in them."""
+    """The queues for memory and a place in the batch. Requests that wait for anything else are
+    elsewhere.
+    """
 
     def __init__(self) -> None:
         self.waiting = RequestQueue()
+        #: CONSUME requests whose blocks are loaded. They hold all memory they need to start, so they
+        #: precede `waiting`. Behind a request that waits for memory, they would block that memory.
         self.loaded = RequestQueue()
-        """CONSUME requests whose blocks came. They hold all the memory they need to start, so they go before `waiting`:
-        behind a request that waits for memory they would keep it from coming free."""
+        #: CONSUME requests without blocks. Those with blocks wait in `loading` and block no others.
         self.waiting_to_load = RequestQueue()
-        """CONSUME requests without blocks yet. Those with blocks wait in `loading`, in nobody's way."""
         self.loading: dict[str, Request] = {}
 
     def discard(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop a request that has ended."""
         self.waiting.discard(request)
         self.loaded.discard(request)
         self.waiting_to_load.discard(request)
@@ -89,13 +95,13 @@ class WaitingRequests:
 
 
 class RunningRequests:
-    """The requests that hold a place in the batch, always sorted by `order`: nothing is sorted in a step."""
+    """Requests with a place in the batch, always sorted by `order`, so that steps need not sort."""
 
     def __init__(self) -> None:
+        #: Read-only for others. The tail is preempted first.
         self.in_order: list[Request] = []
-        """To be read only; its tail is preempted first."""
+        #: Places taken in the worker's batch. A beam search takes one for each possible beam.
         self.num_seqs = 0
-        """Places taken in the worker's batch: a beam search has taken as many as it may have beams."""
 
     def __len__(self) -> int:
         return len(self.in_order)
@@ -104,20 +110,20 @@ class RunningRequests:
         return (request.request_id for request in self.in_order)
 
     def values(self) -> list[Request]:
-        """In order."""
+        """Return the requests in order."""
         return list(self.in_order)
 
     def add(self, request: Request) -> None:
-        bisect.insort(self.in_order, request, key=_order)
+        bisect.insort(self.in_order, request, key=by_order)
         self.num_seqs += request.max_seqs
 
     def discard(self, request: Request) -> None:
-        """Takes `request` out, if it is in."""
-        index = bisect.bisect_left(self.in_order, request.order, key=_order)
+        """Remove `request`, if it is running."""
+        index = bisect.bisect_left(self.in_order, request.order, key=by_order)
         if index < len(self.in_order) and self.in_order[index] is request:
             del self.in_order[index]
             self.num_seqs -= request.max_seqs
 
 
-def _order(request: Request) -> Order:
+def by_order(request: Request) -> Order:
     return request.order

@@ -1,10 +1,16 @@
-"""Gives requests their KV blocks: prefix-cache lookup, allocation, caching of completed blocks, copy-on-write, swapping, restoring
-evicted blocks from the offload tier.
+"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping and restoring of offloaded
+blocks.
 
-A request's blocks are on the request (`Request.blocks`, `Request.swapped_blocks`); nobody but this manager changes these lists.
-The manager only keeps the books: the copies it returns are made by the worker, in the order `core/step.py` describes. A block
-must not be overwritten before it was read, so within one step nothing is swapped out after it was made writable, nothing is
-swapped in after blocks were freed that a copy reads or writes, and nothing is swapped out after something was swapped in.
+A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only this manager
+changes these lists.
+The manager moves no KV itself: workers make the copies that it returns, in the order that
+`executor/step.py` describes.
+
+A block must be read before it is overwritten. Within one step this forbids three orders:
+
+- swap out a block after it was made writable,
+- swap in after freeing blocks that a copy of the same step reads or writes,
+- swap out after swapping in.
 """
 
 from __future__ import annotations
@@ -14,31 +20,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton_engine.core.block_pool import Block, BlockPool
-from baton_engine.core.offload import OffloadedBlock, OffloadTier
-from baton_engine.core.request import Request
-from baton_engine.core.step import BlockCopy
+from baton_engine.executor.step import BlockCopy
+from baton_engine.kv_cache.block_pool import Block, BlockPool
+from baton_engine.kv_cache.offload import OffloadedBlock, OffloadTier
+from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
 
 NUM_RECENT_REQUESTS = 1000
 
+#: A block of a cached prefix, on the device or in the offload tier.
 CachedBlock = Block | OffloadedBlock
-"""A block of a prefix that need not be computed."""
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
     """Counters since start, and the hit rate of the last `NUM_RECENT_REQUESTS` lookups."""
 
+    #: Lookups.
     requests: int = 0
-    """Lookups."""
+    #: Tokens looked up.
     queries: int = 0
-    """Tokens looked up."""
+    #: Tokens found.
     hits: int = 0
-    """Tokens found."""
+    #: (queries, hits) of each recent lookup.
     _recent: deque[tuple[int, int]] = field(default_factory=deque)
-    """(queries, hits) of each recent lookup."""
     _recent_queries: int = 0
     _recent_hits: int = 0
 
@@ -60,7 +66,7 @@ class PrefixCacheStats:
             self._recent_hits -= old_hits
 
     def forget_recent(self) -> None:
-        """After a reset of the cache, what was found before says nothing."""
+        """Clear the recent lookups. After a reset they do not predict the hit rate."""
         self._recent.clear()
         self._recent_queries = self._recent_hits = 0
 
@@ -81,11 +87,14 @@ class KVCacheManager:
         """
         Args:
             block_size: tokens per block.
-            model_key: equal hashes mean equal KV only under the same key; the engine's compatibility hash.
+            model_key: the engine's compatibility hash. Block hashes can be compared only under the
+                same key.
             num_swap_blocks: blocks in host memory for swapped requests.
-            num_offload_blocks: slots in host memory for blocks that the prefix cache evicts; 0: they are gone.
-            watermark_blocks: blocks that the scheduler wants to stay free when it admits a request; only remembered here.
-            enable_events: `take_events` tells what the prefix cache gains and loses.
+            num_offload_blocks: slots in host memory for evicted blocks of the prefix cache. 0
+                disables the offload tier.
+            watermark_blocks: blocks that the scheduler keeps free when it admits a request. The
+                manager only stores it.
+            enable_events: record changes of the prefix cache for `take_events`.
         """
         self.block_size = block_size
         self.watermark_blocks = watermark_blocks
@@ -95,17 +104,17 @@ class KVCacheManager:
         self.swap_pool = BlockPool(num_swap_blocks)
         self.stats = PrefixCacheStats()
         self._model_key = model_key
+        #: May change at any time. Blocks cached before are found again once it is True.
         self.enable_prefix_caching = enable_prefix_caching
-        """May change at any time: what is cached already is found again once it is on."""
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks held, 0 to 1."""
+        """Fraction of blocks that have a holder, 0 to 1."""
         return self.pool.usage
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds, cached ones included."""
+        """Blocks without a holder, including cached ones."""
         return self.pool.num_free_blocks
 
     @property
@@ -115,8 +124,8 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def block_hashes(self, request: Request) -> list[BlockHash]:
-        """Chained hashes of the full blocks of the request's known tokens; extended as tokens come."""
+    def block_hashes(self, request: KVSequence) -> list[BlockHash]:
+        """Return the chained hashes of the request's full blocks, including those of new tokens."""
         hashes, size = request.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._root(request)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
@@ -124,8 +133,10 @@ class KVCacheManager:
             hashes.append(parent)
         return hashes
 
-    def block_hashes_until(self, request: Request, num_tokens: int) -> list[BlockHash]:
-        """Hashes of the blocks that hold the first `num_tokens` tokens, a partial last one included."""
+    def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the blocks of the first `num_tokens` tokens, including a partial
+        last one.
+        """
         num_full, rest = divmod(num_tokens, self.block_size)
         hashes = self.block_hashes(request)[:num_full]
         if rest:
@@ -133,8 +144,11 @@ class KVCacheManager:
             hashes.append(hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens]))
         return hashes
 
-    def find_cached_prefix(self, request: Request, max_tokens: int) -> list[CachedBlock]:
-        """Cached blocks that hold the request's first tokens, `max_tokens` at most. Takes none of them: `allocate` does."""
+    def find_cached_prefix(self, request: KVSequence, max_tokens: int) -> list[CachedBlock]:
+        """Return the cached blocks that hold the request's first tokens, at most `max_tokens`.
+
+        The blocks stay where they are until `allocate` takes them.
+        """
         blocks: list[CachedBlock] = []
         if self.enable_prefix_caching:
             for block_hash in self.block_hashes(request)[: max_tokens // self.block_size]:
@@ -147,17 +161,20 @@ class KVCacheManager:
         return blocks
 
     def allocate(
-        self, request: Request, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
+        self, request: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
     ) -> list[int] | None:
-        """Gives `request` the blocks its first `num_tokens` tokens need, `cached` ones first.
+        """Extend the request's blocks to hold its first `num_tokens` tokens, `cached` blocks first.
 
         Args:
-            cached: just found by `find_cached_prefix`, only for a request that has no blocks yet. Offloaded ones get a block on the
-                device, which is findable at once: the step under construction restores it before its tokens run.
-            keep_free: so many blocks must stay free if any are taken.
+            cached: result of `find_cached_prefix`, for a request without blocks. An offloaded block
+                gets a device block, which
+                enters the prefix cache at once. The step under construction restores it before its
+                tokens run.
+            keep_free: blocks that must stay free if any are taken.
 
         Returns:
-            Ids of the blocks that were added (cached ones included), or None, with nothing changed, if too few are free.
+            Ids of the added blocks, including cached ones. None, with nothing changed, if too few
+            are free.
         """
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
         on_device = [block for block in cached if isinstance(block, Block)]
@@ -169,14 +186,19 @@ class KVCacheManager:
         added = self._restore(cached) if num_restored else on_device
         added += self.pool.allocate(num_new)
         request.blocks.extend(added)
+        if cached:
+            request.num_cached_blocks = len(cached)
         return [block.block_id for block in added]
 
-    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Lets `child` share the blocks that hold the parent's first `num_tokens` tokens, which are the child's, too.
+    def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
+        """Let `child` share the blocks that hold its first `num_tokens` tokens, which equal the
+        parent's.
 
-        A partial last block is shared as well. It may hold, or come to hold, tokens of the parent behind `num_tokens`: no
-        request reads positions it has not computed, and `make_writable` gives it a block of its own before it writes
-        there. Whoever writes first gets the copy; the last holder of a block writes in place.
+        A partial last block is shared too. It may also hold later tokens of the parent: a request
+        does not read positions
+        that it has not computed. Before either of them writes to the block, `make_writable` copies
+        it for the writer. The last
+        holder of a block writes in place.
 
         Raises:
             ValueError: the parent's blocks hold fewer tokens, or the child has blocks already.
@@ -195,18 +217,21 @@ class KVCacheManager:
         child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
         self.pool.touch(child.blocks)
 
-    def make_writable(self, request: Request, start: int, end: int) -> list[BlockCopy] | None:
-        """Copy-on-write: afterwards `request` alone holds the blocks of positions [start, end), and they are not findable.
+    def make_writable(self, request: KVSequence, start: int, end: int) -> list[BlockCopy] | None:
+        """Copy on write: make `request` the only holder of the blocks of positions [start, end).
 
-        A block that others hold is replaced by a new one in `request.blocks` and copied whole; the others keep the old
-        one. A block that only this request holds stays; if it is in the prefix cache (a forked child may be the last holder of
-        a block that its parent filled), it is taken out.
+        A block with other holders is replaced in `request.blocks` by a copy, and the others keep
+        the old one. A block without
+        other holders stays. If it is in the prefix cache, it is removed: a forked child may be the
+        last holder of a block that
+        its parent filled.
 
         Returns:
-            The copies to be made before the step's tokens run, or None, with nothing changed, if too few blocks are free.
+            Copies to make before the step's tokens run. None, with nothing changed, if too few
+            blocks are free.
 
         Raises:
-            ValueError: the request has no blocks for these positions; `allocate` first.
+            ValueError: the request has no blocks for these positions; call `allocate` first.
         """
         if start >= end:
             return []
@@ -226,17 +251,20 @@ class KVCacheManager:
         self.pool.evict(request.blocks[first:last])
         return copies
 
-    def swap_out(self, requests: Sequence[Request]) -> list[BlockCopy] | None:
-        """Moves all blocks of these requests to host memory, a block that several of them share once.
+    def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
+        """Move all blocks of these requests to host memory. A block that several of them share is
+        moved once.
 
-        On the device their blocks are freed as `free` does: full cached ones stay findable until they are handed out again, and
-        blocks that requests outside the list hold stay theirs.
+        Their device blocks are freed as by `free`: full cached ones stay in the prefix cache until
+        they are handed out again.
+        Other holders keep their blocks.
 
         Returns:
-            Copies from device blocks to host blocks, or None, with nothing changed, if too few host blocks are free.
+            Copies from device blocks to host blocks. None, with nothing changed, if too few host
+            blocks are free.
 
         Raises:
-            ValueError: one of them is swapped out already.
+            ValueError: one of the requests is swapped out already.
         """
         for request in requests:
             if request.swapped_blocks:
@@ -250,18 +278,20 @@ class KVCacheManager:
             request.swapped_blocks = host_blocks
         return copies
 
-    def swap_in(self, requests: Sequence[Request], *, keep_free: int = 0) -> list[BlockCopy] | None:
-        """Moves all blocks of these requests back to the device; what they share on the host they share there.
+    def swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> list[BlockCopy] | None:
+        """Move all blocks of these requests back to the device. Blocks shared on the host are
+        shared there.
 
-        The new blocks are not in the prefix cache until `cache_blocks` offers them again. Host blocks that swapped requests outside
-        the list hold stay theirs.
+        The new blocks enter the prefix cache with the next `cache_blocks`. Other holders keep their
+        host blocks.
 
         Returns:
-            Copies from host blocks to device blocks, or None, with nothing changed, if too few are free: what is needed
-            plus `keep_free`.
+            Copies from host blocks to device blocks. None, with nothing changed, if too few device
+            blocks are free, counting
+            `keep_free`.
 
         Raises:
-            ValueError: one of them has blocks on the device.
+            ValueError: one of the requests has blocks on the device.
         """
         for request in requests:
             if request.blocks:
@@ -276,12 +306,12 @@ class KVCacheManager:
         return copies
 
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
-        """Counts one prefix-cache lookup whose request was admitted."""
+        """Count the prefix-cache lookup of an admitted request."""
         if self.enable_prefix_caching:
             self.stats.count(num_tokens, num_hits)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Makes the full blocks findable whose tokens have been computed, or proved after a load."""
+    def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
+        """Add the full blocks of computed, or loaded and verified, tokens to the prefix cache."""
         if not self.enable_prefix_caching:
             return
         num_full = num_computed_tokens // self.block_size
@@ -294,26 +324,30 @@ class KVCacheManager:
                 first_new = index
         request.num_cached_blocks = num_full
         if self._events is not None and first_new is not None:
-            # Hashes behind the first new one that were known before are repeated: one event tells the whole chain.
+            # One event carries the whole chain, so hashes behind the first new one may be repeated.
             parent = hashes[first_new - 1] if first_new else self._root(request)
             self._events.append(BlocksStored(hashes[first_new:num_full], parent, self.block_size))
 
-    def free(self, request: Request) -> None:
-        """Takes all blocks away, on the device and on the host; idempotent."""
+    def free(self, request: KVSequence) -> None:
+        """Free all blocks of a request, on the device and on the host. Idempotent."""
         self._free_device_blocks(request)
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """What the step that is now complete stores in the offload tier, and what it restores; see `core/step.py`."""
+        """Finish the step: return the blocks that it stores in the offload tier, and those that it
+        restores.
+        """
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is found any more; holders keep their blocks."""
+        """Remove all content from the prefix cache. Holders keep their blocks."""
         self.pool.reset()
         self.stats.forget_recent()
 
     def take_events(self) -> list[KVEvent]:
-        """What the prefix cache gained and lost since the last call, in order. Empty unless `enable_events` was set."""
+        """Return the changes of the prefix cache since the last call, in order. Empty unless
+        `enable_events` is set.
+        """
         if not self._events:
             return []
         taken = list(self._events)
@@ -321,10 +355,12 @@ class KVCacheManager:
         return taken
 
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
-        """The blocks of a prefix, with new ones in place of those that are offloaded. Those on the device must be held."""
+        """Return the blocks of a prefix, with a device block for each offloaded one. The caller
+        holds the others.
+        """
         assert self.offload is not None
         offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
-        self.offload.hold(offloaded)  # or the blocks that are taken now could be stored in their place
+        self.offload.hold(offloaded)  # else the blocks taken below could be stored in their slots
         restored = self.pool.allocate(len(offloaded))
         for source, block in zip(offloaded, restored, strict=True):
             self.offload.restore(source, block.block_id)
@@ -333,33 +369,37 @@ class KVCacheManager:
         return [block if isinstance(block, Block) else next(targets) for block in cached]
 
     def _can_take(self, num_blocks: int, keep_free: int = 0) -> bool:
-        """Taking nothing is always possible, even if fewer than `keep_free` blocks are free."""
+        """Return whether `num_blocks` are free besides `keep_free`. Taking no block is always
+        possible.
+        """
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
-    def _free_device_blocks(self, request: Request) -> None:
+    def _free_device_blocks(self, request: KVSequence) -> None:
         blocks, request.blocks = request.blocks, []
         request.num_cached_blocks = 0
         self.pool.free(blocks)
 
-    def _free_host_blocks(self, request: Request) -> None:
+    def _free_host_blocks(self, request: KVSequence) -> None:
         blocks, request.swapped_blocks = request.swapped_blocks, []
         self.swap_pool.free(blocks)
 
-    def _root(self, request: Request) -> BlockHash:
+    def _root(self, request: KVSequence) -> BlockHash:
         return root_hash(self._model_key, request.cache_salt, request.lora_name)
 
 
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Takes a block of `target` for every distinct block in `tables`, with as many holders as it has there."""
+    """Take a block of `target` for each distinct block in `tables`, with the same number of
+    holders.
+    """
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))
     taken: set[Block] = set()
     moved: list[list[Block]] = []
     for table in tables:
         new_table = [counterpart[block] for block in table]
-        target.touch(block for block in new_table if block in taken)  # `allocate` has counted the first holder
+        target.touch(block for block in new_table if block in taken)  # `allocate` counted the first holder
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]
@@ -368,10 +408,10 @@ def _take_counterparts(
 class SlotUse(NamedTuple):
     """KV slots of the blocks that some requests hold; shared blocks count once."""
 
+    #: Slots that hold the KV of a token of one of the requests.
     used: int
-    """Slots that hold the KV of a token of one of the requests."""
+    #: Slots in the blocks.
     allocated: int
-    """Slots in the blocks."""
 
     @property
     def waste(self) -> float:
@@ -379,7 +419,7 @@ class SlotUse(NamedTuple):
         return 1.0 - self.used / self.allocated if self.allocated else 0.0
 
 
-def count_slots(requests: Iterable[Request], block_size: int) -> SlotUse:
+def count_slots(requests: Iterable[KVSequence], block_size: int) -> SlotUse:
     """Measures memory waste over live requests; O(blocks), so for benchmarks rather than for every step."""
     used_of: dict[int, int] = {}
     for request in requests:

@@ -1,13 +1,13 @@
-"""What ends a request: stop tokens, lengths, a complete structured output, an output that repeats itself."""
+"""Stop rules: stop tokens, length limits, complete structured outputs and repetitive outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from baton_engine.core.grammar_queue import accept_tokens
-from baton_engine.core.repetition import repeats
-from baton_engine.core.request import Request
 from baton_engine.protocol.messages import ErrorCode, FinishReason
+from baton_engine.protocol.sampling import RepetitionDetection
+from baton_engine.scheduling.grammar_queue import accept_tokens
+from baton_engine.scheduling.request import Request
 
 
 class StopRules:
@@ -16,12 +16,14 @@ class StopRules:
         self._max_model_len = max_model_len
 
     def is_stop_token(self, request: Request, token_id: int) -> bool:
-        """Whether `token_id` ends the request wherever stop tokens may."""
+        """Return whether `token_id` ends the request once it has min_tokens."""
         params = request.sampling_params
         return token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
 
     def reason(self, request: Request) -> FinishReason | None:
-        """Whether the last generated token ends the request, and why, as far as tokens and lengths tell."""
+        """Return why the last generated token ends the request, judging by tokens and lengths
+        alone.
+        """
         params = request.sampling_params
         num_tokens = len(request.token_ids)
         num_generated = num_tokens - request.num_prompt_tokens
@@ -34,27 +36,50 @@ class StopRules:
         return None
 
     def take_token(self, request: Request) -> tuple[FinishReason | None, str, ErrorCode | None]:
-        """The same after a token was sampled, with grammar and repetition; and what went wrong, and whose fault it was."""
+        """Apply all rules to the last sampled token and advance the grammar.
+
+        Returns:
+            Why the request ends, the error message and its code. None or empty if they do not
+            apply.
+        """
         reason = self.reason(request)
         grammar, detection = request.grammar, request.sampling_params.repetition_detection
         if grammar is not None:
-            stuck = grammar.error  # before this token: nothing was allowed any more
+            stuck = grammar.error  # set before this token: no token was allowed
             if stuck or not accept_tokens(request):
                 return FinishReason.ERROR, *self._grammar_failure(request, bool(stuck), stuck or grammar.error)
             if reason in (None, FinishReason.LENGTH) and grammar.is_terminated:
                 return FinishReason.STOP, "", None
         if reason is None and detection is not None:
-            # Only what can matter is sliced off, so that a token of a long output costs no more.
+            # Slice the relevant tail only, so that the cost does not grow with the output.
             length = min(request.num_generated_tokens, detection.max_pattern_size * detection.min_count)
             if length > 0 and repeats(request.token_ids[-length:], detection):
                 return FinishReason.REPETITION, "", None
         return reason, "", None
 
     def _grammar_failure(self, request: Request, stuck: bool, why: str) -> tuple[str, ErrorCode]:
-        """What to say of a token that a grammar could not take in, and whose fault it is."""
+        """Return the message and the code for a token that the grammar does not accept."""
         token_id = request.token_ids[-1]
-        if not stuck and token_id in self.eos_token_ids:  # the sampler's word for "nothing was possible"
+        if not stuck and token_id in self.eos_token_ids:  # sampled when no token is possible
             return "structured_output and the parameters that mask tokens leave none to go on with", ErrorCode.INVALID
-        if why:  # nearly always a limit of what parsing may take
+        if why:  # nearly always a resource limit of the parser
             return f"structured_output cannot go on: {why}", ErrorCode.INVALID
         return f"token {token_id} was sampled, but structured_output does not allow it", ErrorCode.INTERNAL
+
+
+def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:
+    """Return whether `token_ids` end in `min_count` repetitions of one pattern of an allowed size.
+
+    Looks at the last max_pattern_size * min_count tokens, whatever the length. The fields have the
+    meaning of vLLM's
+    RepetitionDetectionParams.
+    """
+    length, count = len(token_ids), detection.min_count
+    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
+        span = size * count
+        if span > length:
+            return False
+        # The tail is periodic iff it equals itself shifted by one period. Most outputs differ in the very first pair.
+        if all(token_ids[-i] == token_ids[-i - size] for i in range(1, span - size + 1)):
+            return True
+    return False

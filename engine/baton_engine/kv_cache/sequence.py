@@ -1,0 +1,35 @@
+"""The tokens of one sequence and the KV blocks that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton_engine.kv_cache.block_pool import Block
+from baton_engine.protocol.block_hash import BlockHash
+
+
+@dataclass(slots=True, eq=False)
+class KVSequence:
+    """A sequence as the KV cache manager sees it.
+
+    Only the manager writes the block fields. The scheduler writes the others.
+    """
+
+    request_id: str
+    #: All known tokens: prompt, then generated.
+    token_ids: list[int]
+    cache_salt: str = ""
+    lora_name: str = ""
+    #: Leading tokens whose KV is in `blocks` after all steps scheduled so far.
+    num_computed_tokens: int = 0
+
+    blocks: list[Block] = field(default_factory=list)
+    #: Host blocks that hold the KV while the sequence is swapped out.
+    swapped_blocks: list[Block] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    #: Leading blocks that `cache_blocks` has processed already.
+    num_cached_blocks: int = 0
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]

@@ -1,0 +1,174 @@
+"""Admission: decides which waiting request joins the batch, or starts to load its KV.
+
+A request needs memory for all its known tokens, a place in the batch and token budget. All queues
+share one order,
+(priority, arrival). If the first request finds no memory, later ones do not overtake it. Requests
+that wait for remote
+KV, a grammar or a sibling's prompt do not block the others.
+
+This is free of starvation. After finitely many requests end, a request becomes the first of its
+priority. The first
+one is admitted as soon as memory is free. From then on it is preempted last and is the first to get
+budget that
+decodes leave. Decodes take one token each and never use the whole budget, because no more requests
+run than the budget
+has tokens. A priority waits for lower values, by definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.step_builder import StepBuilder
+
+
+class Admission:
+    """Asked twice per step. The caller applies each decision before it asks for the next one."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        queues: WaitingRequests,
+        running: RunningRequests,
+        groups: SampleGroups,
+        *,
+        max_num_seqs: int,
+        chunked: bool,
+    ) -> None:
+        """
+        Args:
+            chunked: a prompt may run in several steps.
+        """
+        self._kv = kv
+        self._queues = queues
+        self._running = running
+        self._groups = groups
+        self._max_num_seqs = max_num_seqs
+        self._chunked = chunked
+
+    def admit_loaded(
+        self, step: StepBuilder, *, only_loaded: bool = False
+    ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
+        """Start requests whose KV came from a peer.
+
+        Args:
+            only_loaded: swapped requests are waiting for memory, so no other request may take any.
+        """
+        while step.budget > 0 and self._has_place(1) and (first := self._queues.loaded.peek()) is not None:
+            earlier = None if only_loaded else self._queues.waiting.first_before(first)
+            if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
+                # It would starve if loaded requests took every place that becomes free.
+                if not self._has_place(earlier.max_seqs):
+                    return
+                if (decision := self._admit_first(earlier, step)) is not None:
+                    yield decision
+                    continue
+            request = self._queues.loaded.pop()
+            if self._kv.allocate(request, request.num_tokens) is not None:
+                yield Admitted(request, request)
+            else:  # the prefill stage sent more tokens than the load reserved blocks for
+                yield Preempted(request)
+
+    def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
+        """Start requests without KV, and loads of remote KV, until one of them does not fit."""
+        while True:
+            to_load = self._queues.waiting_to_load.peek()
+            to_run = self._queues.waiting.peek() if step.budget > 0 else None
+            if to_run is not None and not self._has_place(to_run.max_seqs):
+                to_run = None
+            decision: Admitted | WaitsForPrompt | LoadStarted | None = None
+            if to_load is not None and (to_run is None or to_load.order < to_run.order):
+                decision = self._start_load(to_load, keep_for=self._queues.waiting.first_before(to_load))
+            elif to_run is not None:
+                decision = self._admit_first(to_run, step)
+            if decision is None:
+                return
+            yield decision
+
+    def _has_place(self, num_seqs: int) -> bool:
+        return self._running.num_seqs + num_seqs <= self._max_num_seqs
+
+    def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
+        """Decide on the first request of `waiting`. None if it does not fit now."""
+        group = request.group
+        if group is not None and self._groups.is_computing_prompt(group, step):
+            return WaitsForPrompt(request)
+        source = self._groups.source(request, step) if request.report.prompt_logprobs is None else None
+        return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
+
+    def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
+        """Allocate blocks for all known tokens of a request. None if it does not fit now."""
+        sequence, kv = request.sequences[0], self._kv
+        # The last known token is always computed here for its logits. prompt_logprobs needs every position's.
+        reads_cache = request.report.prompt_logprobs is None
+        cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
+        num_uncached = sequence.num_tokens - len(cached) * kv.block_size
+        if not self._chunked and num_uncached > step.budget and step.ranges:
+            return None  # A preempted request that outgrew the budget starts in a step of its own.
+        keep_free = self._keep_free
+        if request.beams is not None:
+            keep_free = max(keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens))
+        if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
+            return None
+        sequence.num_computed_tokens = len(cached) * kv.block_size
+        if reads_cache and not request.started:
+            kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
+        if request.group is not None:
+            request.group.leader = request
+        return Admitted(request, sequence)
+
+    def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> Admitted | None:
+        """Let a request share the prompt's blocks of `source`. None if the rest does not fit now."""
+        kv = self._kv
+        num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
+        num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
+        if num_new + self._keep_free > kv.num_free_blocks:
+            return None
+        kv.fork(source, request, num_shared)
+        request.num_computed_tokens = num_shared
+        copies = step.reserve(request, request.num_tokens)
+        assert copies is not None, "the blocks were counted"
+        step.output.block_copies += copies
+        return Admitted(request, request)
+
+    @property
+    def _keep_free(self) -> int:
+        """Blocks that an admission leaves for the growth of running requests."""
+        return self._kv.watermark_blocks if len(self._running) else 0
+
+    @property
+    def _keep_free_of_loads(self) -> int:
+        """Blocks that a load leaves free: one for each sequence that decodes now or will after its
+        load.
+
+        Loads take memory long before they run. Without this reserve they would fill it, and running
+        requests would preempt
+        each other.
+        """
+        num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
+        return max(self._keep_free, num_growing)
+
+    def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
+        """Allocate the blocks of a CONSUME request. None if they do not fit now.
+
+        Args:
+            keep_for: earlier request that waits for a place. The load leaves enough memory for it.
+        """
+        kv = self._kv
+        if keep_for is not None:
+            wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(keep_for.num_tokens)
+            if wanted > kv.num_free_blocks:
+                return None
+        cached = kv.find_cached_prefix(request, request.num_tokens)
+        # One token more, so that the request can start without waiting for memory while it holds some.
+        if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
+            return None
+        request.num_computed_tokens = len(cached) * kv.block_size
+        if not request.started:
+            kv.count_lookup(request.num_tokens, request.num_computed_tokens)
+        return LoadStarted(request, len(cached))

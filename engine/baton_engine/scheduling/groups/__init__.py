@@ -1,0 +1,1 @@
+"""Requests that share blocks: samples of one prompt, and the beams of a beam search."""

@@ -1,0 +1,187 @@
+"""Beam searches as requests and blocks. `beam_search.advance` decides which beams continue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
+from baton_engine.scheduling.request import Beam, BeamGroup, Request, RequestStatus
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+
+_SEPARATOR = "#"
+
+
+def root_id(request_id: str) -> str:
+    """Return the id of the search that would own a beam with this id. Empty if there is none."""
+    root, separator, number = request_id.rpartition(_SEPARATOR)
+    return root if separator and number.isdecimal() else ""
+
+
+class BeamSearches:
+    """Starts, advances, restarts and ends beam searches."""
+
+    def __init__(self, kv: KVCacheManager, worker: WorkerMirror, max_model_len: int) -> None:
+        self._kv = kv
+        self._worker = worker
+        self._max_model_len = max_model_len
+
+    def start(self, root: Request, eos_token_ids: frozenset[int]) -> None:
+        """Make a request the root of a search, with one beam at its prompt."""
+        params = root.sampling_params
+        room = self._max_model_len - root.num_prompt_tokens
+        stops = frozenset(params.stop_token_ids)
+        config = BeamConfig(
+            width=params.beam_width,
+            max_tokens=min(params.max_tokens, room) if params.max_tokens is not None else room,
+            stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        root.beams = BeamGroup(config, FinishedBeams(config.width))
+        root.beams.live = [_new_beam(root, root.beams, root.token_ids)]
+
+    def restart(self, root: Request) -> None:
+        """Return a search that has lost its KV to its prompt.
+
+        The search is deterministic, so it repeats exactly, and its beams share blocks again.
+        """
+        group = _group(root)
+        self.give_up(root)
+        group.finished = FinishedBeams(group.config.width)
+        group.live = [_new_beam(root, group, root.token_ids)]
+
+    def count_blocks_wanted(self, root: Request) -> None:
+        """Record what a search that is preempted needs to resume: its blocks, and one more per
+        beam.
+
+        With fewer it would reach the same point and be preempted there again.
+        """
+        group = _group(root)
+        own = {block.block_id for beam in group.live for block in beam.blocks}
+        group.num_blocks_wanted = min(len(own) + len(group.live), self._kv.pool.num_blocks)
+
+    def give_up(self, root: Request) -> None:
+        """End all beams of a search and free their blocks."""
+        group = _group(root)
+        for beam in group.live:
+            self._end(beam)
+        group.live = []
+
+    def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
+        """Record the candidates of a beam that has run. Raises RuntimeError if the step has none
+        for it.
+        """
+        assert isinstance(beam, Beam)
+        if logprobs is None or not logprobs.top:
+            raise RuntimeError(f"{beam!r}: the step brought no top tokens; a beam search needs 2 * beam_width of them")
+        beam.num_placeholders = 0
+        beam.candidates = logprobs.top
+
+    def advance(self, root: Request) -> None:
+        """Advance a search by one step: children share their parents' blocks, the first replaces
+        the parent.
+
+        The search is over if no beam is live afterwards.
+        """
+        group = _group(root)
+        parents = group.live
+        with_logprobs = root.sampling_params.logprobs is not None
+        step = advance(
+            [BeamState(beam.cumulative_logprob, beam.num_generated_tokens) for beam in parents],
+            [beam.candidates or [] for beam in parents],
+            group.config,
+            group.finished.scores,
+        )
+        for finished in step.finished:
+            parent = parents[finished.parent]
+            group.finished.add(
+                finished.score,
+                BeamOutput(
+                    token_ids=[*parent.token_ids[root.num_arrival_tokens :], finished.token_id],
+                    cumulative_logprob=finished.cumulative_logprob,
+                    score=finished.score,
+                    finish_reason=finished.finish_reason,
+                    stop_token_id=finished.token_id if finished.finish_reason is FinishReason.STOP else None,
+                    logprobs=[*parent.chosen, _chosen(root, parent, finished.token_id)] if with_logprobs else None,
+                ),
+            )
+        children: list[Beam] = []
+        reused: set[int] = set()
+        for index, _, _ in step.live:  # fork before any parent changes
+            if index in reused:
+                children.append(self._fork(root, group, parents[index]))
+            else:
+                reused.add(index)
+                children.append(parents[index])
+        chosen = [_chosen(root, parents[index], token_id) for index, token_id, _ in step.live] if with_logprobs else []
+        for number, (child, (_, token_id, cumulative_logprob)) in enumerate(zip(children, step.live, strict=True)):
+            child.token_ids.append(token_id)
+            child.cumulative_logprob = cumulative_logprob
+            child.candidates = None
+            if chosen:
+                child.chosen.append(chosen[number])
+        group.live = children
+        for index, parent in enumerate(parents):
+            if index not in reused:
+                self._end(parent)
+
+    def num_blocks_needed(self, beams: Iterable[Request]) -> int:
+        """Count the blocks for one more token of each beam: new ones, and copies of shared ones."""
+        num_blocks = 0
+        writers: Counter[int] = Counter()
+        holders: dict[int, int] = {}
+        for beam in beams:
+            slot = beam.num_computed_tokens // self._kv.block_size
+            if slot >= len(beam.blocks):
+                num_blocks += 1
+            else:
+                block = beam.blocks[slot]
+                writers[block.block_id] += 1
+                holders[block.block_id] = block.ref_count
+        # The last holder of a block writes in place.
+        return num_blocks + sum(min(count, holders[block_id] - 1) for block_id, count in writers.items())
+
+    def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:
+        child = _new_beam(root, group, parent.token_ids)
+        self._kv.fork(parent, child, parent.num_computed_tokens)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.chosen = list(parent.chosen)
+        child.status = RequestStatus.RUNNING
+        return child
+
+    def _end(self, beam: Beam) -> None:
+        self._kv.free(beam)
+        beam.status = RequestStatus.FINISHED
+        self._worker.forget(beam)
+
+
+def _group(root: Request) -> BeamGroup:
+    assert root.beams is not None
+    return root.beams
+
+
+def _chosen(root: Request, parent: Beam, token_id: int) -> TokenLogprobs:
+    candidates = parent.candidates or []
+    rank = next(index for index, (candidate, _) in enumerate(candidates) if candidate == token_id)
+    num_top = root.sampling_params.logprobs or 0
+    return TokenLogprobs(token_id, candidates[rank][1], rank + 1, candidates[:num_top])
+
+
+def _new_beam(root: Request, group: BeamGroup, token_ids: list[int]) -> Beam:
+    number, group.num_started = group.num_started, group.num_started + 1
+    num_prompt = root.num_prompt_tokens
+    return Beam(
+        EngineCoreRequest(
+            request_id=f"{root.request_id}{_SEPARATOR}{number}",
+            prompt_token_ids=token_ids[:num_prompt],
+            sampling_params=root.sampling_params,
+            generated_token_ids=token_ids[num_prompt:],
+            sample_index=root.sample_index,
+            cache_salt=root.cache_salt,
+            lora_name=root.lora_name,
+        ),
+        root=root,
+    )

@@ -1,0 +1,87 @@
+"""Samples of one prompt: the first admitted request computes the prompt, the others wait and share
+its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton_engine.scheduling.request import Request, RequestStatus, SampleGroup
+from baton_engine.scheduling.step_builder import StepBuilder
+
+
+class SampleGroups:
+    """All groups with unfinished members."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, SampleGroup] = {}
+        self._with_waiting: dict[int, SampleGroup] = {}
+
+    def join(self, group_id: str, request: Request) -> None:
+        """Add `request` to a group.
+
+        Raises:
+            ValueError: the KV of its prompt differs from that of the group.
+        """
+        cache_key = (request.cache_salt, request.lora_name)
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        group = self._groups.get(group_id) or SampleGroup(group_id, request.order, prompt, cache_key)
+        if request.token_ids != group.prompt_token_ids:
+            raise ValueError("members of a group must have equal prompts and no generated tokens")
+        if cache_key != group.cache_key:
+            raise ValueError("members of a group must have the same cache_salt and lora_name: they share KV blocks")
+        request.order = (*group.order[:3], request.order[3])
+        request.group = group
+        group.members[request.request_id] = request
+        self._groups[group_id] = group
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that has ended."""
+        group = request.group
+        assert group is not None
+        del group.members[request.request_id]
+        if request in group.waiting:
+            group.waiting.remove(request)
+        if not group.members:
+            del self._groups[group.group_id]
+
+    def source(self, request: Request, step: StepBuilder) -> Request | None:
+        """Return a running member whose prompt an earlier step computed, so that `request` can
+        share its blocks.
+        """
+        for member in request.group.members.values() if request.group is not None else ():
+            if (
+                member is not request
+                and member.status is RequestStatus.RUNNING
+                and member.num_uncomputed_tokens <= 1
+                and member.num_computed_tokens - step.num_scheduled(member) >= member.num_prompt_tokens
+            ):
+                return member
+        return None
+
+    def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
+        """Return whether the leader still computes the prompt. If not, waiting members continue.
+
+        Args:
+            step: step under construction. Tokens that it computes do not count as computed.
+        """
+        leader = group.leader
+        if leader is None or leader.status is not RequestStatus.RUNNING:
+            return False
+        num_scheduled = step.num_scheduled(leader) if step is not None else 0
+        return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
+
+    def wait(self, request: Request) -> None:
+        """Hold `request` until its group's leader has computed the prompt or has stopped running."""
+        assert request.group is not None
+        request.status = RequestStatus.WAITING_FOR_PROMPT
+        request.group.waiting.append(request)
+        self._with_waiting[id(request.group)] = request.group
+
+    def take_ready(self) -> Iterator[Request]:
+        """Remove the members whose wait is over."""
+        for key, group in list(self._with_waiting.items()):
+            if not self.is_computing_prompt(group):
+                del self._with_waiting[key]
+                ready, group.waiting = group.waiting, []
+                yield from ready

@@ -1,0 +1,209 @@
+"""A request inside the engine, its beams and its sample group: plain data.
+
+Each part has one writer: the KV cache manager the block fields (`KVSequence`), `WorkerMirror` the
+field `worker`, and
+`RequestOutputs` the field `report`. The scheduler and its collaborators write the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton_engine.grammar.structured_output import Grammar
+from baton_engine.kv_cache.sequence import KVSequence
+from baton_engine.protocol.messages import (
+    BeamOutput,
+    EngineCoreEvent,
+    EngineCoreRequest,
+    KVSide,
+    PrefillResult,
+    RoutedExperts,
+    TokenLogprobs,
+)
+from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
+
+#: (priority, arrival, number of the group, number of the request).
+Order = tuple[int, float, int, int]
+
+_sequence = itertools.count()
+
+
+class RequestStatus(enum.Enum):
+    #: Waits for memory, a place in the batch and token budget.
+    WAITING = enum.auto()
+    #: Waits until the grammar of its structured output is compiled.
+    WAITING_FOR_GRAMMAR = enum.auto()
+    #: Waits while another member of its group computes their prompt.
+    WAITING_FOR_PROMPT = enum.auto()
+    #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first token.
+    WAITING_FOR_REMOTE_KV = enum.auto()
+    #: Preempted. Waits for its steps in flight to return.
+    WAITING_FOR_STEPS = enum.auto()
+    #: Preempted, with its KV in host memory.
+    SWAPPED = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the worker has of a sequence."""
+
+    #: The worker has its tokens and block table.
+    is_known: bool = False
+    #: Tokens sent with the sequence when it was new to the worker.
+    num_tokens: int = 0
+    #: Leading blocks whose ids the worker has.
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """Data that the next output carries besides tokens."""
+
+    #: An output has been sent.
+    has_output: bool = False
+    events: list[EngineCoreEvent] = field(default_factory=list)
+    #: None: not requested, or sent.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+
+
+class Request(KVSequence):
+    """One sequence, or the root of a beam search, whose beams are sequences of their own."""
+
+    def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
+        """
+        Args:
+            root: root of the search if this sequence is a beam.
+        """
+        super().__init__(
+            core_request.request_id,
+            [*core_request.prompt_token_ids, *core_request.generated_token_ids],
+            core_request.cache_salt,
+            core_request.lora_name,
+        )
+        self.sampling_params = core_request.sampling_params
+        self.sample_index = core_request.sample_index
+        self.kv_transfer = core_request.kv_transfer
+        self.root = root
+        self.num_prompt_tokens = len(core_request.prompt_token_ids)
+        #: Tokens known on arrival. A KV transfer covers these.
+        self.num_arrival_tokens = len(self.token_ids)
+        number = next(_sequence)
+        #: The smallest runs first and is preempted last. Members of a group are adjacent.
+        self.order: Order = (core_request.priority, core_request.arrival_time, number, number)
+        self.group: SampleGroup | None = None
+        #: Set for the root of a beam search, which runs no tokens itself.
+        self.beams: BeamGroup | None = None
+
+        self.status = RequestStatus.WAITING
+        #: Tokens that steps in flight sample. They follow token_ids, and only the worker has them.
+        self.num_placeholders = 0
+        #: Steps in flight that run its tokens.
+        self.num_in_flight = 0
+        #: Preemptions so far. If it changed during a step, the KV of that step has left `blocks`.
+        self.num_preemptions = 0
+        self.prefill_result: PrefillResult | None = None
+        self.grammar: Grammar | None = None
+        #: Generated tokens that the grammar has accepted.
+        self.num_grammar_tokens = 0
+
+        #: It has had blocks, and its prompt has been counted.
+        self.started = False
+        #: Prompt tokens cached, or shared with another sample, at its first start.
+        self.num_cached_tokens = 0
+        #: Prompt tokens whose KV came from a peer.
+        self.num_remote_tokens = 0
+
+        self.worker = WorkerState()
+        self.report = Report(prompt_logprobs=[] if self.sampling_params.prompt_logprobs is not None else None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt, then generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to compute, including placeholders. A request that is sampling always has one."""
+        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+
+    @property
+    def max_seqs(self) -> int:
+        """Places that it may take in the worker's batch."""
+        return self.sampling_params.beam_width or 1
+
+    @property
+    def produces(self) -> bool:
+        return self.kv_transfer is not None and self.kv_transfer.side is KVSide.PRODUCE
+
+    @property
+    def consumes(self) -> bool:
+        return self.kv_transfer is not None and self.kv_transfer.side is KVSide.CONSUME
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def sequences(self) -> Sequence[Request]:
+        """The sequences that hold its KV: itself, or its beams."""
+        return [self] if self.beams is None else self.beams.live
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+
+
+class Beam(Request):
+    """One sequence of a beam search. Its id is `<request id>#<number>`."""
+
+    def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
+        super().__init__(core_request, root=root)
+        self.cumulative_logprob = 0.0
+        #: Logprobs of the tokens generated here.
+        self.chosen: list[TokenLogprobs] = []
+        #: (token id, log-probability), best first. None until the beam has run.
+        self.candidates: list[tuple[int, float]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of one search. They share blocks, and each waits for the others after every token."""
+
+    config: BeamConfig
+    finished: FinishedBeams[BeamOutput]
+    live: list[Beam] = field(default_factory=list)
+    #: Beams so far, which is also the number of the next one.
+    num_started: int = 0
+    #: After a preemption: free blocks required before the search is resumed.
+    num_blocks_wanted: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all live beams have their candidates."""
+        return all(beam.candidates is not None for beam in self.live)
+
+
+@dataclass(slots=True, eq=False)
+class SampleGroup:
+    """The unfinished requests for samples of one prompt."""
+
+    group_id: str
+    #: Order of its first request.
+    order: Order
+    prompt_token_ids: list[int]
+    #: (cache_salt, lora_name).
+    cache_key: tuple[str, str]
+    members: dict[str, Request] = field(default_factory=dict)
+    #: The member that was admitted to compute the prompt.
+    leader: Request | None = None
+    #: Members that wait for the leader.
+    waiting: list[Request] = field(default_factory=list)

@@ -1,0 +1,573 @@
+"""Scheduler: continuous batching with a token budget, chunked prefill, preemption, sample groups
+and beam search.
+
+`schedule()` returns what to run, and `update_from_output()` takes in its results and returns
+outputs for clients. Both ask
+collaborators for decisions (`decisions`) and apply them. No collaborator calls back into the
+scheduler.
+
+Several steps may be in flight. `schedule()` counts scheduled tokens as computed, and results arrive
+in the order of the
+steps. Workers apply steps in that order too, so a later step may use at once what an earlier one
+frees. A request is in one
+step at a time. Only asynchronous scheduling schedules it again before its token is known here: the
+worker has that token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from baton_engine.core.stats import EngineStats
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.grammar.structured_output import StructuredOutputManager
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.protocol.config import SchedulerConfig
+from baton_engine.protocol.messages import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    KVEvent,
+    PrefillResult,
+)
+from baton_engine.scheduling.admission import Admission
+from baton_engine.scheduling.decisions import (
+    Admitted,
+    Decision,
+    Finished,
+    LoadStarted,
+    Preempted,
+    Queued,
+    SwappedIn,
+    SwappedOut,
+    WaitsForPrompt,
+)
+from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
+from baton_engine.scheduling.groups.beams import BeamSearches, root_id
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.kv_handoff import KVHandoff
+from baton_engine.scheduling.outputs import RequestOutputs
+from baton_engine.scheduling.planner import RunningPlanner
+from baton_engine.scheduling.preemption import Preemptor
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.refusals import RequestRefusedError as RequestRefusedError
+from baton_engine.scheduling.refusals import refuse_what_never_fits
+from baton_engine.scheduling.remote_prefill import RemotePrefill
+from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.results import StepResults
+from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+
+POLICIES = ("priority", "fcfs")
+
+
+class PauseState(enum.Enum):
+    UNPAUSED = enum.auto()
+    #: Running and swapped requests continue. No request is admitted.
+    PAUSED_NEW = enum.auto()
+    #: No tokens run. Transfers continue.
+    PAUSED_ALL = enum.auto()
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        num_swap_blocks: int = 0,
+        fail_on_load_error: bool = False,
+        send_token_ids: bool = False,
+        structured_output: StructuredOutputManager | None = None,
+    ) -> None:
+        """
+        Args:
+            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
+            num_swap_blocks: host blocks of the KV cache manager. 0 disables swapping.
+            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
+                here.
+            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
+                next step carries them.
+            structured_output: compiles grammars. None: requests that need one are refused.
+
+        Raises:
+            ValueError: the configuration contradicts itself; the message says how.
+        """
+        if max_model_len > kv.pool.num_blocks * kv.block_size:
+            raise ValueError(
+                f"max_model_len={max_model_len} exceeds {kv.pool.num_blocks} blocks of {kv.block_size} tokens"
+            )
+        if config.policy not in POLICIES:
+            raise ValueError(f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}")
+        self.config = config
+        self.kv = kv
+        self.handoff = KVHandoff(kv)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # budget for one token each
+        #: All unfinished requests.
+        self.requests: dict[str, Request] = {}
+        self.running = RunningRequests()
+        self.queues = WaitingRequests()
+        self.draining = False
+        self.pause_state = PauseState.UNPAUSED
+        #: The last step ran tokens, moved requests or carried metadata for the connector, so that
+        #: another step may find work.
+        self.made_progress = False
+
+        self._stop_rules = StopRules(eos_token_ids, max_model_len)
+        self._worker = WorkerMirror(send_token_ids=send_token_ids)
+        self._beams = BeamSearches(kv, self._worker, max_model_len)
+        self._counters = EngineStats()
+        self._outputs = RequestOutputs()
+        self._groups = SampleGroups()
+        self._grammars = GrammarQueue(structured_output)
+        self._preemptor = Preemptor(
+            config.preemption_mode,
+            kv,
+            self.running,
+            self.queues.loaded,
+            max_num_seqs=self.max_num_seqs,
+            can_swap=num_swap_blocks > 0,
+        )
+        self._planner = RunningPlanner(
+            kv,
+            self.running,
+            self.queues.waiting,
+            self._preemptor,
+            self._beams,
+            max_model_len=max_model_len,
+            # Only the worker has the token behind a placeholder, so it cannot be sent.
+            runs_ahead=config.async_scheduling and not send_token_ids,
+            long_prefill_threshold=config.long_prefill_token_threshold,
+        )
+        self._admission = Admission(
+            kv,
+            self.queues,
+            self.running,
+            self._groups,
+            max_num_seqs=self.max_num_seqs,
+            chunked=config.enable_chunked_prefill,
+        )
+        self._remote_prefill = RemotePrefill(
+            kv,
+            self.handoff,
+            self.queues,
+            self._counters,
+            self._stop_rules,
+            fail_on_load_error=fail_on_load_error,
+        )
+        self._results = StepResults(kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams)
+        #: Preempted requests, until their steps in flight have returned.
+        self._awaiting_steps: dict[str, Request] = {}
+        self._in_flight: dict[int, list[ScheduledRange]] = {}
+        self._num_steps = 0
+
+    # Requests arrive and leave
+
+    def add_request(self, core_request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: the request is not accepted, and nothing has changed.
+        """
+        self._check(core_request)
+        request = Request(core_request)
+        if self.config.policy == "fcfs":
+            request.order = (0, *request.order[1:])
+        try:
+            if core_request.group_id:
+                self._groups.join(core_request.group_id, request)
+            self._grammars.compile(request)
+        except ValueError as error:
+            if request.group is not None:
+                self._groups.leave(request)
+            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
+        self.requests[request.request_id] = request
+        self._outputs.event(request, EngineCoreEventType.QUEUED)
+        if request.sampling_params.beam_width:
+            self._beams.start(request, self._stop_rules.eos_token_ids)
+        early_result = self._remote_prefill.take_early(request.request_id)
+        if request.consumes:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+            self.queues.waiting_to_load.push(request)
+            self.handoff.wait(request)
+            if early_result is not None:
+                self._settle(self._remote_prefill.add_result(request, early_result))
+        else:
+            self._enqueue(request)
+            if request.produces:
+                self.handoff.offer(request)
+
+    def forget_refused(self, request_id: str) -> None:
+        """Drop the prefill results of a refused request, so that they reach no later request with
+        its id.
+        """
+        if request_id not in self.requests:
+            self._remote_prefill.forget(request_id)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests, ignoring unknown ids.
+
+        A request that has ended, but whose blocks a peer may still read, releases them.
+        """
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.ABORT)
+            else:
+                self.handoff.cancel_finished(request_id)
+
+    def fail_all(self, code: ErrorCode, message: str) -> None:
+        """End all requests with an error."""
+        for request in list(self.requests.values()):
+            self._finish(request, FinishReason.ERROR, code, message)
+
+    def add_prefill_result(self, result: PrefillResult) -> None:
+        """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
+
+        The result may arrive at any time, also before the request. The gateway owns the request and
+        limits the wait by an abort.
+        """
+        request = self.requests.get(result.request_id)
+        if request is None:
+            self._remote_prefill.remember_early(result)
+        else:
+            self._settle(self._remote_prefill.add_result(request, result))
+
+    # Who runs next
+
+    def schedule(self) -> SchedulerOutput:
+        """Build the next step.
+
+        Running requests come first, then swapped ones, then waiting ones, within budget, places and
+        memory.
+        """
+        step = StepBuilder(self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens)
+        self._num_steps += 1
+        moved = self._end_waits()
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            preempted = self._apply(step, self._planner.plan(step))
+            moved |= preempted
+            # Running requests need the memory that a preemption frees. A request admitted in the same
+            # step would take it, and a load could write to a block before it is swapped out.
+            if not preempted:
+                moved |= self._schedule_others(step)
+        for entry in step.ranges:
+            if entry.request.kv_transfer is not None and entry.request.produces:
+                self.handoff.save(entry.request, entry.end)
+        output = step.output
+        output.store, output.restore = self.kv.take_offload_copies()
+        if step.ranges:
+            self._in_flight[output.step_id] = step.ranges
+        if output.reaches_model_runner:  # else workers only pass metadata to the connector
+            output.finished_request_ids = self._worker.take_forgotten_ids()
+        output.connector = self.handoff.take_metadata()
+        self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
+        return output
+
+    def _schedule_others(self, step: StepBuilder) -> bool:
+        """Resume swapped requests. Once none is left, admit others. Return whether any was resumed."""
+        unpaused = self.pause_state is PauseState.UNPAUSED
+        if unpaused:
+            # Loaded requests hold memory that swapped ones may need.
+            self._apply(step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped)))
+        resumed: list[Request] = []
+        for decision in self._preemptor.resume():
+            self._swap_in(step, decision)
+            resumed += decision.requests
+        for request in resumed:
+            self._settle(self._results.advance_beams(request))
+        # A resumed search may free blocks that this step swaps in. A load must not write to them first.
+        if unpaused and not self._preemptor.swapped and not resumed:
+            self._apply(step, self._admission.admit(step))
+        return bool(resumed)
+
+    def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
+        """Apply each decision before the next is made. Return whether any request was preempted."""
+        preempted = False
+        for decision in decisions:
+            match decision:
+                case Admitted(request, sequence):
+                    self._start(request, sequence)
+                    self._planner.run_chunk(step, sequence)
+                case LoadStarted(request, num_cached_blocks):
+                    self._start_load(request, num_cached_blocks)
+                case WaitsForPrompt(request):
+                    self.queues.waiting.discard(request)
+                    self._groups.wait(request)
+                case Finished():
+                    self._settle(decision)
+                case Preempted(request):
+                    preempted = True
+                    self._preempt(request)
+                case SwappedOut():
+                    preempted = True
+                    self._swap_out(step, decision)
+        return preempted
+
+    def _end_waits(self) -> bool:
+        """Queue requests whose grammar is compiled, or whose group's prompt is computed. Return if
+        any was.
+        """
+        found = False
+        for request, error in self._grammars.take_compiled():
+            found = True
+            if error is None and not accept_tokens(request):
+                error = ValueError("the generated_token_ids contradict structured_output")
+            if error is not None:
+                self._finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
+            elif request.grammar is not None and request.grammar.is_terminated:
+                self._finish(request, FinishReason.STOP)
+            else:
+                self._enqueue(request)
+        for request in self._groups.take_ready():
+            found = True
+            self._enqueue(request)
+        return found
+
+    # Results of a step
+
+    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
+        """Return the tokens that structured outputs in `step` may sample. None if it has none.
+
+        Call it before `update_from_output` of the step, while the model runs.
+        """
+        return self._grammars.bitmask(
+            entry.request
+            for entry in self._in_flight.get(step.step_id, ())
+            if entry.samples and entry.request.grammar is not None and not entry.request.finished
+        )
+
+    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in the results of a step and the connector's report. Return the outputs for clients.
+
+        Steps must return in the order in which they were scheduled.
+        """
+        ranges = self._in_flight.pop(step.step_id, [])
+        for decision in self._results.take(step.step_id, ranges, output):
+            self._settle(decision)
+        for request in self.handoff.update(output.connector):
+            self._settle(self._remote_prefill.end_load_if_ready(request))
+        self.made_progress |= bool(ranges or output.connector)
+        return self.take_outputs()
+
+    def discard(self, step: SchedulerOutput) -> None:
+        """Take back the newest step in flight, whose tokens have not run. Later steps run them.
+
+        The rest of the step counts as done. Workers apply it once, in the failed step or as
+        `step.without_tokens()`.
+        """
+        for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
+            self._settle(decision)
+        self.handoff.take_back(step.connector.saves)
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """Return the outputs for clients since the last call."""
+        return self._outputs.take()
+
+    # State
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could make progress, now or after a transfer ends."""
+        return bool(self.requests) or self.handoff.has_metadata or self.handoff.num_held > 0
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """Set what the next `schedule` may run. Requests are added and aborted as before."""
+        self.pause_state = state
+
+    def preempt_all(self) -> None:
+        """Take the KV of every running, swapped or loaded request. It is computed again.
+
+        PRODUCE requests keep theirs, because a peer reads it.
+        """
+        for request in [*self.running.values(), *self.queues.loaded]:
+            if not request.produces:
+                self._preempt(request)
+        for request in self._preemptor.take_swapped():
+            self._compute_again(request)
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
+        if reset_running:
+            self.preempt_all()
+        self.kv.reset_prefix_cache()
+        return True
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Return the changes of the prefix cache since the last call."""
+        return self.kv.take_events()
+
+    def stats(self) -> EngineStats:
+        stats = self._counters
+        stats.num_requests_running = len(self.running)
+        stats.num_requests_waiting = len(self.requests) - len(self.running)
+        stats.num_requests_swapped = self._preemptor.num_swapped
+        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(self.queues.loading)
+        stats.num_transfers_held = self.handoff.num_held
+        stats.kv_cache_usage = self.kv.usage
+        stats.draining = self.draining
+        stats.prefix_cache_queries = self.kv.stats.queries
+        stats.prefix_cache_hits = self.kv.stats.hits
+        if (offload := self.kv.offload) is not None:
+            stats.offload_blocks = len(offload)
+            stats.offload_blocks_stored, stats.offload_blocks_restored = offload.num_stored, offload.num_restored
+        stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
+        return stats
+
+    # How decisions are applied
+
+    def _settle(self, decision: Finished | Queued | None) -> None:
+        """Apply a decision that ends or queues one request."""
+        match decision:
+            case Finished(request, output):
+                self._outputs.emit(request, output)
+                self._end(request, aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR))
+            case Queued(request):
+                self._awaiting_steps.pop(request.request_id, None)
+                self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request for memory, or for its grammar if that is not compiled."""
+        if self._grammars.must_wait(request):
+            self._grammars.wait(request)
+        elif request.prefill_result is not None and request.blocks:
+            request.status = RequestStatus.WAITING
+            self.queues.loaded.push(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.queues.waiting.push(request)
+
+    def _start(self, request: Request, sequence: Request) -> None:
+        """Add a request that has its blocks to the batch."""
+        self.queues.waiting.discard(request)
+        self._count_start(request, sequence)
+        request.status = sequence.status = RequestStatus.RUNNING
+        self.running.add(request)
+        self._outputs.event(request, EngineCoreEventType.SCHEDULED)
+
+    def _start_load(self, request: Request, num_cached_blocks: int) -> None:
+        self.queues.waiting_to_load.discard(request)
+        self._count_start(request, request)
+        self.queues.loading[request.request_id] = request
+        self.handoff.load(request, num_cached_blocks)
+
+    def _count_start(self, request: Request, sequence: Request) -> None:
+        """Count where the first KV of a request comes from."""
+        if request.started:  # it has lost its blocks since
+            return
+        request.started = True
+        request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
+        self._counters.prompt_tokens += request.num_prompt_tokens
+        self._counters.prompt_tokens_cached += request.num_cached_tokens
+
+    def _preempt(self, request: Request) -> None:
+        """Take the KV of a running or loaded request and queue it again."""
+        self.running.discard(request)
+        self.queues.loaded.discard(request)
+        if request.beams is not None:
+            self._beams.count_blocks_wanted(request)
+        self._count_preemption(request)
+        self._compute_again(request)
+
+    def _compute_again(self, request: Request) -> None:
+        """Free the blocks of a request, on the device and on the host. Queue it after its steps in
+        flight.
+        """
+        if request.beams is not None:
+            self._beams.restart(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        self._worker.forget(request)
+        if request.num_in_flight:
+            request.status = RequestStatus.WAITING_FOR_STEPS
+            self._awaiting_steps[request.request_id] = request
+        else:
+            self._enqueue(request)
+
+    def _swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
+        step.output.swap_out += decision.copies
+        self._counters.num_swapped_out_blocks += len(decision.copies)
+        for request in decision.requests:
+            for sequence in request.sequences:
+                sequence.status = RequestStatus.SWAPPED
+                sequence.num_preemptions += sequence.root is not None
+                self._worker.forget(sequence)
+            self.running.discard(request)
+            request.status = RequestStatus.SWAPPED
+            self._count_preemption(request)
+
+    def _swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
+        step.output.swap_in += decision.copies
+        self._counters.num_swapped_in_blocks += len(decision.copies)
+        for request in decision.requests:
+            for sequence in [request, *request.sequences]:
+                sequence.status = RequestStatus.RUNNING
+            self.running.add(request)
+            self._outputs.event(request, EngineCoreEventType.SCHEDULED)
+
+    def _count_preemption(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._outputs.event(request, EngineCoreEventType.PREEMPTED)
+
+    def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
+        """End a request outside its own step."""
+        self._settle(Finished.without_token(request, reason, code, error))
+
+    def _end(self, request: Request, *, aborted: bool) -> None:
+        request_id = request.request_id
+        if request in self.queues.waiting_to_load:
+            self.handoff.decline(request)
+        self.queues.discard(request)
+        self._grammars.discard(request)
+        self._preemptor.discard(request)
+        self._awaiting_steps.pop(request_id, None)
+        self.running.discard(request)
+        del self.requests[request_id]
+        request.status = RequestStatus.FINISHED
+        if request.group is not None:
+            self._groups.leave(request)
+        if request.beams is not None:
+            self._beams.give_up(request)
+        self._worker.forget(request)
+        if request.consumes:
+            self._remote_prefill.forget(request_id)
+        self.handoff.release(request, aborted=aborted)
+
+    def _check(self, core_request: EngineCoreRequest) -> None:
+        """Raise RequestRefusedError if the request cannot be accepted."""
+        request_id, transfer = core_request.request_id, core_request.kv_transfer
+        if request_id in self.requests:
+            raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
+        if self._is_taken_by_beams(core_request):
+            raise RequestRefusedError(
+                ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
+            )
+        refuse_what_never_fits(
+            core_request, self.config, self.kv, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
+        )
+        if transfer is not None and transfer.transfer_id in self.handoff:
+            raise RequestRefusedError(ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use")
+        if self.draining:
+            raise RequestRefusedError(ErrorCode.DRAINING, "this engine is draining; send the request to another one")
+        num_queued = self.queues.num_without_memory + len(self._grammars)
+        if num_queued >= self.config.max_queue:
+            raise RequestRefusedError(ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later")
+
+    def _is_taken_by_beams(self, core_request: EngineCoreRequest) -> bool:
+        """Return whether a beam has, or could get, the id of the request, or the reverse."""
+        request_id = core_request.request_id
+        root = self.requests.get(root_id(request_id))
+        if root is not None and root.beams is not None:
+            return True
+        # Looks at all requests, but only for a beam search.
+        return bool(core_request.sampling_params.beam_width) and any(
+            root_id(other) == request_id for other in self.requests
+        )

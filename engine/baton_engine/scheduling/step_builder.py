@@ -1,0 +1,77 @@
+"""A step under construction: its token budget, its contents, and the ranges to match its results
+with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+
+
+class ScheduledRange(NamedTuple):
+    """Positions [start, end) of a request that a step runs."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    #: The request's count when it was scheduled.
+    num_preemptions: int
+
+
+class StepBuilder:
+    def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
+        """
+        Args:
+            budget: tokens that the step may run.
+        """
+        self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
+        self.ranges: list[ScheduledRange] = []
+        self.budget = budget
+        self._kv = kv
+        self._worker = worker
+        self._block_size = kv.block_size
+
+    def num_scheduled(self, request: Request) -> int:
+        """Return the tokens of `request` in this step."""
+        return self.output.num_scheduled_tokens.get(request.request_id, 0)
+
+    def may_write(self, request: Request) -> bool:
+        """Return whether the request holds the block of its next position alone, and uncached."""
+        slot = request.num_computed_tokens // self._block_size
+        if slot >= len(request.blocks):
+            return False
+        block = request.blocks[slot]
+        return block.ref_count == 1 and block.block_hash is None
+
+    def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
+        """Allocate writable blocks for the positions up to `end`. The request keeps them in any
+        case.
+
+        Returns:
+            Copies to make in this step, for `run`. None if memory is short.
+        """
+        if self._kv.allocate(request, end) is None:
+            return None
+        return self._kv.make_writable(request, request.num_computed_tokens, end)
+
+    def run(self, request: Request, num_tokens: int, copies: list[BlockCopy] | None = None) -> None:
+        """Add `num_tokens` tokens of a request that has its blocks."""
+        output = self.output
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = end == len(request.token_ids) + request.num_placeholders
+        self._worker.send(output, request, start, end, copies)
+        output.num_scheduled_tokens[request.request_id] = num_tokens
+        if copies:
+            output.block_copies += copies
+        self.ranges.append(ScheduledRange(request, start, end, samples, request.num_preemptions))
+        self.budget -= num_tokens
+        request.num_computed_tokens = end
+        request.num_in_flight += 1
+        if samples:
+            request.num_placeholders += 1
