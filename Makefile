@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test e2e chaos elastic soak check format manifests control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak check format manifests diagrams control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -68,6 +68,9 @@ manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
 	$(BIN)/python hack/api_reference.py docs/api.md
 	$(BIN)/python hack/metrics_reference.py docs/metrics.md
+
+diagrams: # needs Graphviz
+	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done
 
 control-plane:
 	hack/control-plane.sh
