@@ -1,5 +1,4 @@
-"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping and restoring of offloaded
-blocks.
+"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
 
 A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only this manager
 changes these lists.
@@ -134,8 +133,9 @@ class KVCacheManager:
         return hashes
 
     def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the blocks of the first `num_tokens` tokens, including a partial
-        last one.
+        """Return the hashes of the blocks that hold the first `num_tokens` tokens.
+
+        A partial last block has a hash of its tokens so far.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
         hashes = self.block_hashes(request)[:num_full]
@@ -191,8 +191,7 @@ class KVCacheManager:
         return [block.block_id for block in added]
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
-        """Let `child` share the blocks that hold its first `num_tokens` tokens, which equal the
-        parent's.
+        """Let `child` share the blocks of its first `num_tokens` tokens, equal to the parent's.
 
         A partial last block is shared too. It may also hold later tokens of the parent: a request
         does not read positions
@@ -252,8 +251,9 @@ class KVCacheManager:
         return copies
 
     def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of these requests to host memory. A block that several of them share is
-        moved once.
+        """Move all blocks of these requests to host memory.
+
+        A block that several of them share is moved once.
 
         Their device blocks are freed as by `free`: full cached ones stay in the prefix cache until
         they are handed out again.
@@ -279,8 +279,9 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> list[BlockCopy] | None:
-        """Move all blocks of these requests back to the device. Blocks shared on the host are
-        shared there.
+        """Move all blocks of these requests back to the device.
+
+        Blocks shared on the host are shared there.
 
         The new blocks enter the prefix cache with the next `cache_blocks`. Other holders keep their
         host blocks.
@@ -334,9 +335,7 @@ class KVCacheManager:
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Finish the step: return the blocks that it stores in the offload tier, and those that it
-        restores.
-        """
+        """Return what the finished step stores in the offload tier, and what it restores."""
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:
@@ -345,8 +344,9 @@ class KVCacheManager:
         self.stats.forget_recent()
 
     def take_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call, in order. Empty unless
-        `enable_events` is set.
+        """Return the changes of the prefix cache since the last call, in order.
+
+        Empty unless `enable_events` is set.
         """
         if not self._events:
             return []
@@ -355,8 +355,9 @@ class KVCacheManager:
         return taken
 
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
-        """Return the blocks of a prefix, with a device block for each offloaded one. The caller
-        holds the others.
+        """Return the blocks of a prefix, with a device block for each offloaded one.
+
+        The caller holds the others.
         """
         assert self.offload is not None
         offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
@@ -369,8 +370,9 @@ class KVCacheManager:
         return [block if isinstance(block, Block) else next(targets) for block in cached]
 
     def _can_take(self, num_blocks: int, keep_free: int = 0) -> bool:
-        """Return whether `num_blocks` are free besides `keep_free`. Taking no block is always
-        possible.
+        """Return whether `num_blocks` are free besides `keep_free`.
+
+        Taking no block is always possible.
         """
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
@@ -390,9 +392,7 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Take a block of `target` for each distinct block in `tables`, with the same number of
-    holders.
-    """
+    """Take a block of `target`, with as many holders, for each distinct block in `tables`."""
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))
     taken: set[Block] = set()
@@ -415,12 +415,15 @@ class SlotUse(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Fraction of the allocated slots that hold nothing, 0 to 1 (Kwon et al. 2023, section 3.1)."""
+        """Fraction of the allocated slots that hold nothing, 0 to 1 (Kwon et al.
+
+        2023, section 3.1).
+        """
         return 1.0 - self.used / self.allocated if self.allocated else 0.0
 
 
 def count_slots(requests: Iterable[KVSequence], block_size: int) -> SlotUse:
-    """Measures memory waste over live requests; O(blocks), so for benchmarks rather than for every step."""
+    """Measure memory waste over live requests, in O(blocks)."""
     used_of: dict[int, int] = {}
     for request in requests:
         for index, block in enumerate(request.blocks):
