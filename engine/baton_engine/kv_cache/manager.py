@@ -14,10 +14,8 @@ A block must be read before it is overwritten. Within one step this forbids thre
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import Block, BlockPool
@@ -26,48 +24,18 @@ from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
 
-NUM_RECENT_REQUESTS = 1000
-
 #: A block of a cached prefix, on the device or in the offload tier.
 CachedBlock = Block | OffloadedBlock
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Counters since start, and the hit rate of the last `NUM_RECENT_REQUESTS` lookups."""
+    """Counters since start."""
 
-    #: Lookups.
-    requests: int = 0
     #: Tokens looked up.
     queries: int = 0
     #: Tokens found.
     hits: int = 0
-    #: (queries, hits) of each recent lookup.
-    _recent: deque[tuple[int, int]] = field(default_factory=deque)
-    _recent_queries: int = 0
-    _recent_hits: int = 0
-
-    @property
-    def recent_hit_rate(self) -> float:
-        """Fraction of tokens found in the recent lookups, 0 to 1."""
-        return self._recent_hits / self._recent_queries if self._recent_queries else 0.0
-
-    def count(self, queries: int, hits: int) -> None:
-        self.requests += 1
-        self.queries += queries
-        self.hits += hits
-        self._recent.append((queries, hits))
-        self._recent_queries += queries
-        self._recent_hits += hits
-        if len(self._recent) > NUM_RECENT_REQUESTS:
-            old_queries, old_hits = self._recent.popleft()
-            self._recent_queries -= old_queries
-            self._recent_hits -= old_hits
-
-    def forget_recent(self) -> None:
-        """Clear the recent lookups. After a reset they do not predict the hit rate."""
-        self._recent.clear()
-        self._recent_queries = self._recent_hits = 0
 
 
 class KVCacheManager:
@@ -309,7 +277,8 @@ class KVCacheManager:
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Count the prefix-cache lookup of an admitted request."""
         if self.enable_prefix_caching:
-            self.stats.count(num_tokens, num_hits)
+            self.stats.queries += num_tokens
+            self.stats.hits += num_hits
 
     def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
         """Add the full blocks of computed, or loaded and verified, tokens to the prefix cache."""
@@ -341,7 +310,6 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Remove all content from the prefix cache. Holders keep their blocks."""
         self.pool.reset()
-        self.stats.forget_recent()
 
     def take_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call, in order.
@@ -403,30 +371,3 @@ def _take_counterparts(
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]
-
-
-class SlotUse(NamedTuple):
-    """KV slots of the blocks that some requests hold; shared blocks count once."""
-
-    #: Slots that hold the KV of a token of one of the requests.
-    used: int
-    #: Slots in the blocks.
-    allocated: int
-
-    @property
-    def waste(self) -> float:
-        """Fraction of the allocated slots that hold nothing, 0 to 1 (Kwon et al.
-
-        2023, section 3.1).
-        """
-        return 1.0 - self.used / self.allocated if self.allocated else 0.0
-
-
-def count_slots(requests: Iterable[KVSequence], block_size: int) -> SlotUse:
-    """Measure memory waste over live requests, in O(blocks)."""
-    used_of: dict[int, int] = {}
-    for request in requests:
-        for index, block in enumerate(request.blocks):
-            used = min(max(request.num_computed_tokens - index * block_size, 0), block_size)
-            used_of[block.block_id] = max(used, used_of.get(block.block_id, 0))
-    return SlotUse(sum(used_of.values()), len(used_of) * block_size)
