@@ -1,5 +1,6 @@
-"""The contract of one step between scheduler and workers. No torch, so that schedulers are tested
-without it.
+"""The contract of one step between scheduler and workers.
+
+No torch, so that schedulers are tested without it.
 
 A worker applies a step in this order: store evicted blocks, start transfers (they may write to
 those blocks at once),
@@ -31,8 +32,9 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that is new to the worker, or new since a preemption. It replaces earlier data of
-    the same id.
+    """A request that is new to the worker, or new since a preemption.
+
+    It replaces earlier data of the same id.
     """
 
     request_id: str
@@ -48,7 +50,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """What has changed in a request that the worker has already."""
+    """Changes of a request that the worker has already."""
 
     request_id: str
     new_block_ids: list[int]
@@ -118,8 +120,9 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """Tokens that structured outputs allow next. Computed while the model runs, applied when it
-    samples.
+    """Tokens that structured outputs allow next.
+
+    Computed while the model runs, applied when it samples.
     """
 
     #: Row order of `bitmask`; only requests that sample in this step and have a grammar.

@@ -1,5 +1,4 @@
-"""Structured output: restricts the next token to those that match a JSON schema, regex, choice or
-grammar.
+"""Structured output: limits tokens to texts of a JSON schema, regex, choice or grammar.
 
 The scheduler compiles a request's specification on arrival, requests a bitmask for every step that
 samples for the
@@ -49,8 +48,9 @@ class Grammar:
         self._ended = False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Advance over sampled tokens. Return False if they break the grammar, which cannot be used
-        then.
+        """Advance over sampled tokens.
+
+        Return False if they break the grammar, which cannot be used then.
 
         An EOS token is accepted where the grammar may end, and ends it. After it only EOS is
         accepted.
@@ -72,8 +72,9 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot continue: a token that breaks it, or a resource limit. Empty if it
-        can.
+        """Why the grammar cannot continue: a token that breaks it, or a resource limit.
+
+        Empty if it can.
         """
         return _reason(self.matcher)
 
@@ -116,8 +117,9 @@ class StructuredOutputManager:
         self._pool: ThreadPoolExecutor | None = None
 
     def compile(self, spec: StructuredOutput) -> Future[Grammar]:
-        """Start to compile. The Future's ValueError describes an invalid specification or
-        tokenizer.
+        """Start to compile.
+
+        The Future's ValueError describes an invalid specification or tokenizer.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
@@ -126,9 +128,7 @@ class StructuredOutputManager:
         return future
 
     def bitmask(self, grammars: Sequence[Grammar]) -> npt.NDArray[np.int32]:
-        """Return the tokens allowed next, [len(grammars), ceil(vocab_size / 32)], as in
-        `GrammarOutput.bitmask`.
-        """
+        """Return the tokens allowed next, in the layout of `GrammarOutput.bitmask`."""
         words = -(-self._vocab_size // 32)
         if self._backend is None or not grammars:
             return np.zeros((len(grammars), words), dtype=np.int32)
@@ -172,9 +172,7 @@ class StructuredOutputManager:
         return matcher
 
     def _check_start(self, matcher: LLMatcher, backend: _Backend) -> None:
-        """Raise ValueError if the first token breaks a resource limit, or no text matches the
-        grammar.
-        """
+        """Raise ValueError if no text matches, or the first token breaks a resource limit."""
         mask = np.zeros((1, -(-backend.tokenizer.vocab_size // 32)), dtype=np.int32)
         backend.executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.strides[0], 1)
         if matcher.is_error():
@@ -222,8 +220,9 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _to_llguidance(spec: StructuredOutput) -> str:
-    """Convert the specification to llguidance's form. Raises ValueError where that needs more than
-    llguidance.
+    """Convert the specification to llguidance's form.
+
+    Raises ValueError where that needs more than llguidance.
     """
     from llguidance import LLMatcher, grammar_from
 

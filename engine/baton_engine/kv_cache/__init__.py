@@ -1,1 +1,4 @@
-"""Bookkeeping of an engine's KV blocks: holders, prefix cache, swapping and offloading. No torch."""
+"""Bookkeeping of an engine's KV blocks: holders, prefix cache, swapping and offloading.
+
+No torch.
+"""

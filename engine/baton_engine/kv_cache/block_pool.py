@@ -33,7 +33,10 @@ class Block:
 
 
 class FreeList:
-    """Doubly linked list of free blocks. The head is handed out next. A sentinel closes the ring."""
+    """Doubly linked list of free blocks.
+
+    The head is handed out next. A sentinel closes the ring.
+    """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._ring = Block(-1)
@@ -184,7 +187,10 @@ class BlockPool:
             self.events.append(BlocksRemoved(gone))
 
     def reset(self) -> None:
-        """Remove all content from the prefix cache and the offload tier. Holders keep their blocks."""
+        """Remove all content from the prefix cache and the offload tier.
+
+        Holders keep their blocks.
+        """
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()

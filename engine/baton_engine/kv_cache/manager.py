@@ -1,5 +1,4 @@
-"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping and restoring of offloaded
-blocks.
+"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
 
 A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only this manager
 changes these lists.
@@ -15,10 +14,8 @@ A block must be read before it is overwritten. Within one step this forbids thre
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import Block, BlockPool
@@ -27,48 +24,18 @@ from baton_engine.kv_cache.sequence import KVSequence
 from baton_engine.protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_engine.protocol.messages import BlocksStored, KVEvent
 
-NUM_RECENT_REQUESTS = 1000
-
 #: A block of a cached prefix, on the device or in the offload tier.
 CachedBlock = Block | OffloadedBlock
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Counters since start, and the hit rate of the last `NUM_RECENT_REQUESTS` lookups."""
+    """Counters since start."""
 
-    #: Lookups.
-    requests: int = 0
     #: Tokens looked up.
     queries: int = 0
     #: Tokens found.
     hits: int = 0
-    #: (queries, hits) of each recent lookup.
-    _recent: deque[tuple[int, int]] = field(default_factory=deque)
-    _recent_queries: int = 0
-    _recent_hits: int = 0
-
-    @property
-    def recent_hit_rate(self) -> float:
-        """Fraction of tokens found in the recent lookups, 0 to 1."""
-        return self._recent_hits / self._recent_queries if self._recent_queries else 0.0
-
-    def count(self, queries: int, hits: int) -> None:
-        self.requests += 1
-        self.queries += queries
-        self.hits += hits
-        self._recent.append((queries, hits))
-        self._recent_queries += queries
-        self._recent_hits += hits
-        if len(self._recent) > NUM_RECENT_REQUESTS:
-            old_queries, old_hits = self._recent.popleft()
-            self._recent_queries -= old_queries
-            self._recent_hits -= old_hits
-
-    def forget_recent(self) -> None:
-        """Clear the recent lookups. After a reset they do not predict the hit rate."""
-        self._recent.clear()
-        self._recent_queries = self._recent_hits = 0
 
 
 class KVCacheManager:
@@ -134,8 +101,9 @@ class KVCacheManager:
         return hashes
 
     def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the blocks of the first `num_tokens` tokens, including a partial
-        last one.
+        """Return the hashes of the blocks that hold the first `num_tokens` tokens.
+
+        A partial last block has a hash of its tokens so far.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
         hashes = self.block_hashes(request)[:num_full]
@@ -191,8 +159,7 @@ class KVCacheManager:
         return [block.block_id for block in added]
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
-        """Let `child` share the blocks that hold its first `num_tokens` tokens, which equal the
-        parent's.
+        """Let `child` share the blocks of its first `num_tokens` tokens, equal to the parent's.
 
         A partial last block is shared too. It may also hold later tokens of the parent: a request
         does not read positions
@@ -252,8 +219,9 @@ class KVCacheManager:
         return copies
 
     def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of these requests to host memory. A block that several of them share is
-        moved once.
+        """Move all blocks of these requests to host memory.
+
+        A block that several of them share is moved once.
 
         Their device blocks are freed as by `free`: full cached ones stay in the prefix cache until
         they are handed out again.
@@ -279,8 +247,9 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> list[BlockCopy] | None:
-        """Move all blocks of these requests back to the device. Blocks shared on the host are
-        shared there.
+        """Move all blocks of these requests back to the device.
+
+        Blocks shared on the host are shared there.
 
         The new blocks enter the prefix cache with the next `cache_blocks`. Other holders keep their
         host blocks.
@@ -308,7 +277,8 @@ class KVCacheManager:
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
         """Count the prefix-cache lookup of an admitted request."""
         if self.enable_prefix_caching:
-            self.stats.count(num_tokens, num_hits)
+            self.stats.queries += num_tokens
+            self.stats.hits += num_hits
 
     def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
         """Add the full blocks of computed, or loaded and verified, tokens to the prefix cache."""
@@ -334,19 +304,17 @@ class KVCacheManager:
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Finish the step: return the blocks that it stores in the offload tier, and those that it
-        restores.
-        """
+        """Return what the finished step stores in the offload tier, and what it restores."""
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:
         """Remove all content from the prefix cache. Holders keep their blocks."""
         self.pool.reset()
-        self.stats.forget_recent()
 
     def take_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call, in order. Empty unless
-        `enable_events` is set.
+        """Return the changes of the prefix cache since the last call, in order.
+
+        Empty unless `enable_events` is set.
         """
         if not self._events:
             return []
@@ -355,8 +323,9 @@ class KVCacheManager:
         return taken
 
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
-        """Return the blocks of a prefix, with a device block for each offloaded one. The caller
-        holds the others.
+        """Return the blocks of a prefix, with a device block for each offloaded one.
+
+        The caller holds the others.
         """
         assert self.offload is not None
         offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
@@ -369,8 +338,9 @@ class KVCacheManager:
         return [block if isinstance(block, Block) else next(targets) for block in cached]
 
     def _can_take(self, num_blocks: int, keep_free: int = 0) -> bool:
-        """Return whether `num_blocks` are free besides `keep_free`. Taking no block is always
-        possible.
+        """Return whether `num_blocks` are free besides `keep_free`.
+
+        Taking no block is always possible.
         """
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
@@ -390,9 +360,7 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Take a block of `target` for each distinct block in `tables`, with the same number of
-    holders.
-    """
+    """Take a block of `target`, with as many holders, for each distinct block in `tables`."""
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))
     taken: set[Block] = set()
@@ -403,27 +371,3 @@ def _take_counterparts(
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]
-
-
-class SlotUse(NamedTuple):
-    """KV slots of the blocks that some requests hold; shared blocks count once."""
-
-    #: Slots that hold the KV of a token of one of the requests.
-    used: int
-    #: Slots in the blocks.
-    allocated: int
-
-    @property
-    def waste(self) -> float:
-        """Fraction of the allocated slots that hold nothing, 0 to 1 (Kwon et al. 2023, section 3.1)."""
-        return 1.0 - self.used / self.allocated if self.allocated else 0.0
-
-
-def count_slots(requests: Iterable[KVSequence], block_size: int) -> SlotUse:
-    """Measures memory waste over live requests; O(blocks), so for benchmarks rather than for every step."""
-    used_of: dict[int, int] = {}
-    for request in requests:
-        for index, block in enumerate(request.blocks):
-            used = min(max(request.num_computed_tokens - index * block_size, 0), block_size)
-            used_of[block.block_id] = max(used, used_of.get(block.block_id, 0))
-    return SlotUse(sum(used_of.values()), len(used_of) * block_size)

@@ -1,5 +1,6 @@
-"""Offload tier: maps evicted blocks of the prefix cache to slots in host memory. Workers make the
-copies.
+"""Offload tier: maps evicted blocks of the prefix cache to slots in host memory.
+
+Workers make the copies.
 
 The step that overwrites a block on the device stores it first. The step of a request that needs the
 prefix restores it
@@ -91,8 +92,9 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Keep these blocks of a sequence, given in order, until the step is built. `restore`
-        follows.
+        """Keep these blocks of a sequence, given in order, until the step is built.
+
+        `restore` follows.
 
         The tail counts as used less recently, because it is useless without its prefix.
         """

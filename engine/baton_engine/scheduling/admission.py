@@ -123,7 +123,10 @@ class Admission:
         return Admitted(request, sequence)
 
     def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> Admitted | None:
-        """Let a request share the prompt's blocks of `source`. None if the rest does not fit now."""
+        """Let a request share the prompt's blocks of `source`.
+
+        None if the rest does not fit now.
+        """
         kv = self._kv
         num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
@@ -143,8 +146,7 @@ class Admission:
 
     @property
     def _keep_free_of_loads(self) -> int:
-        """Blocks that a load leaves free: one for each sequence that decodes now or will after its
-        load.
+        """Blocks that a load leaves free, one per sequence that decodes now or after its load.
 
         Loads take memory long before they run. Without this reserve they would fill it, and running
         requests would preempt

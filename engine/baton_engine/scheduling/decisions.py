@@ -1,5 +1,6 @@
-"""Decisions of the scheduler's collaborators. They return these values, and `Scheduler` applies
-them.
+"""Decisions of the scheduler's collaborators.
+
+They return these values, and `Scheduler` applies them.
 """
 
 from __future__ import annotations

@@ -86,7 +86,10 @@ class GrammarQueue:
 
 
 def accept_tokens(request: Request) -> bool:
-    """Advance the request's grammar over its new generated tokens. Return whether it accepts them."""
+    """Advance the request's grammar over its new generated tokens.
+
+    Return whether it accepts them.
+    """
     grammar = request.grammar
     if grammar is None:
         return True

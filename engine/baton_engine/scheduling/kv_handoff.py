@@ -1,5 +1,6 @@
-"""Scheduler side of the KV connector: decides which blocks to offer, publish, load and free. No
-I/O.
+"""Scheduler side of the KV connector: decides which blocks to offer, publish, load and free.
+
+No I/O.
 
     a request is accepted          offer (PRODUCE), wait (CONSUME)
     it gets its blocks, or a step  load the blocks that are not cached; save the blocks that the
@@ -152,7 +153,7 @@ class KVHandoff:
         self._append_load(request, transfer, first, request.block_ids[first:end], hashes[first:end])
 
     def decline(self, request: Request) -> None:
-        """Release the producer with an empty load: a CONSUME request ends, or continues without it."""
+        """Release the producer with an empty load. The request does not need its blocks."""
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
@@ -194,7 +195,10 @@ class KVHandoff:
         self._kv.free(request)
 
     def cancel_finished(self, request_id: str) -> None:
-        """Cancel the sends of an ended request that the client has aborted. No peer will load them."""
+        """Cancel the sends of an ended request that the client has aborted.
+
+        No peer will load them.
+        """
         for transfer_id, send in self._sends.items():
             if send.request.request_id == request_id and send.request.finished:
                 self._cancel_send(transfer_id, send)

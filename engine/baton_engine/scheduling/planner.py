@@ -50,8 +50,9 @@ class RunningPlanner:
         self._prefills: list[Request] = []
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Fill `step` from the running requests. The caller applies each decision before the next
-        one.
+        """Fill `step` from the running requests.
+
+        The caller applies each decision before the next one.
         """
         prefills = self._prefills
         prefills.clear()

@@ -69,8 +69,9 @@ class RequestQueue:
 
 
 class WaitingRequests:
-    """The queues for memory and a place in the batch. Requests that wait for anything else are
-    elsewhere.
+    """The queues for memory and a place in the batch.
+
+    Requests that wait for anything else are elsewhere.
     """
 
     def __init__(self) -> None:

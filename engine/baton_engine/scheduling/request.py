@@ -176,7 +176,10 @@ class Beam(Request):
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The beams of one search. They share blocks, and each waits for the others after every token."""
+    """The beams of one search.
+
+    They share blocks, and each waits for the others after every token.
+    """
 
     config: BeamConfig
     finished: FinishedBeams[BeamOutput]

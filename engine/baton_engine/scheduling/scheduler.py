@@ -1,5 +1,4 @@
-"""Scheduler: continuous batching with a token budget, chunked prefill, preemption, sample groups
-and beam search.
+"""Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
 `schedule()` returns what to run, and `update_from_output()` takes in its results and returns
 outputs for clients. Both ask
@@ -205,9 +204,7 @@ class Scheduler:
                 self.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
-        """Drop the prefill results of a refused request, so that they reach no later request with
-        its id.
-        """
+        """Drop prefill results of a refused request. They must not reach a later namesake."""
         if request_id not in self.requests:
             self._remote_prefill.forget(request_id)
 
@@ -272,7 +269,10 @@ class Scheduler:
         return output
 
     def _schedule_others(self, step: StepBuilder) -> bool:
-        """Resume swapped requests. Once none is left, admit others. Return whether any was resumed."""
+        """Resume swapped requests.
+
+        Once none is left, admit others. Return whether any was resumed.
+        """
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
             # Loaded requests hold memory that swapped ones may need.
@@ -312,8 +312,9 @@ class Scheduler:
         return preempted
 
     def _end_waits(self) -> bool:
-        """Queue requests whose grammar is compiled, or whose group's prompt is computed. Return if
-        any was.
+        """Queue requests whose grammar is compiled, or whose group's prompt is computed.
+
+        Return if any was.
         """
         found = False
         for request, error in self._grammars.take_compiled():
@@ -477,8 +478,9 @@ class Scheduler:
         self._compute_again(request)
 
     def _compute_again(self, request: Request) -> None:
-        """Free the blocks of a request, on the device and on the host. Queue it after its steps in
-        flight.
+        """Free the blocks of a request, on the device and on the host.
+
+        Queue it after its steps in flight.
         """
         if request.beams is not None:
             self._beams.restart(request)

@@ -1,6 +1,4 @@
-"""A step under construction: its token budget, its contents, and the ranges to match its results
-with.
-"""
+"""A step under construction: its token budget, contents and scheduled ranges."""
 
 from __future__ import annotations
 
@@ -49,8 +47,9 @@ class StepBuilder:
         return block.ref_count == 1 and block.block_hash is None
 
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
-        """Allocate writable blocks for the positions up to `end`. The request keeps them in any
-        case.
+        """Allocate writable blocks for the positions up to `end`.
+
+        The request keeps them in any case.
 
         Returns:
             Copies to make in this step, for `run`. None if memory is short.

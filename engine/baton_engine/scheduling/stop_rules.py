@@ -21,9 +21,7 @@ class StopRules:
         return token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
 
     def reason(self, request: Request) -> FinishReason | None:
-        """Return why the last generated token ends the request, judging by tokens and lengths
-        alone.
-        """
+        """Return why the last generated token ends the request, by tokens and lengths alone."""
         params = request.sampling_params
         num_tokens = len(request.token_ids)
         num_generated = num_tokens - request.num_prompt_tokens

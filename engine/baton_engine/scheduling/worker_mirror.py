@@ -1,4 +1,4 @@
-"""Worker mirror: tracks what the worker has of each sequence, so that a step carries only changes."""
+"""Worker mirror: tracks what the worker has, so that a step carries only changes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.kv_cache.manager import NUM_RECENT_REQUESTS, KVCacheManager, count_slots
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
 from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_engine.protocol.sampling import SamplingParams
@@ -317,20 +317,12 @@ def test_no_events_unless_asked_for():
     assert kv.take_events() == []
 
 
-def test_the_hit_rate_looks_at_recent_requests_while_the_counters_keep_all():
+def test_lookups_are_counted_since_the_start_and_not_only_since_a_reset():
     kv = manager()
     kv.count_lookup(100, 100)
-    for _ in range(NUM_RECENT_REQUESTS):
-        kv.count_lookup(10, 5)
-    assert (kv.stats.requests, kv.stats.queries, kv.stats.hits) == (
-        NUM_RECENT_REQUESTS + 1,
-        100 + 10 * NUM_RECENT_REQUESTS,
-        100 + 5 * NUM_RECENT_REQUESTS,
-    )
-    assert kv.stats.recent_hit_rate == pytest.approx(0.5)
     kv.reset_prefix_cache()
-    assert kv.stats.recent_hit_rate == 0.0
-    assert kv.stats.hits == 100 + 5 * NUM_RECENT_REQUESTS
+    kv.count_lookup(10, 5)
+    assert (kv.stats.queries, kv.stats.hits) == (110, 105)
 
 
 def test_adapters_share_nothing():
@@ -338,15 +330,3 @@ def test_adapters_share_nothing():
     run(kv, list(range(8)))
     adapted = Request(EngineCoreRequest("r", list(range(8)), SamplingParams(), lora_name="adapter"))
     assert kv.find_cached_prefix(adapted, 8) == []
-
-
-def test_waste_counts_shared_slots_once():
-    kv = manager()
-    parent = run(kv, list(range(10)))
-    parent.num_computed_tokens = 10
-    child = fork(kv, parent, 6)
-    child.num_computed_tokens = 6
-    slots = count_slots([parent, child], BLOCK)
-    assert slots == (10, 12)
-    assert slots.waste == pytest.approx(1 / 6)
-    assert count_slots([], BLOCK).waste == 0.0

@@ -1,5 +1,4 @@
-"""Beam search as a pure function: which beams continue, which are finished, when the search is
-over.
+"""Beam search as a pure function: which beams continue, and which are finished.
 
 One step ranks the continuations of all live beams by cumulative log-probability. The first `width`
 of them that do not
@@ -40,7 +39,10 @@ class BeamConfig:
     early_stopping: bool = False
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return the score that orders finished hypotheses. `num_tokens` includes the stop token."""
+        """Return the score that orders finished hypotheses.
+
+        `num_tokens` includes the stop token.
+        """
         return float(cumulative_logprob / num_tokens**self.length_penalty)
 
 

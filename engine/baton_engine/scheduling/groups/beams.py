@@ -54,8 +54,7 @@ class BeamSearches:
         group.live = [_new_beam(root, group, root.token_ids)]
 
     def count_blocks_wanted(self, root: Request) -> None:
-        """Record what a search that is preempted needs to resume: its blocks, and one more per
-        beam.
+        """Record the blocks that a preempted search needs to resume: its own and one per beam.
 
         With fewer it would reach the same point and be preempted there again.
         """
@@ -71,8 +70,9 @@ class BeamSearches:
         group.live = []
 
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
-        """Record the candidates of a beam that has run. Raises RuntimeError if the step has none
-        for it.
+        """Record the candidates of a beam that has run.
+
+        Raises RuntimeError if the step has none for it.
         """
         assert isinstance(beam, Beam)
         if logprobs is None or not logprobs.top:
@@ -81,8 +81,9 @@ class BeamSearches:
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """Advance a search by one step: children share their parents' blocks, the first replaces
-        the parent.
+        """Advance a search by one step.
+
+        Children share their parents' blocks. The first child replaces its parent.
 
         The search is over if no beam is live afterwards.
         """

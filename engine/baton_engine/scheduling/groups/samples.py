@@ -1,6 +1,4 @@
-"""Samples of one prompt: the first admitted request computes the prompt, the others wait and share
-its blocks.
-"""
+"""Samples of one prompt: the first request computes it, the others share its blocks."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class SampleGroups:
             del self._groups[group.group_id]
 
     def source(self, request: Request, step: StepBuilder) -> Request | None:
-        """Return a running member whose prompt an earlier step computed, so that `request` can
-        share its blocks.
-        """
+        """Return a running member whose prompt is computed, to share its blocks."""
         for member in request.group.members.values() if request.group is not None else ():
             if (
                 member is not request
@@ -72,7 +68,7 @@ class SampleGroups:
         return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
 
     def wait(self, request: Request) -> None:
-        """Hold `request` until its group's leader has computed the prompt or has stopped running."""
+        """Hold `request` until the leader has computed the prompt or stopped running."""
         assert request.group is not None
         request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)

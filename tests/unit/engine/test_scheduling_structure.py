@@ -1,11 +1,13 @@
-"""The scheduler's collaborators return decisions: none of them is given a function to call back into its owner."""
+"""Structure of scheduling/: no constructor takes a callable, and each part of a request has one writer."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import baton_engine.scheduling
+from baton_engine.scheduling.request import Report, WorkerState
 
 ROOM = Path(baton_engine.scheduling.__file__).parent
 
@@ -62,3 +64,33 @@ def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation():
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 arguments = [*node.args.args[1:], *node.args.kwonlyargs]
                 assert all(argument.annotation is not None for argument in arguments), f"{file.name}: {node.lineno}"
+
+
+WRITERS = {
+    **{field.name: "outputs.py" for field in dataclasses.fields(Report)},
+    **{f"worker.{field.name}": "worker_mirror.py" for field in dataclasses.fields(WorkerState)},
+    **dict.fromkeys(["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "manager.py"),
+}
+
+
+def written(source: str) -> set[str]:
+    """Attributes of other objects than `self` that `source` assigns, as `field` and as `owner.field`."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value).split(".")[-1]
+            if owner not in ("self", "output"):
+                names |= {node.attr, f"{owner}.{node.attr}"}
+    return names
+
+
+def test_each_part_of_a_request_has_one_writer():
+    for file in [*ROOM.rglob("*.py"), *(ROOM.parent / "kv_cache").glob("*.py")]:
+        others = {name for name, writer in WRITERS.items() if writer != file.name}
+        assert written(file.read_text()) & others == set(), file.name
+
+
+def test_the_check_finds_assignments_to_fields():
+    source = "request.blocks[0] = b\nsequence.worker.is_known = True\nrequest.num_cached_blocks += 1\nself.events = []"
+    assert {"worker.is_known", "num_cached_blocks"} <= written(source)
+    assert "events" not in written(source)
