@@ -278,13 +278,13 @@ class _Packing:
         There is such a one: not all ranks hold the expert, for a copy is left over; and that one holds num_slots others, of which
         `rank` holds num_slots - 2 at most.
         """
-        choices = (
-            (self.rank_loads[full] + self.weights[expert] - self.weights[other], full, other)
+        choices = (  # an expert that `full` did not hold before arrives anyway: elsewhere it costs no further move
+            (other in self.held[full], self.rank_loads[full] + self.weights[expert] - self.weights[other], full, other)
             for full in range(len(self.ranks))
             if expert not in self.ranks[full]
             for other in sorted(self.ranks[full] - self.ranks[rank])
         )
-        _, full, other = min(choices)
+        *_, full, other = min(choices)
         self._take(other, full)
         self._put(expert, full)
         return other
