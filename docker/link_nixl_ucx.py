@@ -28,10 +28,8 @@ def main(folder: Path) -> None:
         (found,) = libraries.glob(f"lib{name}-*.so.*")
         (folder / f"lib{name}.so").symlink_to(found)
         (folder / f"lib{name}.so.0").symlink_to(found)
-        if (
-            name == "ucs"
-        ):  # NIXL's wheel has no libucs_signal, and ucxx would load that of libucx-cu12, with its own libucs
-            (folder / "libucs_signal.so").symlink_to(found)
+    # NIXL's wheel has no libucs_signal. Without this link ucxx would load that of libucx-cu12, and its libucs with it.
+    (folder / "libucs_signal.so").symlink_to(folder / "libucs.so")
     for path in (libraries / "ucx").glob("*.so.*"):  # UCX looks for modules beside libucs, with the suffix of its name
         (folder / "ucx" / f"{path.name.partition('.')[0]}.so").symlink_to(path)
         (folder / "ucx" / path.name).symlink_to(path)  # modules of modules (mlx5 of ib) name each other in full

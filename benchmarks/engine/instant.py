@@ -1,4 +1,4 @@
-"""A model runner that returns at once: what is left of a step is the engine's own work."""
+"""A model runner that returns at once, so a step contains only the engine's own work."""
 
 from __future__ import annotations
 

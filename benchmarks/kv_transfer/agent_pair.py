@@ -1,12 +1,12 @@
-"""A pair of processes with one agent each, of our library or of NIXL, that move blocks when told; see bench.py.
+"""A pair of processes with one agent each, of Baton or of NIXL. They move blocks on request; see bench.py.
 
 plain     the initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE
 proved    in pieces of a few MiB, each on its own: the producer sums its blocks, they move, the consumer sums what arrived and
-          compares. Pieces overlap. What the sides say to each other goes as notifications of the same library, a WRITE's sums
-          with the transfer. It ends when the initiator knows that all blocks were proved.
+          compares. Pieces overlap. Control messages are notifications of the same library. The sums of a WRITE travel with
+          the transfer. It ends when the initiator has received that all blocks were verified.
 
-A pair is stopped (SIGSTOP) while another one is measured: NIXL's progress thread never sleeps, so that each of its processes
-takes a whole processor as long as it lives, and from whomever is measured beside it.
+A pair is stopped (SIGSTOP) while another one is measured. NIXL's progress thread never sleeps, so each of its processes takes
+a whole core from the pair that is measured.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Side:
         return time.perf_counter() - started
 
     def serve(self, op: str) -> None:
-        """The owner's part of `proved`."""
+        """Run the owner's side of the mode `proved`."""
         self._wait(lambda: self._heard(_GO))
         if op == "READ":
             for rows in self._pieces():

@@ -177,9 +177,9 @@ class Times:
     gap: float
     """From the first token to the second."""
     visible: float = 0.0
-    """From the end of the last prefill step to the last block proved."""
+    """From the end of the last prefill step to the verification of the last block."""
     transfer: float = 0.0
-    """To the last block proved, too, but from when the last step's blocks were computed."""
+    """From the computation of the last step's blocks to the verification of the last block."""
     waited: float = 0.0
     """From the first token to the beginning of the step that computes the second; less than 0: it began before the client saw
     the first."""
@@ -357,7 +357,7 @@ def growth_of(pairs: list[Pair]) -> dict[str, float]:
     prefill = statistics.median(pair.own.prefill for pair in pairs)
     differences = [pair.handed.gap - pair.own.gap for pair in pairs]
     growth = statistics.median(differences)
-    # Of a median of n normal values: sqrt(pi / 2 n) standard deviations.
+    # The standard error of a median of n normal values is sqrt(pi / 2 n) standard deviations.
     error = 0.0 if len(pairs) < 2 else math.sqrt(math.pi / 2 / len(pairs)) * statistics.stdev(differences)
     return {
         "pairs": len(pairs),

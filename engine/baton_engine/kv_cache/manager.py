@@ -256,8 +256,7 @@ class KVCacheManager:
 
         Returns:
             Copies from host blocks to device blocks. None, with nothing changed, if too few device
-            blocks are free, counting
-            `keep_free`.
+            blocks are free beyond `keep_free`.
 
         Raises:
             ValueError: one of the requests has blocks on the device.
