@@ -12,11 +12,11 @@ from workload import MAX_MODEL_LEN, Work
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 512

@@ -10,9 +10,9 @@ from typing import Any
 from instant import InstantExecutor
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 STEPS_PER_ROUND = BLOCK_SIZE  # every request takes exactly one new block

@@ -25,8 +25,6 @@ from torch import Tensor
 from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.registry import make_model
-from baton_engine.protocol.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker import model_runner
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.attention import paged_attention, plan_attention
@@ -34,6 +32,8 @@ from baton_kernels.kv_write import plan_write, write_kv
 from baton_kernels.linear import linear
 from baton_kernels.norm import add_rms_norm
 from baton_kernels.rope import rotate_qk
+from baton_protocol.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.sampling import SamplingParams
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -43,8 +43,8 @@ import msgspec
 
 import report
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.client import EngineClient
-from baton_engine.protocol.config import (
+from baton_protocol.client import EngineClient
+from baton_protocol.config import (
     ENGINE_PORT,
     KV_PORT,
     CacheConfig,
@@ -55,8 +55,8 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.sampling import SamplingParams
 from report import Goal
 
 BLOCK_SIZE = 16

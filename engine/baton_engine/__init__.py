@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from baton_engine.llm.params import BeamSearchParams, SamplingParams
-    from baton_engine.text.structured_outputs import StructuredOutputsParams
+    from baton_text.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",

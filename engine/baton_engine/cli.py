@@ -17,7 +17,7 @@ from baton_engine.core.engine_core_proc import EngineCoreProc
 from baton_engine.core.metrics import engine_registry
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
+from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 
 EX_CONFIG = 78
 """sysexits.h: the configuration cannot work; starting again without a change is pointless."""

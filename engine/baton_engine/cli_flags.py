@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, KVRole, ParallelConfig
+from baton_protocol.config import EngineConfig, KVRole, ParallelConfig
 
 
 class Flag(NamedTuple):

@@ -5,7 +5,7 @@ Workers in processes of their own count for themselves, where nobody asks.
 
 from __future__ import annotations
 
-from baton_engine.protocol.progress import LoadProgress
+from baton_protocol.progress import LoadProgress
 
 
 class LoadCounter:

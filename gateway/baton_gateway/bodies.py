@@ -13,10 +13,10 @@ from typing import TypeVar
 from aiohttp import ClientPayloadError, web
 from aiohttp.http import HttpProcessingError
 
-from baton_engine.text.errors import RequestError
-from baton_engine.text.parsing import Checked, parse_request
 from baton_gateway.errors import APIError
 from baton_gateway.workers import offload
+from baton_text.errors import RequestError
+from baton_text.parsing import Checked, parse_request
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_VALUES = 2**20

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from baton_engine.protocol.arguments import MAX_PORT
-from baton_engine.protocol.config import GatewayConfig, container_path, pod_ip
-from baton_engine.protocol.service_key import ServiceKeyError
-from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.discovery import Discovery, make_discovery
 from baton_gateway.server import Gateway
+from baton_protocol.arguments import MAX_PORT
+from baton_protocol.config import GatewayConfig, container_path, pod_ip
+from baton_protocol.service_key import ServiceKeyError
+from baton_text.tokenizer import Tokenizer
 
 EX_CONFIG = 78
 MIN_HEARTBEATS = 3

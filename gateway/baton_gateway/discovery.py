@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton_engine.protocol.config import DiscoveryConfig, EngineEndpoint, EngineEndpoints, container_path
+from baton_protocol.config import DiscoveryConfig, EngineEndpoint, EngineEndpoints, container_path
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,13 @@ from contextlib import aclosing
 
 import msgspec
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError, RequestStream
-from baton_engine.protocol.messages import (
+from baton_gateway.errors import engine_failure, internal
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.placer import Placer
+from baton_gateway.pool import EnginePool, Member
+from baton_gateway.sequences import AttemptError, Journey, Placement, Sequence
+from baton_protocol.client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
@@ -25,11 +30,6 @@ from baton_engine.protocol.messages import (
     KVTransferParams,
     PrefillResult,
 )
-from baton_gateway.errors import engine_failure, internal
-from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.placer import Placer
-from baton_gateway.pool import EnginePool, Member
-from baton_gateway.sequences import AttemptError, Journey, Placement, Sequence
 
 logger = logging.getLogger(__name__)
 

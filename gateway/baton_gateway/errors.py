@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton_engine.protocol.messages import ErrorCode
-from baton_engine.text.errors import RequestError
-from baton_engine.text.responses import ErrorBody, ErrorDetail
+from baton_protocol.messages import ErrorCode
+from baton_text.errors import RequestError
+from baton_text.responses import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
 

@@ -17,14 +17,6 @@ from functools import partial
 
 import msgspec
 
-from baton_engine.protocol.config import AccessConfig
-from baton_engine.protocol.messages import EngineCoreOutput, FinishReason
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.text.errors import RequestError
-from baton_engine.text.output import OutputProcessor, TextOutput
-from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from baton_engine.text.structured_outputs import bad_words_token_ids
-from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.dispatch import Dispatcher
 from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, unavailable
 from baton_gateway.jobs import Choice, Job, PromptJob, Run
@@ -33,6 +25,14 @@ from baton_gateway.pool import EnginePool
 from baton_gateway.prompts import PromptBounds, PromptReader
 from baton_gateway.sequences import SampleGroup, Sequence
 from baton_gateway.workers import offload
+from baton_protocol.config import AccessConfig
+from baton_protocol.messages import EngineCoreOutput, FinishReason
+from baton_protocol.sampling import SamplingParams
+from baton_text.errors import RequestError
+from baton_text.output import OutputProcessor, TextOutput
+from baton_text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from baton_text.structured_outputs import bad_words_token_ids
+from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

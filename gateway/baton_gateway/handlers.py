@@ -15,9 +15,19 @@ from typing import Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from baton_engine.text.errors import RequestError
-from baton_engine.text.output import TextOutput, chat_logprobs, completion_logprobs, prompt_token_logprobs
-from baton_engine.text.responses import (
+from baton_gateway.access import CLIENT, client_name
+from baton_gateway.admission import Admission
+from baton_gateway.bodies import parse_body, read_body
+from baton_gateway.delivery import deliver, hang_up, hang_up_if_unread, is_unread
+from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
+from baton_gateway.event_stream import LAST_WORDS_S, EventStream
+from baton_gateway.generation import GenerationService
+from baton_gateway.holding import HoldingRoom
+from baton_gateway.jobs import Choice, Job
+from baton_gateway.workers import offload
+from baton_text.errors import RequestError
+from baton_text.output import TextOutput, chat_logprobs, completion_logprobs, prompt_token_logprobs
+from baton_text.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -30,18 +40,8 @@ from baton_engine.text.responses import (
     CompletionLogprobs,
     PromptTokenLogprob,
 )
-from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from baton_engine.text.tokenizer import Tokenizer
-from baton_gateway.access import CLIENT, client_name
-from baton_gateway.admission import Admission
-from baton_gateway.bodies import parse_body, read_body
-from baton_gateway.delivery import deliver, hang_up, hang_up_if_unread, is_unread
-from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
-from baton_gateway.event_stream import LAST_WORDS_S, EventStream
-from baton_gateway.generation import GenerationService
-from baton_gateway.holding import HoldingRoom
-from baton_gateway.jobs import Choice, Job
-from baton_gateway.workers import offload
+from baton_text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

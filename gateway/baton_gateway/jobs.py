@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from baton_engine.protocol.messages import PromptLogprobs
-from baton_engine.text.output import OutputProcessor
-from baton_engine.text.responses import Usage
-from baton_engine.text.schema import GenerationRequest
 from baton_gateway.sequences import Sequence
+from baton_protocol.messages import PromptLogprobs
+from baton_text.output import OutputProcessor
+from baton_text.responses import Usage
+from baton_text.schema import GenerationRequest
 
 
 @dataclass

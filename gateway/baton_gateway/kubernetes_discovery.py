@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, aclosing
 
 from kubernetes.aio.config import ConfigException
 
-from baton_engine.protocol.config import EngineEndpoint, container_path
 from baton_gateway.discovery import ROLES, Discovery
 from baton_kube.client import SERVICE_ACCOUNT, KubeClient, Object, connect
 from baton_kube.reflector import Reflector
+from baton_protocol.config import EngineEndpoint, container_path
 
 logger = logging.getLogger(__name__)
 

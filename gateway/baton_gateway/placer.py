@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 
-from baton_engine.protocol.messages import ErrorCode
 from baton_gateway.errors import APIError, engine_failure, unavailable
 from baton_gateway.pool import EnginePool, Member, Wanted
 from baton_gateway.sequences import Journey, Placement
+from baton_protocol.messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
-from baton_engine.protocol.config import EngineEndpoint
-from baton_engine.protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
-from baton_engine.protocol.messages import Ready
-from baton_engine.protocol.service_key import ServiceKey
 from baton_gateway.discovery import Discovery
 from baton_gateway.metrics import GatewayMetrics
+from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
+from baton_protocol.config import EngineEndpoint
+from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from baton_protocol.messages import Ready
+from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_engine.text.chat_template import ChatTemplateError
-from baton_engine.text.errors import RequestError
-from baton_engine.text.messages import ChatMessage, template_messages
-from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.errors import prompt_too_long
+from baton_text.chat_template import ChatTemplateError
+from baton_text.errors import RequestError
+from baton_text.messages import ChatMessage, template_messages
+from baton_text.tokenizer import Tokenizer
 
 LONG_TEXT = 8
 """Characters for each token that a prompt may have. Longer texts are tokenized in pieces first, up to the one that shows that they

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
-from baton_engine.protocol.sampling import SamplingParams
 from baton_gateway.pool import Member
+from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
+from baton_protocol.sampling import SamplingParams
 
 
 class AttemptError(Exception):

@@ -14,11 +14,6 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton_engine.protocol.config import GatewayConfig, container_path
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.text.errors import RequestError
-from baton_engine.text.responses import Model, ModelList
-from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.access import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.admission import Admission
 from baton_gateway.bodies import MAX_BODY_BYTES
@@ -35,6 +30,11 @@ from baton_gateway.placer import Placer
 from baton_gateway.pool import MAX_BACKOFF_S, EnginePool
 from baton_gateway.text_endpoints import TextEndpoints
 from baton_gateway.tls import ServerCertificate
+from baton_protocol.config import GatewayConfig, container_path
+from baton_protocol.service_key import ServiceKey
+from baton_text.errors import RequestError
+from baton_text.responses import Model, ModelList
+from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,6 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from baton_engine.protocol.config import AccessConfig
-from baton_engine.text.errors import RequestError
-from baton_engine.text.responses import DetokenizeResponse, TokenizeResponse
-from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
-from baton_engine.text.tokenizer import Tokenizer
 from baton_gateway.access import CLIENT
 from baton_gateway.admission import Admission
 from baton_gateway.bodies import parse_body, read_body
@@ -22,6 +17,11 @@ from baton_gateway.errors import unknown_model
 from baton_gateway.pool import EnginePool
 from baton_gateway.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.workers import offload
+from baton_protocol.config import AccessConfig
+from baton_text.errors import RequestError
+from baton_text.responses import DetokenizeResponse, TokenizeResponse
+from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_text.tokenizer import Tokenizer
 
 UNKNOWN_MODEL_LEN = 2**15
 """Bounds texts before the first engine has told what the model takes."""

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 
-from baton_engine.protocol.service_key import ServiceKey
+from baton_protocol.service_key import ServiceKey
 
 PRODUCER = "producer"
 CONSUMER = "consumer"

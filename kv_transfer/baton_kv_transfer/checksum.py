@@ -23,8 +23,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.protocol.block_hash import BlockHash
 from baton_kv_transfer.connector import HeadRange
+from baton_protocol.block_hash import BlockHash
 
 WORD_BYTES = 8
 PERIOD = 8192

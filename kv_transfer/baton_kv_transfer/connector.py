@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton_engine.protocol.block_hash import BlockHash
+from baton_protocol.block_hash import BlockHash
 
 if TYPE_CHECKING:
     from baton_kv_transfer.memory import KVMemory

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton_engine.protocol.config import KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle
 from baton_kv_transfer.connector import ConnectorStats, HeadRange, RankAddress
 from baton_kv_transfer.memory import KVMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
+from baton_protocol.config import KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import zmq
 
-from baton_engine.protocol.config import KVRole
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.blocks import BlockMover
 from baton_kv_transfer.connector import BlockLoad, FailureReason, LoadResult
@@ -17,6 +16,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.load import Leg, LegState, Load, LoadState
 from baton_kv_transfer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.peers import Peers
+from baton_protocol.config import KVRole
 
 MAX_PENDING_S = 600.0
 """A load waits this long without a block at most, however often the producer says that it is pending."""

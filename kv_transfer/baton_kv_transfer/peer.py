@@ -21,7 +21,6 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_engine.protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import DlistHandle
 from baton_kv_transfer.connector import FailureReason, HeadRange, KVCacheLayout, RankAddress
@@ -29,6 +28,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.base import TransportError
+from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MIN_LEASE_S = 0.05

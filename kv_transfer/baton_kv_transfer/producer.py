@@ -18,13 +18,13 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from baton_engine.protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_sessions import Session, Sessions
 from baton_kv_transfer.producer_subscribers import Subscriber
 from baton_kv_transfer.producer_transfers import Transfers
 from baton_kv_transfer.producer_writes import Writes
+from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.protocol.block_hash import BlockHash
 from baton_kv_transfer import checksum, side_channel
 from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange, KVCacheLayout
 from baton_kv_transfer.memory import KVMemory
 from baton_kv_transfer.producer_sessions import MAX_ID_LENGTH, Session
 from baton_kv_transfer.side_channel import PublishedBlock
+from baton_protocol.block_hash import BlockHash
 
 
 class State(enum.Enum):

@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import msgspec
 
-from baton_engine.protocol.block_hash import BlockHash
 from baton_kv_transfer.connector import HeadRange, KVCacheLayout, RankAddress
+from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20

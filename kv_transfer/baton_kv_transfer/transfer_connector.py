@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from baton_engine.protocol.block_hash import BlockHash
-from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
@@ -33,6 +30,9 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import KVMemory
 from baton_kv_transfer.producer import ProducerSide, open_router
 from baton_kv_transfer.transports.ucx.capabilities import require_rdma
+from baton_protocol.block_hash import BlockHash
+from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TransferConnector(KVConnectorWorker):
 
         Args:
             instance_id: of this engine process.
-            compatibility_hash: of what must agree with peers, see `baton_engine.protocol.config.compatibility_hash`.
+            compatibility_hash: of what must agree with peers, see `baton_protocol.config.compatibility_hash`.
             host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the
                 others any free port: see `port`.
             rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from baton_engine.protocol import arguments
 from baton_local.state import ClusterInfo, StateDir, StateDirError
+from baton_protocol import arguments
 
 if TYPE_CHECKING:
     from baton_local.service import ServiceStatus

@@ -24,16 +24,16 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from baton_engine.protocol import arguments
-from baton_engine.protocol.config import (
+from baton_local.lifeline import set_parent_death_signal
+from baton_local.ports import LOOPBACK, free_ports
+from baton_protocol import arguments
+from baton_protocol.config import (
     DiscoveryConfig,
     EngineEndpoint,
     EngineEndpoints,
     GatewayConfig,
     ModelConfig,
 )
-from baton_local.lifeline import set_parent_death_signal
-from baton_local.ports import LOOPBACK, free_ports
 
 POLL_S = 0.2
 PROGRESS_S = 5.0

@@ -15,11 +15,11 @@ import aiohttp
 import msgspec
 import yaml
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
-from baton_engine.protocol.progress import Health
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
 from baton_local.kubelet.runtime import container_pids
 from baton_local.loopback import served_port
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_protocol.progress import Health
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders import service_key
@@ -21,6 +20,7 @@ from baton_operator.problems import GatewayAPIMissing, NameConflict, Problem, Se
 from baton_operator.revisions import Former
 from baton_operator.status.diagnose import Diagnosis
 from baton_operator.status.refusals import refusal_of
+from baton_protocol.service_key import ServiceKey
 
 
 async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:

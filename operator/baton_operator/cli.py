@@ -11,13 +11,13 @@ import sys
 
 from kubernetes.aio.config import ConfigException
 
-from baton_engine.protocol import arguments
-from baton_engine.protocol.config import pod_ip
 from baton_operator import logs, names, runner
 from baton_operator.kube.leader import LeaseLostError
 from baton_operator.runner import KopfHangsError
 from baton_operator.runtime import RESYNC_S
 from baton_operator.server import AddressError
+from baton_protocol import arguments
+from baton_protocol.config import pod_ip
 
 log = logging.getLogger("baton_operator")
 

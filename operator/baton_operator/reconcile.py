@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.topology import TopologyRequest
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
 from baton_operator.api.llmservice import Status
@@ -40,6 +39,7 @@ from baton_operator.status.report import is_news, new_failures, report, report_d
 from baton_operator.status.report_group import Group, gateway_group, member_group
 from baton_operator.status.report_topology import operation_events
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
+from baton_protocol.topology import TopologyRequest
 
 log = logging.getLogger(__name__)
 

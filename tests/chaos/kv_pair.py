@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError
-from baton_engine.protocol.config import (
+from baton_kv_transfer import side_channel
+from baton_protocol.client import EngineClient, EngineDeadError
+from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     KV_PORT,
@@ -31,7 +32,7 @@ from baton_engine.protocol.config import (
     KVTransferConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
@@ -39,8 +40,7 @@ from baton_engine.protocol.messages import (
     KVTransferParams,
     PrefillResult,
 )
-from baton_engine.protocol.sampling import SamplingParams
-from baton_kv_transfer import side_channel
+from baton_protocol.sampling import SamplingParams
 from support.parity import assert_greedy, reference_model
 from support.pods import Network, Pod, Pods
 from support.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from chaos_processes import HOST, LAYOUTS, START_S, TOLD_S, assert_port_is_free, engine_command, free_port, tree
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.client import EngineClient, EngineDeadError
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))

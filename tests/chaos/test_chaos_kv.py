@@ -21,8 +21,8 @@ from kv_pair import (
     thaw,
 )
 
-from baton_engine.protocol.messages import ErrorCode
 from baton_kv_transfer import side_channel
+from baton_protocol.messages import ErrorCode
 from support.pods import pods
 from support.side_channel_proxy import Passing, Verdict
 

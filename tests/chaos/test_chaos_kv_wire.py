@@ -28,10 +28,10 @@ from kv_pair import (
     start_pair,
 )
 
-from baton_engine.protocol.config import KV_PORT
-from baton_engine.protocol.messages import ErrorCode
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.side_channel import Describe, Description, Hello, MemoryDescription, Publish, Subscribe
+from baton_protocol.config import KV_PORT
+from baton_protocol.messages import ErrorCode
 from support.pods import Pod, pods
 from support.side_channel_proxy import Passing, SideChannelProxy, Verdict
 from support.waiting import eventually

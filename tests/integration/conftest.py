@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, KVTransferConfig, SchedulerConfig
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, KVTransferConfig, SchedulerConfig
 from support.parity import reference_model
 from support.pods import Pod, Pods, pods
 

@@ -25,9 +25,9 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_proof import store_secret
 from baton_engine.distributed.store_wire import StoreAddress
-from baton_engine.protocol.config import ENGINE_PORT
-from baton_engine.protocol.service_key import HANDSHAKE_FAILED, ServiceKey
-from baton_engine.protocol.topology import (
+from baton_protocol.config import ENGINE_PORT
+from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey
+from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,
     COORDINATOR_PORT,
     Generation,

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.client import EngineClient
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.client import EngineClient
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
+from baton_protocol.sampling import SamplingParams
 from support.expert_group import ExpertGroup
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import Pods, pods

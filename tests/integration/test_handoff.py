@@ -8,10 +8,10 @@ import signal
 import openai
 import pytest
 
-from baton_engine.protocol.client import EngineClient
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
-from baton_engine.protocol.messages import EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.client import EngineClient
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 from support.parity import assert_greedy, prompts
 from support.pods import pods
 

@@ -15,7 +15,11 @@ import torch
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.protocol.config import (
+from baton_engine.worker.peer_memory import PeerMemory
+from baton_engine.worker.worker import Worker
+from baton_kv_transfer.connector import KVCacheLayout
+from baton_local.ports import free_ports
+from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
     KVRole,
@@ -24,12 +28,8 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreRequest, FinishReason, KVSide, KVTransferParams, PrefillResult
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.worker.peer_memory import PeerMemory
-from baton_engine.worker.worker import Worker
-from baton_kv_transfer.connector import KVCacheLayout
-from baton_local.ports import free_ports
+from baton_protocol.messages import EngineCoreRequest, FinishReason, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.sampling import SamplingParams
 from support.parity import assert_greedy, prompts, reference_model
 
 VOCAB = 500

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.protocol.config import KVRole
+from baton_protocol.config import KVRole
 from support.kv_soak import UNEXPECTED, Soak
 from support.kv_soak_engine import EngineSpec
 

@@ -24,8 +24,9 @@ import pytest
 import zmq
 from test_handoff import VOCAB, complete, generate
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError
-from baton_engine.protocol.config import (
+from baton_kv_transfer import auth, side_channel
+from baton_protocol.client import EngineClient, EngineDeadError
+from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     GATEWAY_PORT,
@@ -33,7 +34,7 @@ from baton_engine.protocol.config import (
     KVRole,
     KVTransferConfig,
 )
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
     EngineCoreRequestType,
@@ -43,9 +44,8 @@ from baton_engine.protocol.messages import (
     PrefillResult,
     UtilityRequest,
 )
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.protocol.service_key import ServiceKey
-from baton_kv_transfer import auth, side_channel
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.service_key import ServiceKey
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually

@@ -18,7 +18,7 @@ import msgspec
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.llm.config import engine_config
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
@@ -26,7 +26,7 @@ from baton_engine.protocol.messages import (
     FinishReason,
     TokenLogprobs,
 )
-from baton_engine.protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
 
 VOCAB_SIZE = 1024
 MAX_MODEL_LEN = 96

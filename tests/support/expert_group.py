@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import (
+from baton_protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,
     COORDINATOR_PORT,
     RankPhase,

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from baton_engine.protocol.config import KVRole
+from baton_protocol.config import KVRole
 from support.kv_soak_engine import MAX_BLOCKS, Ended, EngineSpec, Report, SoakEngine
 
 UNEXPECTED = ("protocol", "refused", "defect")

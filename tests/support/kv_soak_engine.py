@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_engine.executor.connector_outputs import OutputAggregator
-from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
@@ -31,6 +29,8 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 HOST = "127.0.0.1"
 NUM_HEADS = 4

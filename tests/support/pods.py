@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton_engine.protocol.config import (
+from baton_protocol.config import (
     CacheConfig,
     DiscoveryConfig,
     EngineConfig,

@@ -11,7 +11,7 @@ from typing import Literal
 from prometheus_client import Counter
 
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
+from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.core.access import Access
 from baton_engine.json_handler import JSONHandler, JSONServer
-from baton_engine.protocol.kv_compatibility import KVCompatibility
-from baton_engine.protocol.progress import Health, LoadProgress
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
 

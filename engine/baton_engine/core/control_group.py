@@ -14,7 +14,7 @@ from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.elastic.waves import StepVote
-from baton_engine.protocol.topology import Generation, Member, StartWave
+from baton_protocol.topology import Generation, Member, StartWave
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import msgspec
 
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.protocol.config import EngineConfig
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
-from baton_engine.protocol.topology import Activity, Directive, Generation, Member, RankPhase, StartWave, Status
 from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.config import EngineConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
+from baton_protocol.topology import Activity, Directive, Generation, Member, RankPhase, StartWave, Status
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from baton_engine.elastic.checks import RANK_NAME
 from baton_engine.elastic.rank_link import RankLink, unreachable
 from baton_engine.executor.base import Executor
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
-from baton_engine.protocol.messages import PROTOCOL_VERSION, Init, Pong
-from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
-from baton_engine.protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
+from baton_protocol.config import EngineConfig
+from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
 """Between generations requests are taken in, and kept."""

@@ -26,8 +26,11 @@ from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, KVRole, container_path
-from baton_engine.protocol.messages import (
+from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
+from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig, KVRole, container_path
+from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
@@ -35,9 +38,6 @@ from baton_engine.protocol.messages import (
     PrefillResult,
     Ready,
 )
-from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
-from baton_kv_transfer.connector import ConnectorStats
 
 logger = logging.getLogger(__name__)
 

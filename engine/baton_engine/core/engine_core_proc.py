@@ -34,9 +34,10 @@ from baton_engine.core.request_owners import RequestOwners
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.load_counter import COUNTER
-from baton_engine.protocol.config import EngineConfig
-from baton_engine.protocol.kv_compatibility import KVCompatibility
-from baton_engine.protocol.messages import (
+from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.config import EngineConfig
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -48,8 +49,7 @@ from baton_engine.protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
-from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.messages import EngineCoreRequestType as RequestType
 
 logger = logging.getLogger(__name__)
 

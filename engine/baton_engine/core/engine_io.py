@@ -22,7 +22,7 @@ import zmq
 
 from baton_engine.core.access import Access
 from baton_engine.core.output_buffers import OutputBuffers
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutputs,
@@ -39,9 +39,9 @@ from baton_engine.protocol.messages import (
     Refused,
     UtilityRequest,
 )
-from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
-from baton_engine.protocol.messages import EngineCoreResponseType as ResponseType
-from baton_engine.protocol.service_key import count_refused, watch_handshakes
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.messages import EngineCoreResponseType as ResponseType
+from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from prometheus_client.utils import floatToGoString
 from baton_engine.core.request_metrics import Histogram, RequestMetrics
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats
-from baton_engine.protocol.topology import RankPhase
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
+from baton_protocol.topology import RankPhase
 
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",

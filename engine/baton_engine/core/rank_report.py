@@ -9,7 +9,7 @@ from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats
 from baton_engine.elastic.waves import Waves
 from baton_engine.executor.base import ModelInfo
-from baton_engine.protocol.topology import ExpertLoads, Generation, Member, RankPhase, Status
+from baton_protocol.topology import ExpertLoads, Generation, Member, RankPhase, Status
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,

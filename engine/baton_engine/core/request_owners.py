@@ -7,7 +7,7 @@ import queue
 from collections.abc import Iterator
 
 from baton_engine.core.engine_io import Abort
-from baton_engine.protocol.messages import EngineCoreOutput
+from baton_protocol.messages import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
 

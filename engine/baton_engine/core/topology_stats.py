@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_engine.core.request_metrics import Histogram
-from baton_engine.protocol.topology import RankPhase
+from baton_protocol.topology import RankPhase
 
 _PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from baton_engine.protocol.config import KVRole
-from baton_engine.protocol.messages import EngineCoreRequest, ErrorCode, KVSide
 from baton_engine.scheduling.refusals import RequestRefusedError
+from baton_protocol.config import KVRole
+from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide
 
 MAX_ID_LENGTH = 256
 

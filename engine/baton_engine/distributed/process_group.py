@@ -34,7 +34,7 @@ from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_wire import StoreAddress
-from baton_engine.protocol.config import ParallelConfig, pod_ip
+from baton_protocol.config import ParallelConfig, pod_ip
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import socket
 import msgspec
 
 from baton_engine.distributed.store_wire import Answer, exchange, frame
-from baton_engine.protocol.service_key import ServiceKey
+from baton_protocol.service_key import ServiceKey
 
 NONCE_BYTES = 32
 MAX_PROOF_MESSAGE_BYTES = 256

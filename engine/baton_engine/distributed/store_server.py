@@ -35,7 +35,7 @@ from baton_engine.distributed.store_wire import (
     prepare,
 )
 from baton_engine.foreign import SparseLog
-from baton_engine.protocol.config import pod_ip
+from baton_protocol.config import pod_ip
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from baton_engine.elastic.placement import TOLERANCE, imbalance, plan_placement
 from baton_engine.elastic.roster import Roster, key_of
-from baton_engine.protocol.topology import ExpertLoads, Generation, Member, Placement
+from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
 
 WORTHWHILE = 0.95
 """Experts are moved by themselves only if that lowers the imbalance to this part of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_engine.elastic.roster import MAX_DIGITS
-from baton_engine.protocol.topology import Member, Placement, Status, TopologyRequest
+from baton_protocol.topology import Member, Placement, Status, TopologyRequest
 
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12

@@ -11,10 +11,10 @@ import zmq
 
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
-from baton_engine.protocol import arguments
-from baton_engine.protocol.config import pod_ip
-from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
+from baton_protocol import arguments
+from baton_protocol.config import pod_ip
+from baton_protocol.service_key import ServiceKey, ServiceKeyError
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 logger = logging.getLogger(__name__)
 

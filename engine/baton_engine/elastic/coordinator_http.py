@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from baton_engine.bounded_http import BoundedHandler, BoundedHTTPServer
 from baton_engine.elastic.checks import Refusal
 from baton_engine.foreign import one_line
-from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
+from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 METHODS = {
     "/topology": ("GET", "PUT"),

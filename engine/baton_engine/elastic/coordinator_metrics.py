@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton_engine.elastic.operation import Ended
-from baton_engine.protocol.topology import OperationPhase, RankPhase, TopologyStatus
+from baton_protocol.topology import OperationPhase, RankPhase, TopologyStatus
 
 KINDS = ("form", "scale", "recover", "rebalance")
 OUTCOMES = (OperationPhase.DONE, OperationPhase.FAILED, OperationPhase.SUPERSEDED)

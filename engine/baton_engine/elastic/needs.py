@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton_engine.elastic.operation import Need
 from baton_engine.elastic.roster import Roster, key_of, serves_in
-from baton_engine.protocol.topology import Generation, Member, RankPhase, Status
+from baton_protocol.topology import Generation, Member, RankPhase, Status
 
 
 @dataclass(frozen=True, slots=True)

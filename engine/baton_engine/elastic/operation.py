@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_engine.elastic.roster import GenerationKey, key_of
-from baton_engine.protocol.topology import Generation, Member, OperationPhase, OperationStatus
+from baton_protocol.topology import Generation, Member, OperationPhase, OperationStatus
 
 ACTIVE = frozenset({OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING})
 

@@ -22,7 +22,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from baton_engine.protocol.topology import Placement
+from baton_protocol.topology import Placement
 
 TOLERANCE = 0.05
 FINE = 0.01

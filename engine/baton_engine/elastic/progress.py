@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_engine.elastic.operation import Operation
 from baton_engine.elastic.roster import Roster, key_of, serves_in
-from baton_engine.protocol.topology import Generation, Member, RankPhase, Status
+from baton_protocol.topology import Generation, Member, RankPhase, Status
 
 
 def is_in(status: Status, generation: Generation) -> bool:

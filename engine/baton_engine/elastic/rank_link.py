@@ -22,8 +22,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton_engine.foreign import SparseLog
-from baton_engine.protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
-from baton_engine.protocol.topology import STATUS_INTERVAL_S, Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
+from baton_protocol.topology import STATUS_INTERVAL_S, Directive, Member, RankPhase, StartWave, Status
 
 logger = logging.getLogger(__name__)
 

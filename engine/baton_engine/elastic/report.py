@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_engine.elastic.needs import Observation
 from baton_engine.elastic.operation import Operation
-from baton_engine.protocol.topology import MemberStatus, TopologyStatus
+from baton_protocol.topology import MemberStatus, TopologyStatus
 
 
 def topology_status(observation: Observation, operation: Operation | None, now: float) -> TopologyStatus:

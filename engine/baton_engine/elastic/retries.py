@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from baton_engine.elastic.controller_config import ControllerConfig
-from baton_engine.protocol.topology import Generation, Member
+from baton_protocol.topology import Generation, Member
 
 FEW_FAILURES = 2
 """Recoveries that may fail before members that cannot be prepared are left out."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_engine.protocol.topology import Generation, RankPhase, Status
+from baton_protocol.topology import Generation, RankPhase, Status
 
 FORGET_AFTER_S = 300.0
 """An instance that is silent for so long is not shown any more."""

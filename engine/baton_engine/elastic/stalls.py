@@ -17,7 +17,7 @@ from __future__ import annotations
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.progress import is_in
 from baton_engine.elastic.roster import Rank, Roster
-from baton_engine.protocol.topology import Activity, Generation, Member, RankPhase
+from baton_protocol.topology import Activity, Generation, Member, RankPhase
 
 MOST_PATIENCE = 8
 """Times `step_stall_after_s`."""

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton_engine.protocol.topology import StartWave
+from baton_protocol.topology import StartWave
 
 
 class StepVote(NamedTuple):

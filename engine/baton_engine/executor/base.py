@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import EngineConfig
-from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig
+from baton_protocol.kv_compatibility import KVCompatibility
 
 EXECUTORS = {
     "uniproc": "baton_engine.executor.uniproc.UniProcExecutor",

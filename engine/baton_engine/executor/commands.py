@@ -10,8 +10,8 @@ from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.executor.base import WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorOutput
+from baton_protocol.config import EngineConfig
 
 
 @dataclass(slots=True)

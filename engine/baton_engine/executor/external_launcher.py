@@ -36,9 +36,9 @@ from baton_engine.executor.startup import (
 )
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, KVRole
-from baton_engine.protocol.service_key import ServiceKey, ServiceKeyError
 from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
 MAX_EXECUTORS = 2**20
 """In the life of a process."""

@@ -46,8 +46,8 @@ from baton_engine.executor.startup import (
 )
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.worker_processes import WorkerProcesses
-from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 ROOT = Path("/")
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from baton_engine.protocol.messages import PromptLogprobs, RoutedExperts, TokenLogprobs
-from baton_engine.protocol.sampling import SamplingParams
 from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
+from baton_protocol.messages import PromptLogprobs, RoutedExperts, TokenLogprobs
+from baton_protocol.sampling import SamplingParams
 
 
 class BlockCopy(NamedTuple):

@@ -17,8 +17,8 @@ from baton_engine.executor.startup import (
     share_threads,
 )
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig
 
 
 class UniProcExecutor(Executor):

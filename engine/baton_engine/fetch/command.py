@@ -18,8 +18,8 @@ from baton_engine.fetch.download import Patience
 from baton_engine.fetch.errors import FetchError
 from baton_engine.fetch.fetch import Order, fetch
 from baton_engine.fetch.folder import Marker
-from baton_engine.protocol import arguments
-from baton_engine.protocol.config import container_path, pod_ip
+from baton_protocol import arguments
+from baton_protocol.config import container_path, pod_ip
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from baton_engine.fetch.lock import FetchLock
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
 from baton_engine.fetch.source import Listing, RemoteFile, Source, open_source
-from baton_engine.protocol.progress import LoadProgress
+from baton_protocol.progress import LoadProgress
 
 POLL_S = 0.5
 

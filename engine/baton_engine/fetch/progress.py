@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler
 import msgspec
 
 from baton_engine.json_handler import JSONHandler, JSONServer
-from baton_engine.protocol.progress import Health, LoadProgress
+from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
 

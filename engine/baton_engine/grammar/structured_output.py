@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer

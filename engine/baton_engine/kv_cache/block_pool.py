@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton_engine.kv_cache.offload import OffloadTier
-from baton_engine.protocol.block_hash import BlockHash
-from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
+from baton_protocol.block_hash import BlockHash
+from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
 
 class Block:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton_engine.executor.step import BlockCopy
-from baton_engine.protocol.block_hash import BlockHash
+from baton_protocol.block_hash import BlockHash
 
 
 class OffloadedBlock(NamedTuple):

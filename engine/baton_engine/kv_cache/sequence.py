@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_engine.kv_cache.block_pool import Block
-from baton_engine.protocol.block_hash import BlockHash
+from baton_protocol.block_hash import BlockHash
 
 
 @dataclass(slots=True, eq=False)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from baton_engine.llm.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from baton_engine.llm.params import SamplingParams
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
     RoutedExperts,
     TokenLogprobs,
 )
-from baton_engine.text.output import OutputProcessor, join_routed_experts, prompt_token_logprobs, ranked_logprobs
-from baton_engine.text.tokenizer import Tokenizer
+from baton_text.output import OutputProcessor, join_routed_experts, prompt_token_logprobs, ranked_logprobs
+from baton_text.tokenizer import Tokenizer
 
 
 @dataclass

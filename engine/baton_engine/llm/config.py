@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 
 class EngineArgs(TypedDict, total=False):

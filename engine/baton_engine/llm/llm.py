@@ -23,10 +23,10 @@ from baton_engine.llm.config import EngineArgs, engine_config
 from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
-from baton_engine.protocol.messages import EngineCoreRequest
-from baton_engine.text.chat_template import ChatTemplate
-from baton_engine.text.messages import ChatMessage, template_messages
-from baton_engine.text.tokenizer import Tokenizer
+from baton_protocol.messages import EngineCoreRequest
+from baton_text.chat_template import ChatTemplate
+from baton_text.messages import ChatMessage, template_messages
+from baton_text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):

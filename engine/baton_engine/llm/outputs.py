@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_engine.protocol.messages import RoutedExperts
-from baton_engine.text.responses import PromptTokenLogprob as Logprob
+from baton_protocol.messages import RoutedExperts
+from baton_text.responses import PromptTokenLogprob as Logprob
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Metric", "RequestOutput"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.sampling import MAX_BEAM_WIDTH, StructuredOutput
-from baton_engine.protocol.sampling import SamplingParams as WireSamplingParams
-from baton_engine.text.structured_outputs import StructuredOutputsParams, bad_words_token_ids
-from baton_engine.text.tokenizer import Tokenizer
+from baton_protocol.sampling import MAX_BEAM_WIDTH, StructuredOutput
+from baton_protocol.sampling import SamplingParams as WireSamplingParams
+from baton_text.structured_outputs import StructuredOutputsParams, bad_words_token_ids
+from baton_text.tokenizer import Tokenizer
 
 _INDEX = re.compile(r"\$\[(\d+)\]")
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collect import Collector, check_output
-from baton_engine.protocol.messages import EngineCoreOutput
+from baton_protocol.messages import EngineCoreOutput
 
 IDLE_S = 0.05
 """A step that found nothing to do is tried again after this long, or when the core is woken."""

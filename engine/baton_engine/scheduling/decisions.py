@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton_engine.executor.step import BlockCopy
-from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
 from baton_engine.scheduling.request import Request
+from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
 
 
 class Admitted(NamedTuple):

@@ -28,7 +28,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.messages import KVTransferParams
 from baton_engine.scheduling.request import Request
 from baton_kv_transfer.connector import (
     BlockLoad,
@@ -38,6 +37,7 @@ from baton_kv_transfer.connector import (
     LoadResult,
     LoadWait,
 )
+from baton_protocol.messages import KVTransferParams
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ import time
 from collections import Counter
 
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_engine.protocol.messages import (
+from baton_engine.scheduling.request import Request
+from baton_protocol.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
     FinishReason,
     RoutedExperts,
 )
-from baton_engine.scheduling.request import Request
 
 
 class RequestOutputs:

@@ -12,13 +12,13 @@ from collections.abc import Generator, Iterator
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.messages import ErrorCode, FinishReason
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.queues import RequestQueue, RunningRequests
 from baton_engine.scheduling.request import BeamGroup, Request
 from baton_engine.scheduling.step_builder import StepBuilder
+from baton_protocol.messages import ErrorCode, FinishReason
 
 
 class RunningPlanner:

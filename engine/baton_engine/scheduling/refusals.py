@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 
 
 class RequestRefusedError(Exception):

@@ -11,12 +11,12 @@ from collections import OrderedDict
 
 from baton_engine.core.stats import EngineStats
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.messages import ErrorCode, FinishReason, PrefillResult
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.kv_handoff import KVHandoff
 from baton_engine.scheduling.queues import WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.stop_rules import StopRules
+from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
 
 EARLY_RESULTS_KEPT = 1024
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from baton_engine.grammar.structured_output import Grammar
 from baton_engine.kv_cache.sequence import KVSequence
-from baton_engine.protocol.messages import (
+from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
+from baton_protocol.messages import (
     BeamOutput,
     EngineCoreEvent,
     EngineCoreRequest,
@@ -23,7 +24,6 @@ from baton_engine.protocol.messages import (
     RoutedExperts,
     TokenLogprobs,
 )
-from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
 
 #: (priority, arrival, number of the group, number of the request).
 Order = tuple[int, float, int, int]

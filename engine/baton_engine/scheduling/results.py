@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.outputs import RequestOutputs
@@ -15,6 +14,7 @@ from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.step_builder import ScheduledRange
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
 class StepResults:

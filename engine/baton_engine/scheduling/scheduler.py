@@ -22,16 +22,6 @@ from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import (
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
-    KVEvent,
-    PrefillResult,
-)
 from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
@@ -60,6 +50,16 @@ from baton_engine.scheduling.results import StepResults
 from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    KVEvent,
+    PrefillResult,
+)
 
 POLICIES = ("priority", "fcfs")
 

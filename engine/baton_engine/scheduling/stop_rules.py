@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton_engine.protocol.messages import ErrorCode, FinishReason
-from baton_engine.protocol.sampling import RepetitionDetection
 from baton_engine.scheduling.grammar_queue import accept_tokens
 from baton_engine.scheduling.request import Request
+from baton_protocol.messages import ErrorCode, FinishReason
+from baton_protocol.sampling import RepetitionDetection
 
 
 class StopRules:

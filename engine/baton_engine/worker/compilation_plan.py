@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton_engine.compilation.dispatch import CudagraphMode, default_sizes
 from baton_engine.models.config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.forward_runner import ForwardRunner
 from baton_engine.worker.sampler import SamplingInput, sample
 from baton_kernels.sampling import greedy
+from baton_protocol.sampling import SamplingParams
 
 WARM_UP_TOKENS = 32
 

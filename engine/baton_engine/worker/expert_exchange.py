@@ -14,8 +14,8 @@ import torch
 
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group
-from baton_engine.protocol.topology import Placement
 from baton_engine.worker.expert_weights import Expert, ExpertKey, ExpertStore
+from baton_protocol.topology import Placement
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 
 from baton_engine.models.config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 
 def check_expert_parallel(config: EngineConfig, model: CheckpointConfig, device: torch.device) -> None:

@@ -26,10 +26,10 @@ from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.models.expert_parallel import ExpertShard
-from baton_engine.protocol.topology import ExpertLoads, Generation
 from baton_engine.worker.expert_exchange import exchange_experts, wanted_by
 from baton_engine.worker.expert_weights import Expert, ExpertKey, ExpertStore, together
 from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_protocol.topology import ExpertLoads, Generation
 
 logger = logging.getLogger(__name__)
 

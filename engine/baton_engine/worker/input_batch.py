@@ -15,8 +15,8 @@ import torch
 
 from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput
+from baton_protocol.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

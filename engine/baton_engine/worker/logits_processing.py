@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int64]
 

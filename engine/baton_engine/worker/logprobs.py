@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton_engine.protocol.messages import PromptLogprobs, TokenLogprobs
 from baton_kernels.sampling.vocabulary_blocks import row_chunks
+from baton_protocol.messages import PromptLogprobs, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 

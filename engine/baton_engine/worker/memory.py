@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import CacheConfig
+from baton_protocol.config import CacheConfig
 
 GIB = 2**30
 CGROUPS = Path("/sys/fs/cgroup")

@@ -23,8 +23,6 @@ from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import identity_files
 from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
-from baton_engine.protocol.config import EngineConfig, compatibility_hash, container_path
-from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.devices import check_quantization, dtype_name, resolve_device, resolve_dtype
@@ -44,6 +42,8 @@ from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
 from baton_kv_transfer.connector import KVCacheLayout
+from baton_protocol.config import EngineConfig, compatibility_hash, container_path
+from baton_protocol.kv_compatibility import KVCompatibility
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton_engine.protocol.messages import PromptLogprobs, RoutedExperts
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.logprobs import prompt_logprobs
+from baton_protocol.messages import PromptLogprobs, RoutedExperts
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of prompt positions, at a time: a prompt's logits are many times its hidden states."""

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from baton_engine.protocol.messages import TokenLogprobs
 from baton_engine.worker.logits_processing import SamplingInput, end_token_ids, process_logits
 from baton_engine.worker.logprobs import beam_candidates, token_logprobs, without_nans
 from baton_kernels.sampling import draw_tokens
 from baton_kernels.sampling.noise import noise_key
 from baton_kernels.sampling.vocabulary_blocks import best_tokens
+from baton_protocol.messages import TokenLogprobs
 
 __all__ = ["SamplerOutput", "SamplingInput", "sample"]
 

@@ -22,9 +22,6 @@ from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig, KVRole, pod_ip
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import ExpertLoads, Generation
 from baton_engine.worker.devices import resolve_device
 from baton_engine.worker.generations import ExpertWorker, Generations, join_group
 from baton_engine.worker.model_runner import ModelRunner
@@ -34,6 +31,9 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
+from baton_protocol.config import EngineConfig, KVRole, pod_ip
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import ExpertLoads, Generation
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import argparse
 import socket
 from pathlib import Path
 
-from baton_engine.protocol import arguments
 from baton_local.kubelet.backoff import BackoffPolicy
 from baton_local.kubelet.kubelet import Kubelet, KubeletConfig
 from baton_local.lifeline import die_with_parent, run_until_terminated
+from baton_protocol import arguments
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.topology import TopologyStatus
 from baton_local.preview.coordinator import NEVER, Coordinator
 from baton_local.preview.steps import State
 from baton_operator import names
 from baton_operator.plan.plan_group import Member
+from baton_protocol.topology import TopologyStatus
 
 GONE_AFTER = timedelta(seconds=1)
 """Time from the deletion of a pod to its end."""

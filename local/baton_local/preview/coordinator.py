@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from baton_engine.protocol.topology import (
+from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
     OperationStatus,

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from baton_engine.protocol import arguments
 from baton_kube.client import connect
 from baton_kube.reflector import Reflector
 from baton_local.events import EventRecorder
@@ -12,6 +11,7 @@ from baton_local.lifeline import die_with_parent, run_until_terminated, until_st
 from baton_local.loopback import LoopbackAddresses
 from baton_local.proxy.ingress import INGRESSES, IngressProxy
 from baton_local.proxy.services import ServiceProxy
+from baton_protocol import arguments
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_operator import names
 from baton_operator.autoscale.policy import Group
 from baton_operator.autoscale.scrape import ScrapeTarget
@@ -16,6 +15,7 @@ from baton_operator.observe.observation import is_ready
 from baton_operator.plan.topology import ACTIVE
 from baton_operator.status import report_group
 from baton_operator.status.diagnose import leaving
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 
 _ACTIVE = {str(phase) for phase in ACTIVE}
 

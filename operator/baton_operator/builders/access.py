@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton_engine.protocol.config import AccessConfig
 from baton_operator import names
 from baton_operator.builders.owner import Object, Owner, Scheme
+from baton_protocol.config import AccessConfig
 
 API_KEYS_PATH = "/etc/baton-api-keys"
 TLS_PATH = "/etc/baton-tls"

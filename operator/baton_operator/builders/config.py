@@ -10,7 +10,12 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.config import (
+from baton_operator import names
+from baton_operator.api.field_types import quantity_bytes
+from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
+from baton_operator.builders import access, model, service_key
+from baton_operator.builders.owner import Object, Owner
+from baton_protocol.config import (
     CacheConfig,
     DiscoveryConfig,
     EngineConfig,
@@ -21,12 +26,7 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.topology import COORDINATOR_PORT
-from baton_operator import names
-from baton_operator.api.field_types import quantity_bytes
-from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
-from baton_operator.builders import access, model, service_key
-from baton_operator.builders.owner import Object, Owner
+from baton_protocol.topology import COORDINATOR_PORT
 
 MOUNT_PATH = "/etc/baton"
 
@@ -141,7 +141,7 @@ def _model_config(owner: Owner, role: names.ConfiguredRole) -> ModelConfig:
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that are set; the others have the default written in `baton_engine.protocol.config`."""
+    """The fields that are set; the others have the default written in `baton_protocol.config`."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -5,10 +5,10 @@ It needs the service's key, no configuration and no model.
 
 from __future__ import annotations
 
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from baton_operator import names
 from baton_operator.builders import pod, service_key
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 CONTAINER = "coordinator"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton_engine.protocol.config import GATEWAY_PORT
 from baton_operator import names
 from baton_operator.builders import access, config, pod
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.config import GATEWAY_PORT
 
 CONTAINER = "gateway"
 ANNOTATION_SCHEME = "prometheus.io/scheme"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 from baton_operator import names
 from baton_operator.builders import config, pod
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 CONTAINER = "engine"
 CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "TRITON_CACHE_DIR": "/tmp/.cache/triton"}

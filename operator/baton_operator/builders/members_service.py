@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 from baton_operator import names
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 
 def service(owner: Owner) -> Object:

@@ -7,10 +7,10 @@ Nor is anything said of what pods may connect to: names, models and device fabri
 
 from __future__ import annotations
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from baton_operator import names
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 OPERATOR_LABELS = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "operator"}
 """Of the operator's pods, however it was installed."""

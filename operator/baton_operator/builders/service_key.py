@@ -1,4 +1,4 @@
-"""The key that all processes of one service share (`baton_engine.protocol.service_key`): its Secret, and how pods get it.
+"""The key that all processes of one service share (`baton_protocol.service_key`): its Secret, and how pods get it.
 
 Drawn at random once. The Secret is immutable: to change the key, delete it, and the operator draws another. What names the key is
 part of every pod's template, so pods are then replaced as by any other change. Old and new ones do not talk to each other: new
@@ -11,9 +11,9 @@ import base64
 import binascii
 import secrets
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_operator import names
 from baton_operator.builders.owner import Object, Owner
+from baton_protocol.service_key import ServiceKey
 
 ENTRY = "key"
 MOUNT_PATH = "/etc/baton/service-key"

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from baton_engine.protocol.kv_compatibility import KVCompatibility
-from baton_engine.protocol.progress import Health
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import TopologyStatus
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import service_key
@@ -27,6 +23,10 @@ from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_group import Member
 from baton_operator.revisions import held_back, kept_spec
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import Health
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import TopologyStatus
 
 #: Scheduler messages about resources that other pods use, as opposed to a node selector without a matching node.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")

@@ -10,10 +10,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
 from baton_operator import names
+from baton_protocol.config import ENGINE_HTTP_PORT
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0

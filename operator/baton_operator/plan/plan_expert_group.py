@@ -18,7 +18,6 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from baton_engine.protocol.topology import TopologyRequest, TopologyStatus
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
@@ -38,6 +37,7 @@ from baton_operator.plan.plan_group import (
     waits_for_room,
 )
 from baton_operator.plan.topology import ACTIVE, TopologyView
+from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
 from baton_operator import names
 from baton_operator.api import llmservice
+from baton_protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
 
 PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
 ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}

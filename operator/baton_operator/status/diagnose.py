@@ -8,10 +8,10 @@ from functools import partial
 
 import msgspec
 
-from baton_engine.protocol.progress import Health
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
+from baton_protocol.progress import Health
 
 #: The last line of a component whose configuration is wrong (docs/architecture.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)

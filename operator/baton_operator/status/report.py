@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from baton_engine.protocol.kv_compatibility import KVCompatibility
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
@@ -19,6 +18,7 @@ from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdic
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
 from baton_operator.status.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
 from baton_operator.status.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
+from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
 ON_TARGET = "OnTarget"

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
-from baton_engine.protocol.progress import Health
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
@@ -27,6 +25,8 @@ from baton_operator.status.diagnose import (
 )
 from baton_operator.status.refusals import refusal_of_deployment
 from baton_operator.status.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict
+from baton_protocol.kv_compatibility import KVCompatibility, differences
+from baton_protocol.progress import Health
 
 INCOMPATIBLE = "IncompatiblePeers"
 

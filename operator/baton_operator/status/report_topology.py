@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_engine.protocol.topology import OperationPhase, RankPhase
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
 from baton_operator.plan.topology import ACTIVE
 from baton_operator.status.diagnose import Verdict
+from baton_protocol.topology import OperationPhase, RankPhase
 
 AT_REST = "AtRest"
 SCALE_FAILED = "ScaleFailed"

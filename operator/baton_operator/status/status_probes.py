@@ -9,9 +9,6 @@ from collections.abc import Collection, Mapping
 import aiohttp
 import msgspec
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT
-from baton_engine.protocol.kv_compatibility import KVCompatibility
-from baton_engine.protocol.progress import Health
 from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
@@ -21,6 +18,9 @@ from baton_operator.names import Key
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
 from baton_operator.status.diagnose import by_name, leaving, may_lack_objects, references
+from baton_protocol.config import ENGINE_HTTP_PORT
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import Health
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services

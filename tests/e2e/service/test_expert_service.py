@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.topology import OperationPhase
+from baton_protocol.topology import OperationPhase
 from support.expert_group import SHAPE, VOCAB_SIZE
 from support.expert_service import NAME, SCALED_S, ExpertService, service_of
 from support.local_cluster import LocalClusterUnderTest, local_cluster

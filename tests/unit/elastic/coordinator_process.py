@@ -20,8 +20,8 @@ import zmq
 from simulated_group import SimulatedRanks
 from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import Directive, OperationPhase, RankPhase, TopologyStatus
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import Directive, OperationPhase, RankPhase, TopologyStatus
 from support.waiting import eventually
 
 HOST = "127.0.0.1"

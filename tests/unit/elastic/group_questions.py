@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulated_group import SimulatedGroup
 from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.topology import Directive, Generation, OperationPhase, OperationStatus
+from baton_protocol.topology import Directive, Generation, OperationPhase, OperationStatus
 
 
 def told(group: SimulatedGroup, rank: SimulatedRank) -> Directive:

@@ -14,7 +14,7 @@ from simulated_rank import SimulatedRank
 from baton_engine.elastic.controller import Controller
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.operation import Ended
-from baton_engine.protocol.topology import (
+from baton_protocol.topology import (
     Activity,
     Directive,
     Generation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_engine.protocol.topology import (
+from baton_protocol.topology import (
     Activity,
     Directive,
     ExpertLoads,

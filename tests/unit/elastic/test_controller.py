@@ -9,7 +9,7 @@ from group_questions import generation_of, names_of, operation, told
 from simulated_group import CONFIG, SimulatedGroup
 from simulated_rank import NUM_EXPERTS, SimulatedRank
 
-from baton_engine.protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
+from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
 
 
 class TestForming:

@@ -7,7 +7,7 @@ from group_questions import generation_of, names_of, operation, recovered, told
 from simulated_group import CONFIG, SimulatedGroup
 from simulated_rank import NUM_EXPERTS, SimulatedRank
 
-from baton_engine.protocol.topology import Activity, OperationPhase, RankPhase
+from baton_protocol.topology import Activity, OperationPhase, RankPhase
 
 
 class TestRecovery:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from group_questions import generation_of, operation
 from simulated_group import CONFIG, SimulatedGroup
 
-from baton_engine.protocol.topology import OperationPhase, RankPhase
+from baton_protocol.topology import OperationPhase, RankPhase
 
 
 class TestLeaving:

@@ -6,7 +6,7 @@ from group_questions import operation
 from simulated_group import CONFIG, SimulatedGroup
 from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.topology import OperationPhase
+from baton_protocol.topology import OperationPhase
 
 
 def store_of(rank: SimulatedRank) -> str:

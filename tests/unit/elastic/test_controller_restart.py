@@ -7,7 +7,7 @@ from group_questions import generation_of, operation
 from simulated_group import SimulatedGroup
 from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.topology import OperationPhase
+from baton_protocol.topology import OperationPhase
 
 
 class TestRestartedCoordinator:

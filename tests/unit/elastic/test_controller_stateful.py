@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from simulated_group import SimulatedGroup
 from simulated_rank import SimulatedRank
 
-from baton_engine.protocol.topology import Activity, RankPhase
+from baton_protocol.topology import Activity, RankPhase
 
 NAMES = ["a", "b", "c", "d"]
 REST_S = 60.0

@@ -14,7 +14,7 @@ import pytest
 from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.coordinator import LINGER_S
-from baton_engine.protocol.topology import ExpertLoads, OperationPhase, RankPhase
+from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase
 
 
 @pytest.fixture

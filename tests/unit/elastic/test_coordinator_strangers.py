@@ -21,7 +21,7 @@ from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
 from baton_engine.elastic.coordinator_http import CoordinatorServer
 from baton_engine.elastic.rank_link import RankLink
-from baton_engine.protocol.topology import (
+from baton_protocol.topology import (
     Generation,
     Member,
     RankPhase,

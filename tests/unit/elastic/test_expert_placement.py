@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton_engine.elastic.balance import Balance
 from baton_engine.elastic.placement import TOLERANCE, count_moves, imbalance, plan_placement
 from baton_engine.elastic.roster import Roster
-from baton_engine.protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
+from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
 
 Loads = list[list[int]]
 

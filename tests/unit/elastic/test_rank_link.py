@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from baton_engine.elastic.rank_link import RankLink, unreachable
-from baton_engine.protocol.topology import Activity, Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import Activity, Directive, Member, RankPhase, StartWave, Status
 from support.waiting import eventually
 
 HOST = "127.0.0.1"

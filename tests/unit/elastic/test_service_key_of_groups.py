@@ -17,8 +17,8 @@ import zmq
 from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.rank_link import RankLink
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import Directive, Member, RankPhase, StartWave, Status
 from support.waiting import eventually
 
 WRONG = ServiceKey(b"another key than theirs")

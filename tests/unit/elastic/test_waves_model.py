@@ -12,7 +12,7 @@ from wave_model import FaultError, Model
 from wave_ranks import Rank, new_ranks, nonce
 
 from baton_engine.elastic.waves import StepDecision, StepVote, Waves
-from baton_engine.protocol.topology import StartWave
+from baton_protocol.topology import StartWave
 
 TWO_CHANGE = [(0, 1), (0, 2)]
 THREE_CHANGE = [(0, 1, 2), (0, 1, 3)]

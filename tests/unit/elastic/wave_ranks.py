@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from baton_engine.elastic.waves import StepVote, Waves, vote_for
-from baton_engine.protocol.topology import StartWave
+from baton_protocol.topology import StartWave
 
 NONE = -1
 """No generation, no wave."""

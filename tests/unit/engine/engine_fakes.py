@@ -15,8 +15,8 @@ from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, continuation
 
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import EngineConfig
 from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig
 
 __all__ = ["EOS", "VOCAB_SIZE", "FakeConnector", "FakeRunner", "continuation", "next_token"]
 

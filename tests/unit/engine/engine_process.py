@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton_engine.protocol.client import EngineClient
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.client import EngineClient
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.sampling import SamplingParams
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0

@@ -18,12 +18,12 @@ from baton_engine.models.forward_context import forward_context
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ALONE
-from baton_engine.protocol.topology import Generation, Member, Placement
 from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.expert_weights import ExpertForm, ExpertStore
 from baton_engine.worker.generations import ExpertWorker, Generations
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.preparation import PreparationState
+from baton_protocol.topology import Generation, Member, Placement
 from support.waiting import eventually
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_engine.executor.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.messages import RoutedExperts, TokenLogprobs
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
 from baton_kv_transfer.connector import BlockLoad, ConnectorOutput, LoadResult
+from baton_protocol.messages import RoutedExperts, TokenLogprobs
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 1000
 EOS = 0

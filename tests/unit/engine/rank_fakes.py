@@ -16,11 +16,11 @@ from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.protocol.topology import Directive, ExpertLoads, Generation, Member, RankPhase, StartWave, Status
 from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.topology import Directive, ExpertLoads, Generation, Member, RankPhase, StartWave, Status
 from support.waiting import eventually
 
 DEADLINE_S = 60.0

@@ -10,8 +10,8 @@ import zmq
 from engine_fakes import FakeExecutor
 
 from baton_engine.executor.base import ModelInfo
-from baton_engine.protocol.topology import Directive, ExpertLoads, Generation, RankPhase, Status
 from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_protocol.topology import Directive, ExpertLoads, Generation, RankPhase, Status
 from support.waiting import eventually
 
 DEADLINE_S = 60.0

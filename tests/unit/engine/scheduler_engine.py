@@ -9,10 +9,10 @@ from scheduler_machine import FakeGrammars
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 BLOCK = 4
 

@@ -13,11 +13,11 @@ from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, beam_search,
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
-from baton_engine.protocol.sampling import StructuredOutput
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import RequestRefusedError, Scheduler
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.sampling import StructuredOutput
 
 BLOCK = 4
 NUM_BLOCKS = 12

@@ -20,10 +20,10 @@ from baton_engine.executor.step import (
     NewRequestData,
     SchedulerOutput,
 )
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.messages import RoutedExperts, TokenLogprobs
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.messages import RoutedExperts, TokenLogprobs
+from baton_protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_SWAP_BLOCKS = 64

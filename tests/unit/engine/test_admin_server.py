@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 
 from baton_engine.core.access import LOG_INTERVAL_S, Access
 from baton_engine.core.admin_server import AdminServer, Condition, DrainStatus, Pending
-from baton_engine.protocol.kv_compatibility import KVCompatibility
-from baton_engine.protocol.progress import LoadProgress
-from baton_engine.protocol.service_key import ServiceKey
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import LoadProgress
+from baton_protocol.service_key import ServiceKey
 from support.waiting import eventually
 
 

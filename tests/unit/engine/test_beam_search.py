@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from baton_engine.protocol.messages import FinishReason
 from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, Candidate, FinishedBeams, advance
+from baton_protocol.messages import FinishReason
 
 Model = Callable[[tuple[int, ...]], list[float]]
 """Log-probabilities of the next token, given the generated ones."""

@@ -14,9 +14,9 @@ from graph_double import RecordedRuns
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.graphs import CudaGraphs
-from baton_engine.protocol.config import CompilationConfig, EngineConfig, ModelConfig
 from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import CompilationConfig, EngineConfig, ModelConfig
 
 PROMPTS = [[3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "vocab_size": 300}

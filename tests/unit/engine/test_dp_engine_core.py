@@ -9,8 +9,8 @@ import pytest
 from engine_fakes import continuation
 from rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
 
-from baton_engine.protocol.messages import ErrorCode
-from baton_engine.protocol.topology import Activity, RankPhase, StartWave
+from baton_protocol.messages import ErrorCode
+from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]

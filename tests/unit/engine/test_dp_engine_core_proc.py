@@ -17,10 +17,10 @@ from baton_engine.core.dp_engine_core_proc import DPEngineCoreProc
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_wire import StoreAddress
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
-from baton_engine.protocol.config import EngineConfig, ModelConfig, ParallelConfig
-from baton_engine.protocol.messages import ErrorCode
-from baton_engine.protocol.topology import Activity, RankPhase
+from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.config import EngineConfig, ModelConfig, ParallelConfig
+from baton_protocol.messages import ErrorCode
+from baton_protocol.topology import Activity, RankPhase
 from support.waiting import eventually
 
 

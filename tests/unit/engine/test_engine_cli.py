@@ -8,7 +8,7 @@ import pytest
 from baton_engine.cli import EX_CONFIG, main, parse_config
 from baton_engine.cli_flags import FLAGS
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 
 def field_paths(struct: type, prefix: str = "") -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
-from baton_engine.protocol.messages import (
+from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutput,
@@ -29,7 +29,7 @@ from baton_engine.protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.sampling import SamplingParams
 
 DEADLINE_S = 60.0
 

@@ -9,14 +9,14 @@ import pytest
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_engine.protocol.config import (
+from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(length)] for i, length in enumerate([1, 15, 16, 17, 40, 90])]
 

@@ -14,8 +14,8 @@ import pytest
 from engine_fakes import continuation
 from engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
 
-from baton_engine.protocol.client import EngineClient, EngineDeadError, UtilityError
-from baton_engine.protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
+from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
 
 DEATH_NOTICED_S = 5.0
 WORKER_PROCESS = ("--executor", "engine_fakes.WorkerProcessExecutor")

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseControl
-from baton_engine.protocol.config import (
+from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
     KVRole,
@@ -21,9 +22,8 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreRequest, FinishReason
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.messages import EngineCoreRequest, FinishReason
+from baton_protocol.sampling import SamplingParams
 
 PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}
 NUM_TOKENS = 12

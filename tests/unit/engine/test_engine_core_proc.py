@@ -20,8 +20,8 @@ from engine_fakes import continuation
 from engine_process import DEADLINE_S, HOST, EngineProcess, collect, connect, request, tokens, wait_for
 
 from baton_engine.core.engine_io import MAX_MESSAGE_BYTES
-from baton_engine.protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
-from baton_engine.protocol.messages import (
+from baton_protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
     EngineCoreResponseType,
@@ -34,9 +34,9 @@ from baton_engine.protocol.messages import (
     Ping,
     Refused,
 )
-from baton_engine.protocol.messages import EngineCoreRequestType as RequestType
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.protocol.service_key import ServiceKey
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.service_key import ServiceKey
 
 
 @pytest.mark.parametrize("flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str)
@@ -287,7 +287,7 @@ def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
 
 def test_a_silent_client_loses_its_requests():
     from baton_engine.core.engine_core_proc import EngineCoreProc
-    from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 
     config = EngineConfig(
         model=ModelConfig(path="/nowhere"),

@@ -15,7 +15,8 @@ from engine_fakes import FakeExecutor, continuation
 from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import (
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -23,9 +24,8 @@ from baton_engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_engine.protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from baton_engine.protocol.sampling import SamplingParams
-from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.sampling import SamplingParams
 
 calls: list[str] = []
 """What happened, in order; emptied by each test that reads it."""

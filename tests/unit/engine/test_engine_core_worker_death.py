@@ -11,7 +11,7 @@ import pytest
 from engine_process import DEADLINE_S, collect, connect, request, wait_for
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.client import EngineDeadError
+from baton_protocol.client import EngineDeadError
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.executor.startup import refuse_expert_parallel
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import CompilationConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.expert_parallel_checks import check_expert_parallel
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.worker import Worker
+from baton_protocol.config import CompilationConfig, EngineConfig, ParallelConfig, SchedulerConfig
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
 

@@ -16,11 +16,11 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import ParallelConfig
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.generations import ExpertWorker, Generations
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.preparation import PreparationState
+from baton_protocol.config import ParallelConfig
+from baton_protocol.sampling import SamplingParams
 from support.waiting import eventually
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 512, 3, 8

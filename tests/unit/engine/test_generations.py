@@ -30,11 +30,11 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.protocol.topology import ExpertLoads, Generation, Placement
 from baton_engine.worker import generations as generations_module
 from baton_engine.worker.expert_exchange import plan_transfers, wanted_by
 from baton_engine.worker.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
 from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_protocol.topology import ExpertLoads, Generation, Placement
 from support.waiting import eventually
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}

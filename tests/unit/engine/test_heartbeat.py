@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.protocol.heartbeat import LOADING_PATIENCE, Heartbeat
-from baton_engine.protocol.messages import Pong
+from baton_protocol.heartbeat import LOADING_PATIENCE, Heartbeat
+from baton_protocol.messages import Pong
 
 
 def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestData
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker import input_batch
 from baton_engine.worker.input_batch import InputBatch
+from baton_protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.request import Request
+from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 BLOCK = 4
 

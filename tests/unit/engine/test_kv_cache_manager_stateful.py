@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import BlockPool
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.block_hash import hash_blocks, root_hash
-from baton_engine.protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.request import Request
+from baton_protocol.block_hash import hash_blocks, root_hash
+from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20

@@ -15,12 +15,12 @@ from step_driver import Request, StepDriver, make_runner
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.executor.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
-from baton_engine.protocol.kv_compatibility import differences
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
 from baton_kv_transfer.side_channel import layout_mismatch
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
+from baton_protocol.kv_compatibility import differences
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 512
 NEAR_TIE = 1e-4

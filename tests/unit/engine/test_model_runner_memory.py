@@ -17,10 +17,10 @@ from step_driver import Request, StepDriver, make_runner, runner_config
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
 from baton_engine.worker import memory
 from baton_engine.worker.memory import BlockSize, available_host_memory, blocks_on_cpu
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
 
 VOCAB_SIZE = 512
 MIB = 2**20

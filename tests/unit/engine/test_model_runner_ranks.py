@@ -15,9 +15,9 @@ from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runne
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.config import CompilationConfig
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import CompilationConfig
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 512
 DEADLINE_S = 60.0

@@ -12,10 +12,10 @@ import torch
 from step_driver import Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.protocol.config import ObservabilityConfig
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker import reports
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import ObservabilityConfig
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 512
 NUM_LAYERS = 3

@@ -10,8 +10,8 @@ from step_driver import GREEDY, Request, StepDriver, make_runner
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
-from baton_engine.protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 
 VOCAB_SIZE = 512
 

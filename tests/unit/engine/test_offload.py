@@ -14,14 +14,14 @@ from scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.offload import OffloadTier
-from baton_engine.protocol.block_hash import hash_blocks, root_hash
-from baton_engine.protocol.config import EngineConfig, ModelConfig, SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.request import Request
 from baton_engine.worker.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import BlockLoad, ConnectorMetadata, KVCacheLayout
+from baton_protocol.block_hash import hash_blocks, root_hash
+from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.sampling import SamplingParams
 
 
 def test_the_block_used_least_recently_makes_room() -> None:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, compatibility_hash, container_path
-from baton_engine.protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, compatibility_hash, container_path
+from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
+from baton_protocol.sampling import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.protocol.sampling import RepetitionDetection
 from baton_engine.scheduling.stop_rules import repeats
+from baton_protocol.sampling import RepetitionDetection
 
 
 @pytest.mark.parametrize(

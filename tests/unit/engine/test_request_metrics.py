@@ -11,15 +11,15 @@ from prometheus_client import generate_latest
 from baton_engine.core.metrics import engine_registry
 from baton_engine.core.request_metrics import Histogram, RequestMetrics
 from baton_engine.core.stats import EngineStats
-from baton_engine.protocol.messages import (
+from baton_kv_transfer.connector import ConnectorStats, FailureReason
+from baton_protocol.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
 )
-from baton_engine.protocol.sampling import SamplingParams
-from baton_kv_transfer.connector import ConnectorStats, FailureReason
+from baton_protocol.sampling import SamplingParams
 
 
 class Clock:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput, sample
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 24
 NUM_SEEDS = 20_000

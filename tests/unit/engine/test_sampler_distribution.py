@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.sampler import SamplingInput, sample
+from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 24
 LARGE_VOCAB_SIZE = 8192  # more blocks than candidates at first: most tokens are never looked at

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.worker.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
 from baton_engine.worker.sampler import SamplerOutput, SamplingInput, sample
 from baton_kernels.sampling import draw_tokens
 from baton_kernels.sampling.noise import gumbel, gumbel_noise, keys_tensor, least_mantissa, noise_key, noise_mantissa
+from baton_protocol.sampling import SamplingParams
 
 EOS = [2]
 GREEDY: dict[str, Any] = {"temperature": 0.0}

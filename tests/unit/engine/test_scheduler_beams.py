@@ -6,9 +6,9 @@ import pytest
 from fake_runner import beam_search, candidates
 from scheduler_engine import Engine
 
-from baton_engine.protocol.messages import ErrorCode, FinishReason
-from baton_engine.protocol.sampling import SamplingParams
 from baton_engine.scheduling.scheduler import RequestRefusedError
+from baton_protocol.messages import ErrorCode, FinishReason
+from baton_protocol.sampling import SamplingParams
 
 PROMPT = list(range(1, 11))
 

@@ -8,7 +8,7 @@ from scheduler_engine import Engine
 from scheduler_machine import Loss
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.protocol.messages import FinishReason, KVSide, KVTransferParams
+from baton_protocol.messages import FinishReason, KVSide, KVTransferParams
 
 pytestmark = pytest.mark.parametrize("loss", Loss)
 

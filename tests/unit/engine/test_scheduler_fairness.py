@@ -6,9 +6,9 @@ import pytest
 from fake_runner import continuation
 from scheduler_engine import Engine
 
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import ErrorCode
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import ErrorCode
 
 LONG = list(range(1, 61))
 

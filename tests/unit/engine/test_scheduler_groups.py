@@ -6,8 +6,8 @@ import pytest
 from fake_runner import continuation
 from scheduler_engine import Engine
 
-from baton_engine.protocol.messages import ErrorCode, FinishReason
 from baton_engine.scheduling.scheduler import RequestRefusedError
+from baton_protocol.messages import ErrorCode, FinishReason
 
 PROMPT = list(range(1, 11))  # two blocks and a half
 

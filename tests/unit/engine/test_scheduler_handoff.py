@@ -6,8 +6,8 @@ import pytest
 from fake_runner import VOCAB_SIZE, continuation, next_token
 from scheduler_engine import BLOCK, Engine
 
-from baton_engine.protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_engine.protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
 
 
 def produce(transfer_id: str) -> KVTransferParams:

@@ -7,9 +7,9 @@ from fake_runner import continuation
 from scheduler_engine import Engine
 from scheduler_machine import FakeGrammars
 
-from baton_engine.protocol.messages import FinishReason
-from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
 from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.messages import FinishReason
+from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 
 def run_with(engine: Engine, depth: int) -> None:

@@ -7,9 +7,9 @@ from fake_runner import VOCAB_SIZE, continuation, next_token
 from scheduler_engine import Engine
 from scheduler_machine import FakeGrammars
 
-from baton_engine.protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
-from baton_engine.protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError
+from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
+from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 
 
 def grammar(spec: str) -> dict[str, object]:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, Loss, World
 
-from baton_engine.protocol.config import SchedulerConfig
-from baton_engine.protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
-from baton_engine.protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.config import SchedulerConfig
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 
 SIDES = st.sampled_from([None, None, KVSide.PRODUCE, KVSide.CONSUME])
 

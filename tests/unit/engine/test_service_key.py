@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_engine.protocol import zap
-from baton_engine.protocol.service_key import (
+from baton_protocol import zap
+from baton_protocol.service_key import (
     HANDSHAKE_FAILED,
     ServiceKey,
     ServiceKeyError,
@@ -268,7 +268,7 @@ def test_a_child_process_protects_its_own_sockets(method):
 def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_path):
     script = """
         import zmq, sys
-        from baton_engine.protocol.service_key import ServiceKey
+        from baton_protocol.service_key import ServiceKey
         server = zmq.Context.instance().socket(zmq.ROUTER)
         ServiceKey(b"0123456789abcdef").protect_server(server)
         server.bind_to_random_port("tcp://127.0.0.1")

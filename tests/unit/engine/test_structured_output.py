@@ -17,8 +17,8 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
-from baton_engine.protocol.sampling import StructuredOutput, StructuredOutputKind
-from baton_engine.text.tokenizer import Tokenizer
+from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_text.tokenizer import Tokenizer
 
 TOKENIZER_SIZE = 512
 VOCAB_SIZE = 600  # a padded embedding

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from baton_engine.protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
-from baton_engine.text.errors import RequestError
-from baton_engine.text.parsing import parse_request
-from baton_engine.text.schema import ChatCompletionRequest, CompletionRequest
+from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_text.errors import RequestError
+from baton_text.parsing import parse_request
+from baton_text.schema import ChatCompletionRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from baton_engine.text.chat_template import ChatTemplate, ChatTemplateError
-from baton_engine.text.detokenizer import IncrementalDetokenizer
-from baton_engine.text.stop import StopScanner
-from baton_engine.text.tokenizer import Tokenizer
+from baton_text.chat_template import ChatTemplate, ChatTemplateError
+from baton_text.detokenizer import IncrementalDetokenizer
+from baton_text.stop import StopScanner
+from baton_text.tokenizer import Tokenizer
 
 CORPUS = ["hello world, the quick brown fox says hello to the world", "你好，世界 🙂 naïve café"] * 8
 CHATML = """\

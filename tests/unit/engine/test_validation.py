@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from baton_engine.core.validation import validate_request
-from baton_engine.protocol.config import KVRole
-from baton_engine.protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
-from baton_engine.protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.config import KVRole
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
+from baton_protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
 
 VOCAB_SIZE = 100
 CONSUME = KVTransferParams(KVSide.CONSUME, "t", "peer", "127.0.0.1", 5558)

@@ -15,7 +15,6 @@ from typing import Any
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig, ParallelConfig
 from baton_kv_transfer.connector import (
     ConnectorOutput,
     ConnectorStats,
@@ -24,6 +23,7 @@ from baton_kv_transfer.connector import (
     LoadResult,
     RankAddress,
 )
+from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig, ParallelConfig
 
 logger = logging.getLogger(__name__)
 

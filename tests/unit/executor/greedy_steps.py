@@ -8,8 +8,8 @@ from pathlib import Path
 
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from baton_engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from baton_protocol.sampling import SamplingParams
 
 PROMPTS = {"a": list(range(5, 25)), "b": list(range(700, 733)), "c": [3, 1, 4, 1, 5]}
 NUM_TOKENS = 8

@@ -13,7 +13,7 @@ from fake_workers import engine_config, step
 from greedy_steps import generate, model_config
 
 from baton_engine.executor.base import Executor, executor_name, load_executor_class
-from baton_engine.protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig
 
 
 def start(config: EngineConfig) -> Executor:

@@ -23,8 +23,8 @@ from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.multiproc import MultiprocExecutor
 from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_engine.protocol.topology import Generation, Member
 from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_protocol.topology import Generation, Member
 from support.waiting import eventually
 
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ from torchrun import run_under_torchrun, run_without_an_agent
 
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.protocol.config import KVRole
+from baton_protocol.config import KVRole
 
 
 @pytest.mark.parametrize("run", [run_under_torchrun, run_without_an_agent])

@@ -20,8 +20,8 @@ from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.multiproc import MultiprocExecutor
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
-from baton_engine.protocol.config import EngineConfig, KVRole
 from baton_kv_transfer.connector import ConnectorOutput, HeadRange, LoadResult, RankAddress
+from baton_protocol.config import EngineConfig, KVRole
 from support.waiting import eventually
 
 WAIT_S = 60.0  # on a busy machine; what is promised in less has its own number

@@ -12,9 +12,9 @@ from torchrun import run_under_torchrun
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
-from baton_engine.protocol.config import EngineConfig, KVRole, KVTransferConfig
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.transports.ucx.library import UCXError
+from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig
 
 ARCHITECTURES = ("llama", "qwen3_moe")
 

@@ -24,7 +24,7 @@ from baton_engine.distributed.process_group import create_group, create_parallel
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_server import open_store
 from baton_engine.distributed.store_wire import StoreAddress
-from baton_engine.protocol.config import ParallelConfig
+from baton_protocol.config import ParallelConfig
 
 MEMBERS = Path(__file__).with_name("group_member.py")
 WAIT_S = 60.0

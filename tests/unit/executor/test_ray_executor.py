@@ -19,7 +19,7 @@ from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.ray import RayExecutor
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.protocol.config import EngineConfig, ModelConfig
+from baton_protocol.config import EngineConfig, ModelConfig
 from support.waiting import eventually
 
 os.environ |= {

@@ -19,7 +19,7 @@ from baton_engine.fetch.folder import INCOMPLETE, Partial
 from baton_engine.fetch.lock import FetchLock, boot_id
 from baton_engine.fetch.selection import select
 from baton_engine.fetch.source import RemoteFile
-from baton_engine.protocol.progress import LoadProgress
+from baton_protocol.progress import LoadProgress
 from support.fake_hub import fake_hub
 from support.waiting import eventually
 

@@ -12,7 +12,7 @@ from gateway_fakes import EOS_ID, MakeStand, Stand
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton_engine.text.tokenizer import Tokenizer
+from baton_text.tokenizer import Tokenizer
 
 TEMPLATE = """\
 {% for message in messages %}

@@ -16,14 +16,16 @@ import openai
 import zmq
 import zmq.asyncio
 
-from baton_engine.protocol.config import (
+from baton_gateway.discovery import FileDiscovery
+from baton_gateway.server import Gateway
+from baton_protocol.config import (
     DiscoveryConfig,
     EngineEndpoint,
     EngineEndpoints,
     GatewayConfig,
     ModelConfig,
 )
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     BeamOutput,
     EngineCoreOutput,
@@ -41,9 +43,7 @@ from baton_engine.protocol.messages import (
     Ready,
     TokenLogprobs,
 )
-from baton_engine.text.tokenizer import Tokenizer
-from baton_gateway.discovery import FileDiscovery
-from baton_gateway.server import Gateway
+from baton_text.tokenizer import Tokenizer
 
 DEADLINE_S = 60.0
 

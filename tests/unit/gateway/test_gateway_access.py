@@ -16,12 +16,12 @@ import pytest
 from cryptography import x509
 from gateway_fakes import DEADLINE_S, MakeStand, Stand, http_session, until
 
-from baton_engine.protocol.config import AccessConfig
 from baton_gateway import server
 from baton_gateway.access import ApiKeys
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
 from baton_gateway.tls import ServerCertificate
+from baton_protocol.config import AccessConfig
 from support.certificates import write_certificate
 
 OPEN = {"/health", "/ready", "/metrics"}

@@ -10,7 +10,7 @@ import openai
 import pytest
 from gateway_fakes import DEADLINE_S, FakeEngine, MakeStand, Stand, until
 
-from baton_engine.protocol.messages import ErrorCode
+from baton_protocol.messages import ErrorCode
 
 TEXT = "hello world, the quick brown fox"
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from gateway_fakes import EOS_ID, Stand, until
 
-from baton_engine.protocol.messages import KVSide
+from baton_protocol.messages import KVSide
 
 TEXT = "hello world, the quick brown fox"
 

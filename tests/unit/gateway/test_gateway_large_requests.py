@@ -14,16 +14,16 @@ from gateway_fakes import DEADLINE_S, MakeStand, Stand, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.protocol.config import AccessConfig
-from baton_engine.text.errors import RequestError
-from baton_engine.text.output import OutputProcessor
-from baton_engine.text.schema import MAX_STOP_LENGTH, ChatCompletionRequest, CompletionRequest
-from baton_engine.text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_gateway import bodies, handlers
 from baton_gateway.bodies import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.dispatch import Dispatcher
 from baton_gateway.generation import MAX_OPTION_ENTRIES, STAGGERED_TOKENS
 from baton_gateway.prompts import TEXT_FACTOR
+from baton_protocol.config import AccessConfig
+from baton_text.errors import RequestError
+from baton_text.output import OutputProcessor
+from baton_text.schema import MAX_STOP_LENGTH, ChatCompletionRequest, CompletionRequest
+from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 TEXT = {"model": "m", "prompt": "hi"}
 LONG = "hello world, the quick brown fox " * 1000

@@ -8,8 +8,8 @@ import json
 import pytest
 from gateway_fakes import Stand, until
 
-from baton_engine.protocol.messages import ErrorCode, KVSide
-from baton_engine.protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
+from baton_protocol.messages import ErrorCode, KVSide
+from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 
 TEXT = "hello world, the quick brown fox"
 GO = {"model": "m", "prompt": "go", "max_tokens": 50}

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from gateway_fakes import Stand, until
 
-from baton_engine.protocol.config import DiscoveryConfig
 from baton_gateway.discovery import FileDiscovery, make_discovery, parse_endpoints
 from baton_gateway.kubernetes_discovery import endpoint_of
+from baton_protocol.config import DiscoveryConfig
 
 TEXT = "hello world, the quick brown fox"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway_fakes import FakeEngine, MakeStand, Stand, until
 
-from baton_engine.protocol.messages import ErrorCode
+from baton_protocol.messages import ErrorCode
 
 TEXT = "hello world, the quick brown fox"
 GO: dict[str, Any] = {"model": "m", "prompt": "go", "max_tokens": 50}

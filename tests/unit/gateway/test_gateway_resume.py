@@ -9,9 +9,9 @@ import openai
 import pytest
 from gateway_fakes import FakeEngine, MakeStand, Stand, until
 
-from baton_engine.protocol.messages import ErrorCode
-from baton_engine.protocol.sampling import StructuredOutputKind
 from baton_gateway.placer import MAX_FAILURES
+from baton_protocol.messages import ErrorCode
+from baton_protocol.sampling import StructuredOutputKind
 
 TEXT = "hello world, the quick brown fox"
 GO: dict[str, Any] = {"model": "m", "prompt": "go", "max_tokens": 50}

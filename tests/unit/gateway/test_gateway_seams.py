@@ -10,7 +10,7 @@ from gateway_fakes import FakeEngine, Stand
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from baton_engine.protocol.messages import ErrorCode
+from baton_protocol.messages import ErrorCode
 
 ENGINES = 4
 PIECES = st.sampled_from(["a", "b", "ab", "ba", " ", "hello", "é", "你", "🙂", "👨‍👩‍👧", "\n", "\ufffd"])

@@ -10,7 +10,7 @@ import openai
 import pytest
 from gateway_fakes import MakeStand, Stand, until
 
-from baton_engine.protocol.config import GatewayConfig
+from baton_protocol.config import GatewayConfig
 
 TEXT = "hello world, the quick brown fox"
 HEARTBEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.5}

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from rendered_chart import CHART, NAMESPACE, ROOT, Object, kinds, notes, one, pod_spec, render
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT
 from baton_operator import names
 from baton_operator.cli import HTTP_PORT
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.pod_security import violations
 
 ALL_OPTIONS: Object = {

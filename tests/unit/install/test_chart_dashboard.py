@@ -15,10 +15,10 @@ from baton_engine.core.request_metrics import RequestMetrics
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats, commit_pauses
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
-from baton_engine.protocol.topology import RankPhase, TopologyStatus
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
 from baton_operator.server import Metrics
+from baton_protocol.topology import RankPhase, TopologyStatus
 
 DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rendered_chart import ROOT
 
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
-from baton_engine.protocol.topology import TopologyStatus
 from baton_gateway.metrics import GatewayMetrics
+from baton_protocol.topology import TopologyStatus
 
 PAGE = ROOT / "docs" / "metrics.md"
 NAME = re.compile(r"baton(:|_gateway_|_operator_)[a-z_0-9]+")

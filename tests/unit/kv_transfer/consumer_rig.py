@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, checksum, side_channel
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.connector import BlockLoad, ConnectorStats, HeadRange, KVCacheLayout, LoadResult, RankAddress
@@ -21,6 +19,8 @@ from baton_kv_transfer.side_channel import MemoryDescription, Publish, Published
 from baton_kv_transfer.staged_memory import StagedKVMemory
 from baton_kv_transfer.transport_agent import TransportAgent
 from baton_kv_transfer.transports.base import Post
+from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 HOST = "127.0.0.1"
 WAIT_MS = 60_000

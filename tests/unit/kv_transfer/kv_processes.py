@@ -19,11 +19,11 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, HeadRange, KVCacheLayout, LoadResult
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import library
+from baton_protocol.config import KVRole, KVTransferConfig
 
 library.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
 

@@ -11,8 +11,6 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import XferHandle
 from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange, KVCacheLayout, RankAddress
@@ -21,6 +19,8 @@ from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.producer import ProducerSide, open_router
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transport_agent import TransportAgent
+from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 LEASE_S = 10.0
 NUM_BLOCKS = 16

@@ -11,7 +11,6 @@ import pytest
 from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 from plain_nixl import PlainProgram
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer.agent import INIT_AGENT, create_agent
 from baton_kv_transfer.connector import (
     BlockLoad,
@@ -23,6 +22,7 @@ from baton_kv_transfer.connector import (
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.nixl.agent import NixlAgent
+from baton_protocol.config import KVRole, KVTransferConfig
 
 
 @pytest.fixture(scope="module")

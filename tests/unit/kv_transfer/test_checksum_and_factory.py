@@ -11,11 +11,11 @@ import pytest
 import zmq
 from kv_processes import HOST, LAYOUT, wait_for
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_protocol.config import KVRole, KVTransferConfig
 
 
 def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:

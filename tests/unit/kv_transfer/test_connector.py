@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kv_processes import LAYOUT, Engine, wait_for
 
-from baton_engine.protocol.config import KVRole
+from baton_protocol.config import KVRole
 
 
 @pytest.fixture

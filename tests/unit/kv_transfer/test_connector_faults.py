@@ -13,7 +13,6 @@ import pytest
 import zmq
 from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer import auth, loads, side_channel
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.connector import (
@@ -26,6 +25,7 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_protocol.config import KVRole, KVTransferConfig
 
 
 class Side:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from kv_processes import HOST, chain_hash, wait_for
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer.connector import (
     BlockLoad,
     BlockSave,
@@ -21,6 +20,7 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_protocol.config import KVRole, KVTransferConfig
 
 NUM_HEADS = 4
 NUM_BLOCKS = 8

@@ -17,10 +17,10 @@ from consumer_rig import (
     layout_of,
 )
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult, RankAddress
 from baton_kv_transfer.side_channel import Cancelled, Released
+from baton_protocol.service_key import ServiceKey
 
 # -- the handshake
 

@@ -10,10 +10,10 @@ import pytest
 from kv_processes import wait_for
 from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
 
-from baton_engine.protocol.service_key import ServiceKey
 from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, producer_transfers, side_channel
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
+from baton_protocol.service_key import ServiceKey
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.protocol.config import KVRole, KVTransferConfig
 from baton_kv_transfer.agent import create_agent
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import capabilities
+from baton_protocol.config import KVRole, KVTransferConfig
 
 ROOT = Path(__file__).parents[3]
 SWITCHED = """

@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from baton_engine.core.metrics import engine_registry
 from baton_engine.core.request_metrics import RequestMetrics
 from baton_engine.core.stats import EngineStats
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.names import LABEL_ROLE, MemberRole
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 
 _HOSTS = (f"127.91.{os.getpid() % 250}.{number}" for number in count(1))
 

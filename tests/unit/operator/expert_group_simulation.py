@@ -9,7 +9,11 @@ from datetime import datetime, timedelta
 
 from services import NOW
 
-from baton_engine.protocol.topology import (
+from baton_operator.api import llmservice
+from baton_operator.plan.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
+from baton_operator.plan.plan_group import Member, Update
+from baton_operator.plan.topology import record
+from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
     OperationStatus,
@@ -17,10 +21,6 @@ from baton_engine.protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from baton_operator.api import llmservice
-from baton_operator.plan.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
-from baton_operator.plan.plan_group import Member, Update
-from baton_operator.plan.topology import record
 
 ADDRESS = "10.96.0.9"
 TIMEOUT_S = 60.0

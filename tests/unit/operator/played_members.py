@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 from operator_process import eventually
 
-from baton_engine.protocol.service_key import ServiceKey
-from baton_engine.protocol.topology import (
+from baton_protocol.service_key import ServiceKey
+from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,
     MemberStatus,
     OperationPhase,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_engine.protocol.topology import MemberStatus, RankPhase, TopologyRequest, TopologyStatus
+from baton_protocol.topology import MemberStatus, RankPhase, TopologyRequest, TopologyStatus
 
 REGISTERED_WITHIN_S = 5.0
 """Ranks find a new coordinator in time."""

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from services import owner
 
-from baton_engine.protocol.config import EngineConfig, GatewayConfig
 from baton_operator.builders import access, config, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import desired
 from baton_operator.names import ConfiguredRole
 from baton_operator.observe.observation import gateway_schemes
+from baton_protocol.config import EngineConfig, GatewayConfig
 
 Object = dict[str, Any]
 TLS = {"tls": {"secretName": "cert"}}

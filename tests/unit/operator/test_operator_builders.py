@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from services import owner
 
-from baton_engine.protocol.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
-from baton_engine.protocol.service_key import ServiceKey
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.apply import contains
 from baton_operator.builders import config, coordinator, gateway, members_service, service_key
@@ -20,6 +18,8 @@ from baton_operator.builders.overlay import merge
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import desired
 from baton_operator.names import GROUP, MEMBER_ROLES, ConfiguredRole, Role
+from baton_protocol.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
+from baton_protocol.service_key import ServiceKey
 
 EXPERTS: dict[str, Any] = {"prefill": {}, "decode": {"parallelism": {"expert": True}}}
 

@@ -9,7 +9,6 @@ import pytest
 from expert_group_simulation import Simulation
 from services import NOW
 
-from baton_engine.protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
 from baton_operator.api import llmservice
 from baton_operator.plan.plan_expert_group import (
     JOIN_TOGETHER,
@@ -20,6 +19,7 @@ from baton_operator.plan.plan_expert_group import (
     plan_expert_group,
 )
 from baton_operator.plan.plan_group import Member
+from baton_protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
 
 TIMEOUT_S = 60.0
 STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING

@@ -12,8 +12,6 @@ import pytest
 from aiohttp import web
 from services import NOW, Object, owner, pod, service
 
-from baton_engine.protocol.config import EngineConfig, GatewayConfig
-from baton_engine.protocol.progress import Health, LoadProgress
 from baton_operator.api.spec_model import MODEL_URI, Model
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
@@ -21,6 +19,8 @@ from baton_operator.problems import Problem, ReconcileError
 from baton_operator.status.report import new_failures, report
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
+from baton_protocol.config import EngineConfig, GatewayConfig
+from baton_protocol.progress import Health, LoadProgress
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from services import owner
 
-from baton_engine.protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
-from baton_engine.protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import desired
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from support.network_policies import Object, Pod, admits
 
 ROOT = Path(__file__).parents[3]

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from services import NOW, Object, owner, pod, service
 
-from baton_engine.protocol.kv_compatibility import KVCompatibility, differences
-from baton_engine.protocol.progress import Health
 from baton_operator.names import Key
 from baton_operator.status.report import new_failures, report
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes
+from baton_protocol.kv_compatibility import KVCompatibility, differences
+from baton_protocol.progress import Health
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(

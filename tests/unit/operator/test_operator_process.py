@@ -14,12 +14,12 @@ import pytest
 from operator_process import NAMESPACE, Cluster, Object, Operator, eventually, needs_api_server
 from played_members import DrainingEngine, PlayedCoordinator, serve_drain
 
-from baton_engine.protocol.config import EngineConfig
 from baton_kube.client import KubeError
 from baton_operator.builders import service_key
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
+from baton_protocol.config import EngineConfig
 
 pytestmark = needs_api_server
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from services import NOW, Object, owner, pod, service
 
-from baton_engine.protocol.progress import Health, LoadProgress
 from baton_operator.status.report import report
 from baton_operator.status.report_group import Group
+from baton_protocol.progress import Health, LoadProgress
 
 TYPO = "file:///models/typo"
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}

@@ -10,7 +10,13 @@ import pytest
 from aiohttp import web
 from services import Object, pod, service
 
-from baton_engine.protocol.topology import (
+from baton_operator.api import llmservice
+from baton_operator.names import ANNOTATION_SERVICE_KEY
+from baton_operator.observe.pod_clients import CoordinatorClient
+from baton_operator.plan.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
+from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
+from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
     OperationStatus,
@@ -18,12 +24,6 @@ from baton_engine.protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from baton_operator.api import llmservice
-from baton_operator.names import ANNOTATION_SERVICE_KEY
-from baton_operator.observe.pod_clients import CoordinatorClient
-from baton_operator.plan.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
-from baton_operator.status.report_group import Group, group_verdict
-from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
 
 ADDRESS = "10.96.0.9"
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from baton_engine.protocol.messages import FinishReason
+from baton_protocol.messages import FinishReason
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
 from baton_engine.scheduling.request import Beam, BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 _SEPARATOR = "#"
 

@@ -11,7 +11,7 @@ import signal
 import threading
 from pathlib import Path
 
-from baton_engine.protocol.arguments import port
+from baton_protocol.arguments import port
 
 from . import DEFAULT_SERVICE_NETWORK, EmbeddedControlPlane
 

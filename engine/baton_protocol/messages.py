@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.sampling import SamplingParams
+from baton_protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton_engine.text.tokenizer import Tokenizer
+from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 16

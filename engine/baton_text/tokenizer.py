@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
-from baton_engine.text.chat_template import ChatTemplate
+from baton_text.chat_template import ChatTemplate
 
 _LONG_DECODE = 512
 """Tokens. The library's plain decode keeps all other threads from running, its batch call costs a little more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_engine.protocol.messages import Ping, Pong
+from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
 HEARTBEAT_TIMEOUT_S = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_engine.protocol.kv_compatibility import KVCompatibility
+from baton_protocol.kv_compatibility import KVCompatibility
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 

@@ -21,8 +21,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from baton_engine.protocol.config import container_path
-from baton_engine.protocol.zap import require_client_key
+from baton_protocol.config import container_path
+from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16
 HANDSHAKE_FAILED = (

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from baton_engine.text.errors import RequestError
+from baton_text.errors import RequestError
 
 
 class Checked(Protocol):

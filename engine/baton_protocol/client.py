@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from baton_engine.protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Heartbeat
-from baton_engine.protocol.messages import (
+from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Heartbeat
+from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutput,
@@ -39,8 +39,8 @@ from baton_engine.protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_engine.protocol.request_stream import EngineDeadError, HandshakeFailedError, RequestStream
-from baton_engine.protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
+from baton_protocol.request_stream import EngineDeadError, HandshakeFailedError, RequestStream
+from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 
 __all__ = ["EngineClient", "EngineDeadError", "HandshakeFailedError", "RequestStream", "UtilityError"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
-from baton_engine.text.tokenizer import Tokenizer
+from baton_protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
+from baton_text.tokenizer import Tokenizer
 
 MAX_WORDS = MAX_BAD_WORDS // 2
 """Bad words: each may be two token sequences, as it starts a text and as it follows a space."""

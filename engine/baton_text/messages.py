@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.text.errors import RequestError
+from baton_text.errors import RequestError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 

@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_engine.protocol.messages import (
+from baton_protocol.messages import (
     BeamOutput,
     EngineCoreOutput,
     PromptLogprobs,
     RoutedExperts,
     TokenLogprobs,
 )
-from baton_engine.text.detokenizer import IncrementalDetokenizer
-from baton_engine.text.responses import (
+from baton_text.detokenizer import IncrementalDetokenizer
+from baton_text.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptTokenLogprob,
     TokenLogprob,
     TopLogprob,
 )
-from baton_engine.text.stop import StopScanner
-from baton_engine.text.tokenizer import Tokenizer
+from baton_text.stop import StopScanner
+from baton_text.tokenizer import Tokenizer
 
 
 @dataclass

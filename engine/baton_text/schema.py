@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.protocol.sampling import (
+from baton_protocol.sampling import (
     MAX_BEAM_WIDTH,
     MAX_LOGPROBS,
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,
 )
-from baton_engine.text.errors import RequestError
-from baton_engine.text.messages import ChatMessage, template_messages
-from baton_engine.text.structured_outputs import StructuredOutputsParams, check_bad_words
+from baton_text.errors import RequestError
+from baton_text.messages import ChatMessage, template_messages
+from baton_text.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
 MAX_STOPS = 4
