@@ -15,7 +15,9 @@ from baton_kernels.linear import linear, pack_weight
 class Machine:
     """Measurements, to be made in a process of their own."""
 
-    def gemm_flops(self, rows: int = 512, inner: int = 768, columns: int = 6144) -> dict[str, float]:
+    def gemm_flops(
+        self, rows: int = 512, inner: int = 768, columns: int = 6144
+    ) -> dict[str, float]:
         """FLOP/s of a float32 product of the model's widest layer, with plain and with packed weights; medians of 15."""
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         packed = pack_weight(weight)

@@ -21,7 +21,9 @@ class Remote:
         """Raises what the factory raises."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, factory, args, options), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, factory, args, options), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._answer()
@@ -54,7 +56,12 @@ class Remote:
         return result
 
 
-def _serve(connection: Connection, factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection,
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
     try:
         subject = factory(*args, **options)
         connection.send((None, None))

@@ -51,7 +51,10 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Header and cells of rows of one part; columns that all rows leave empty are left out."""
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "part"]
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    return [columns, *(["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows)]
+    return [
+        columns,
+        *(["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows),
+    ]
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -61,11 +64,21 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         print(f"  {part}")
         for line in cells:
-            print("    " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            print(
+                "    "
+                + "  ".join(
+                    cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+                ).rstrip()
+            )
 
 
 def write(
-    subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = "", **circumstances: Any
+    subject: str,
+    figures: list[dict[str, Any]],
+    goals: list[Goal],
+    *,
+    remarks: str = "",
+    **circumstances: Any,
 ) -> Path:
     """Prints the goals and writes everything.
 
@@ -90,7 +103,9 @@ def write(
     return path
 
 
-def replace(subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = "") -> Path:
+def replace(
+    subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = ""
+) -> Path:
     """Puts what some parts measured anew in the place of their old figures; arguments as of `write`.
 
     Every part holds its peers in its own run, so parts of one subject need not be of one hour.
@@ -103,7 +118,9 @@ def replace(subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, r
         raise FileNotFoundError(f"{path} does not exist: measure all parts first")
     old = json.loads(path.read_text())
     parts, names = {row["part"] for row in figures}, {goal.name for goal in goals}
-    kept = [Goal(**{key: value for key, value in goal.items() if key != "met"}) for goal in old["goals"]]
+    kept = [
+        Goal(**{key: value for key, value in goal.items() if key != "met"}) for goal in old["goals"]
+    ]
     return write(
         subject,
         [row for row in old["figures"] if row["part"] not in parts] + figures,
@@ -125,13 +142,20 @@ def render() -> None:
     for file in sorted(RESULTS.glob("*/*.json")):
         result = json.loads(file.read_text())
         lines += ["", f"## {result['subject']} on {file.parent.name}", ""]
-        lines += [", ".join(f"{key}: {value}" for key, value in result["circumstances"].items()) + ".", ""]
+        lines += [
+            ", ".join(f"{key}: {value}" for key, value in result["circumstances"].items()) + ".",
+            "",
+        ]
         lines += ["| goal | measured | wanted | met |", "| --- | --- | --- | --- |"]
         for goal in result["goals"]:
-            value = "not measured" if goal["value"] is None else f"{goal['value']:.2f} {goal['unit']}"
+            value = (
+                "not measured" if goal["value"] is None else f"{goal['value']:.2f} {goal['unit']}"
+            )
             bound = "at most" if goal.get("at_most") else "at least"
             met = {None: "?", True: "yes", False: "**no**"}[goal["met"]]
-            lines.append(f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |")
+            lines.append(
+                f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |"
+            )
         lines += _figures(result["figures"])
         if result.get("remarks"):
             lines += ["", result["remarks"]]
@@ -146,7 +170,9 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
     few = [row for part in parts.values() if len(part) < 3 for row in part]
     lines = ["", "| figure | values |", "| --- | --- |"] if few else []
     for row in few:
-        values = [f"{key} {value}" for key, value in row.items() if key != "part" and value is not None]
+        values = [
+            f"{key} {value}" for key, value in row.items() if key != "part" and value is not None
+        ]
         lines.append(f"| {row.get('part', '')} | {', '.join(values)} |")
     for name, part in parts.items():
         if len(part) >= 3:

@@ -20,9 +20,13 @@ def main(folder: Path) -> None:
         importlib.metadata.PackageNotFoundError: nixl-cu12 is not installed.
         ValueError: its wheel does not have exactly one of each library of UCX.
     """
-    libraries = Path(str(importlib.metadata.distribution("nixl-cu12").locate_file("nixl_cu12.libs")))
+    libraries = Path(
+        str(importlib.metadata.distribution("nixl-cu12").locate_file("nixl_cu12.libs"))
+    )
     (folder / "ucx").mkdir(parents=True)
-    for path in libraries.glob("*.so*"):  # they name each other by the names that they have in the wheel
+    for path in libraries.glob(
+        "*.so*"
+    ):  # they name each other by the names that they have in the wheel
         (folder / path.name).symlink_to(path)
     for name in NAMES:
         (found,) = libraries.glob(f"lib{name}-*.so.*")
@@ -30,9 +34,13 @@ def main(folder: Path) -> None:
         (folder / f"lib{name}.so.0").symlink_to(found)
     # NIXL's wheel has no libucs_signal. Without this link ucxx would load that of libucx-cu12, and its libucs with it.
     (folder / "libucs_signal.so").symlink_to(folder / "libucs.so")
-    for path in (libraries / "ucx").glob("*.so.*"):  # UCX looks for modules beside libucs, with the suffix of its name
+    for path in (libraries / "ucx").glob(
+        "*.so.*"
+    ):  # UCX looks for modules beside libucs, with the suffix of its name
         (folder / "ucx" / f"{path.name.partition('.')[0]}.so").symlink_to(path)
-        (folder / "ucx" / path.name).symlink_to(path)  # modules of modules (mlx5 of ib) name each other in full
+        (folder / "ucx" / path.name).symlink_to(
+            path
+        )  # modules of modules (mlx5 of ib) name each other in full
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from pathlib import Path
 def main(extras: list[str]) -> None:
     """Raises KeyError for an extra that does not exist."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
     print("\n".join(dict.fromkeys(wanted)))
 
 

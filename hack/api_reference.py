@@ -74,7 +74,9 @@ def text() -> str:
     for root in ("spec", "status"):
         for path, node in _objects(schema["properties"][root], root):
             parts.append(f"\n## {path}\n\n{node['description']}\n\n{_table(path, node)}")
-    rules = _rows([(_code(f"spec.{rule.path}".rstrip(".")), rule.message, _code(rule.cel)) for rule in RULES])
+    rules = _rows(
+        [(_code(f"spec.{rule.path}".rstrip(".")), rule.message, _code(rule.cel)) for rule in RULES]
+    )
     parts.append(_RULES_TITLE + "\n| at | what holds | CEL |\n| --- | --- | --- |\n" + rules)
     return "".join(parts)
 
@@ -93,12 +95,25 @@ def _table(path: str, node: Schema) -> str:
     rows = []
     for name, child in node["properties"].items():
         default = "**required**" if name in required else _default(child)
-        rows.append((_code(name), _type(f"{path}.{name}", child), default, _bounds(child), child["description"]))
-    return "| field | type | default | bounds | description |\n| --- | --- | --- | --- | --- |\n" + _rows(rows)
+        rows.append(
+            (
+                _code(name),
+                _type(f"{path}.{name}", child),
+                default,
+                _bounds(child),
+                child["description"],
+            )
+        )
+    return (
+        "| field | type | default | bounds | description |\n| --- | --- | --- | --- | --- |\n"
+        + _rows(rows)
+    )
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> str:
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows
+    )
 
 
 def _code(text: str) -> str:
@@ -145,7 +160,9 @@ def _bounds(node: Schema) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -75,7 +75,12 @@ def tables() -> str:
         for family, names in families:
             labels |= set(names)
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            cells = (f"`{name}`", family.type, ", ".join(f"`{each}`" for each in names) or "-", _unit(family.name))
+            cells = (
+                f"`{name}`",
+                family.type,
+                ", ".join(f"`{each}`" for each in names) or "-",
+                _unit(family.name),
+            )
             text += f"| {' | '.join(cells)} | {family.documentation.rstrip('.')} |\n"
     text += "\n## Labels\n\n| label | values |\n| --- | --- |\n"
     return text + "".join(f"| `{label}` | {LABELS[label]} |\n" for label in sorted(labels))
@@ -88,7 +93,9 @@ def _components() -> dict[str, list[tuple[Metric, tuple[str, ...]]]]:
     return {
         "Gateway": list(_registered(vars(GatewayMetrics()).values())),
         "Engine": [*always.values(), *_registered([Access().refusals])],
-        "Engine of a service with prefill pods": [of_hand_over[name] for name in of_hand_over if name not in always],
+        "Engine of a service with prefill pods": [
+            of_hand_over[name] for name in of_hand_over if name not in always
+        ],
         "Engine that is a rank of an expert-parallel group": [
             of_group[name] for name in of_group if name not in always
         ],
@@ -124,7 +131,9 @@ def _unit(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -47,7 +47,10 @@ PUBLISHED = (
     ("vLLM, data-parallel 5 -> 4 (#20775)", "about 40 s; likewise"),
     ("vLLM, DeepSeek-V2-Lite, up / down (#43788)", "31 s / 7 s"),
     ("vLLM, 16 <-> 20 ranks on GB200, blocking", "pause of 99.6 s"),
-    ("vLLM, 16 <-> 20 ranks on GB200, prepared beside, graphs reused", "58 s; pause of 0.82 s up, 1.96 s down"),
+    (
+        "vLLM, 16 <-> 20 ranks on GB200, prepared beside, graphs reused",
+        "58 s; pause of 0.82 s up, 1.96 s down",
+    ),
 )
 """What others say of theirs, on other hardware and with other models: for orientation."""
 
@@ -68,7 +71,11 @@ def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> floa
     """Upper bound of the highest bucket that was hit between the two; None: there was no change."""
     grown = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = max(grown.values(), default=0.0)
-    return min((bound for bound, count in grown.items() if count == total), default=None) if total > 0 else None
+    return (
+        min((bound for bound, count in grown.items() if count == total), default=None)
+        if total > 0
+        else None
+    )
 
 
 async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -111,7 +118,10 @@ async def scale(group: ExpertGroup, load: Load, cycles: int, rows: list[dict[str
                     "part": "operations",
                     "operation": f"{before} -> {size}",
                     "seconds": round(took, 2),
-                    **{f"{phase}_s": round(seconds, 3) for phase, seconds in (done.seconds if done else {}).items()},
+                    **{
+                        f"{phase}_s": round(seconds, 3)
+                        for phase, seconds in (done.seconds if done else {}).items()
+                    },
                     "commit_pause_at_most_s": pause,
                     "longest_gap_s": round(gap, 3),
                 }
@@ -119,7 +129,9 @@ async def scale(group: ExpertGroup, load: Load, cycles: int, rows: list[dict[str
             print(rows[-1], flush=True)
 
 
-async def control(processes: Pods, checkpoint: Path, load: Load, cycles: int, rows: list[dict[str, Any]]) -> None:
+async def control(
+    processes: Pods, checkpoint: Path, load: Load, cycles: int, rows: list[dict[str, Any]]
+) -> None:
     """Engines that nobody uses start and end as ranks do in `scale`."""
     others: list[Pod] = []
     serial = 0
@@ -160,9 +172,13 @@ async def throughput(group: ExpertGroup, load: Load, size: int) -> dict[str, Any
     await asyncio.sleep(THROUGHPUT_S)
     seconds = time.monotonic() - started
     tokens = sum(len(stream.token_ids) for stream in load.streams) - before
-    num_steps = [pod.metric("baton:topology_num_steps_total") - s for pod, s in zip(ranks, steps, strict=True)]
+    num_steps = [
+        pod.metric("baton:topology_num_steps_total") - s
+        for pod, s in zip(ranks, steps, strict=True)
+    ]
     exchanged = [
-        pod.metric("baton:topology_exchange_seconds_total") - s for pod, s in zip(ranks, exchange, strict=True)
+        pod.metric("baton:topology_exchange_seconds_total") - s
+        for pod, s in zip(ranks, exchange, strict=True)
     ]
     per_step = [s / n * 1e3 for s, n in zip(exchanged, num_steps, strict=True) if n]
     return {
@@ -200,9 +216,15 @@ def main() -> None:
         with pods(Path(folder), 40) as processes:
             group = ExpertGroup(processes, checkpoint)
             group.start(2)
-            loads.append(asyncio.run(loaded(group, lambda load: scale(group, load, args.cycles, rows))))
             loads.append(
-                asyncio.run(loaded(group, lambda load: control(processes, checkpoint, load, args.cycles, rows)))
+                asyncio.run(loaded(group, lambda load: scale(group, load, args.cycles, rows)))
+            )
+            loads.append(
+                asyncio.run(
+                    loaded(
+                        group, lambda load: control(processes, checkpoint, load, args.cycles, rows)
+                    )
+                )
             )
             for size in (1, 2, 4):
                 group.scale(names_of(size, group, random.Random(size)))
@@ -220,17 +242,34 @@ def main() -> None:
     unrelated = max(row["longest_gap_s"] for row in rows if row["part"] == "control")
     up = max(row["longest_gap_s"] for row in changes if row["operation"] in ("2 -> 4", "3 -> 6"))
     down = max(row["longest_gap_s"] for row in changes if row["operation"] in ("4 -> 3", "6 -> 2"))
-    pauses = [row["commit_pause_at_most_s"] for row in changes if row["commit_pause_at_most_s"] is not None]
-    rows.append({"part": "streams", "streams": sum(len(load.streams) for load in loads), "failed": failed})
+    pauses = [
+        row["commit_pause_at_most_s"]
+        for row in changes
+        if row["commit_pause_at_most_s"] is not None
+    ]
+    rows.append(
+        {"part": "streams", "streams": sum(len(load.streams) for load in loads), "failed": failed}
+    )
     rows += [
-        {"part": "published by others, other hardware", "system": system, "figure": text} for system, text in PUBLISHED
+        {"part": "published by others, other hardware", "system": system, "figure": text}
+        for system, text in PUBLISHED
     ]
     print_table(rows)
     goals = [
         Goal("failed requests", failed, 0, "requests", at_most=True),
-        Goal("longest gap beyond the control, up", round(up - unrelated, 3), 1.0, "s", at_most=True),
-        Goal("longest gap beyond the control, down", round(down - unrelated, 3), 2.0, "s", at_most=True),
-        Goal("pause of the commit, upper bound", max(pauses, default=None), 0.25, "s", at_most=True),
+        Goal(
+            "longest gap beyond the control, up", round(up - unrelated, 3), 1.0, "s", at_most=True
+        ),
+        Goal(
+            "longest gap beyond the control, down",
+            round(down - unrelated, 3),
+            2.0,
+            "s",
+            at_most=True,
+        ),
+        Goal(
+            "pause of the commit, upper bound", max(pauses, default=None), 0.25, "s", at_most=True
+        ),
     ]
     write("elastic", rows, goals, cycles=args.cycles, width=WIDTH)
 

@@ -43,7 +43,11 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     works = sample(scale=scale)
     wanted = sum(work.num_output_tokens for work in works)
     engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
-    peer, continuous, bounds = Remote(Transformers, path), Remote(Transformers, path), Remote(machine.Machine)
+    peer, continuous, bounds = (
+        Remote(Transformers, path),
+        Remote(Transformers, path),
+        Remote(machine.Machine),
+    )
 
     def generate_batch() -> float:
         """Infinite if it takes too long: it is not the better way then."""
@@ -65,14 +69,18 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     for _ in range(repeats):
         gemm.append(bounds.call("gemm_flops"))
         for name, run in ways.items():
-            if seconds[name] and seconds[name][0] > HOPELESS * min(values[0] for values in seconds.values()):
+            if seconds[name] and seconds[name][0] > HOPELESS * min(
+                values[0] for values in seconds.values()
+            ):
                 continue
             seconds[name].append(run())
             print(f"  {name}: {seconds[name][-1]:.1f} s", flush=True)
     for process in (engine, peer, continuous, bounds):
         process.close()
     _, num_read = num_parameters(path)
-    num_computed = sum(work.num_tokens - 1 for work in works)  # the last token of a request is never run
+    num_computed = sum(
+        work.num_tokens - 1 for work in works
+    )  # the last token of a request is never run
     median = {name: statistics.median(values) for name, values in seconds.items()}
     rates = {kind: statistics.median(one[kind] for one in gemm) for kind in gemm[0]}
     best_peer = min(value for name, value in median.items() if name != "baton")
@@ -82,16 +90,25 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
             "way": name,
             "seconds": round(value, 2) if value < math.inf else f"over {PATIENCE_S:g}",
             "runs": len(seconds[name]),
-            "output_tokens_per_s": round(wanted / value, 1) if value < math.inf else f"under {wanted / PATIENCE_S:.1f}",
+            "output_tokens_per_s": round(wanted / value, 1)
+            if value < math.inf
+            else f"under {wanted / PATIENCE_S:.1f}",
             "gemm_fraction": round(2 * num_read * num_computed / value / max(rates.values()), 3)
             if name == "baton"
             else None,
         }
         for name, value in median.items()
     ]
-    rows.append({"part": "GEMM, GFLOP/s", **{kind: round(rate / 1e9, 1) for kind, rate in rates.items()}})
+    rows.append(
+        {"part": "GEMM, GFLOP/s", **{kind: round(rate / 1e9, 1) for kind, rate in rates.items()}}
+    )
     return rows, [
-        Goal("throughput against the better of transformers' two ways", best_peer / median["baton"], 3.0, "x")
+        Goal(
+            "throughput against the better of transformers' two ways",
+            best_peer / median["baton"],
+            3.0,
+            "x",
+        )
     ]
 
 
@@ -106,28 +123,42 @@ def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
     prompt = list(range(300, 332))
     engine.call("generate", [Work(prompt, 4)])
     rates, bandwidths = [], []
-    for _ in range(3 * repeats):  # short ones: the bandwidth that neighbours leave changes by the minute
+    for _ in range(
+        3 * repeats
+    ):  # short ones: the bandwidth that neighbours leave changes by the minute
         bandwidths.append(bounds.call("read_bandwidth"))
         # The difference of two lengths: without the prefill, and without what a call costs.
         short, long = (engine.call("generate", [Work(prompt, 2 + n)]) for n in (0, num_tokens))
         rates.append(num_tokens / (long - short))
     engine.close()
     bounds.close()
-    ratios = [rate * num_read * 4 / bandwidth for rate, bandwidth in zip(rates, bandwidths, strict=True)]
+    ratios = [
+        rate * num_read * 4 / bandwidth for rate, bandwidth in zip(rates, bandwidths, strict=True)
+    ]
     row = {
         "part": "decode",
         "tokens_per_s": round(statistics.median(rates), 2),
         "read_bandwidth_gb_s": round(statistics.median(bandwidths) / 1e9, 2),
         "weight_gb_per_token": round(num_read * 4 / 1e9, 3),
     }
-    return [row], [Goal("batch-1 decode against the memory roofline", statistics.median(ratios), 0.7, "x")]
+    return [row], [
+        Goal("batch-1 decode against the memory roofline", statistics.median(ratios), 0.7, "x")
+    ]
 
 
 def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
     """The engine's own work per running request and step, the model taking no time."""
     rows = overhead.figures((64, 256, 1024), repeats)
     us = {row["running"]: row["us_per_request_and_step"] for row in rows}
-    return rows, [Goal("overhead per request at 1,024 running against 64", us[1024] / us[64], 1.5, "x", at_most=True)]
+    return rows, [
+        Goal(
+            "overhead per request at 1,024 running against 64",
+            us[1024] / us[64],
+            1.5,
+            "x",
+            at_most=True,
+        )
+    ]
 
 
 def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
@@ -140,10 +171,17 @@ def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]
     num_blocks = 8 * memory.MAX_MODEL_LEN // memory.BLOCK_SIZE
     paged = memory.occupancy(works, num_blocks)
     reserved = memory.occupancy(works, num_blocks, memory.RESERVED)
-    rows += [{"part": "paged, same memory", **paged}, {"part": "reserved maximum, same memory", **reserved}]
+    rows += [
+        {"part": "paged, same memory", **paged},
+        {"part": "reserved maximum, same memory", **reserved},
+    ]
     seconds: dict[str, list[float]] = {memory.PAGED: [], memory.RESERVED: []}
     for name, values in seconds.items():
-        options = {"num_blocks": num_blocks, "scheduler_class": name, "enable_prefix_caching": False}
+        options = {
+            "num_blocks": num_blocks,
+            "scheduler_class": name,
+            "enable_prefix_caching": False,
+        }
         engine = Remote(Engine, path, max_num_seqs=64, **options)
         engine.call("generate", [Work(work.prompt[:16], 2) for work in works[:4]])
         values += [engine.call("generate", works) for _ in range(max(1, repeats - 1))]
@@ -151,10 +189,16 @@ def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]
     wanted = sum(work.num_output_tokens for work in works)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     rows += [
-        {"part": "same memory, real model", "way": way, "output_tokens_per_s": round(wanted / median[name], 1)}
+        {
+            "part": "same memory, real model",
+            "way": way,
+            "output_tokens_per_s": round(wanted / median[name], 1),
+        }
         for way, name in (("paged", memory.PAGED), ("reserved maximum", memory.RESERVED))
     ]
-    return rows, [Goal("KV memory waste at block size 16", waste["waste_percent"], 4.0, "%", at_most=True)]
+    return rows, [
+        Goal("KV memory waste at block size 16", waste["waste_percent"], 4.0, "%", at_most=True)
+    ]
 
 
 def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
@@ -175,7 +219,9 @@ def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[G
         "off_s": round(statistics.median(seconds[False]), 2),
         "pairs": len(ratios),
     }
-    return [row], [Goal("prefix caching's cost at no hits", statistics.median(ratios), 1.0, "%", at_most=True)]
+    return [row], [
+        Goal("prefix caching's cost at no hits", statistics.median(ratios), 1.0, "%", at_most=True)
+    ]
 
 
 PARTS = {
@@ -203,11 +249,22 @@ def main() -> None:
             print(f"{name}: {PARTS[name].__doc__}", flush=True)
             part_rows, part_goals = PARTS[name](path, repeats, scale)
             for row in part_rows:
-                print("  " + ", ".join(f"{key} {value}" for key, value in row.items() if value is not None), flush=True)
+                print(
+                    "  "
+                    + ", ".join(
+                        f"{key} {value}" for key, value in row.items() if value is not None
+                    ),
+                    flush=True,
+                )
             rows += part_rows
             goals += part_goals
         total, _ = num_parameters(path)
-    circumstances = {"repeats": repeats, "parameters": total, "vocab_size": VOCAB_SIZE, "torch": torch.__version__}
+    circumstances = {
+        "repeats": repeats,
+        "parameters": total,
+        "vocab_size": VOCAB_SIZE,
+        "torch": torch.__version__,
+    }
     if args.quick:
         report.show(goals)
     elif args.part:

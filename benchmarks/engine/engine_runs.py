@@ -23,12 +23,17 @@ class Engine:
 
     def generate(self, works: list[Work]) -> float:
         """Seconds for all requests, each to its own length."""
-        params = [SamplingParams(temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True) for work in works]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True)
+            for work in works
+        ]
         start = time.perf_counter()
         results = self._llm.generate([work.prompt for work in works], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         for work, result in zip(works, results, strict=True):
-            assert len(result.outputs[0].token_ids) == work.num_output_tokens, "a request was cut short"
+            assert len(result.outputs[0].token_ids) == work.num_output_tokens, (
+                "a request was cut short"
+            )
         self._llm.reset_prefix_cache()  # the next run is to compute everything again
         return seconds
 

@@ -43,7 +43,10 @@ class InstantExecutor(Executor):
                 sampled[new.request_id] = TOKEN
                 known[new.request_id] += 1
         for cached in step.cached_requests:
-            if cached.num_computed_tokens + scheduled[cached.request_id] == known[cached.request_id]:
+            if (
+                cached.num_computed_tokens + scheduled[cached.request_id]
+                == known[cached.request_id]
+            ):
                 sampled[cached.request_id] = TOKEN
                 known[cached.request_id] += 1
         self._output = ModelRunnerOutput(sampled_token_ids=sampled)
@@ -53,7 +56,9 @@ class InstantExecutor(Executor):
         future.set_result(self._output)
         return future
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         raise NotImplementedError(method)
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:

@@ -58,10 +58,15 @@ def occupancy(works: list[Work], num_blocks: int, scheduler_class: str = PAGED) 
     config = EngineConfig(
         model=ModelConfig(path="instant"),
         cache=CacheConfig(
-            block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=False, swap_memory_bytes=0
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            enable_prefix_caching=False,
+            swap_memory_bytes=0,
         ),
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, max_num_seqs=len(works), scheduler_class=scheduler_class
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_num_seqs=len(works),
+            scheduler_class=scheduler_class,
         ),
     )
     executor = InstantExecutor(config, "instant", lambda: None)

@@ -28,13 +28,19 @@ def _measure(num_running: int) -> float:
     num_tokens = 1 + STEPS_PER_ROUND * (ROUNDS + 2)
     config = EngineConfig(
         model=ModelConfig(path="instant"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_running * (num_tokens // BLOCK_SIZE + 2)),
-        scheduler=SchedulerConfig(max_num_batched_tokens=num_running, max_num_seqs=num_running, max_queue=num_running),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE, num_blocks=num_running * (num_tokens // BLOCK_SIZE + 2)
+        ),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=num_running, max_num_seqs=num_running, max_queue=num_running
+        ),
     )
     core = EngineCore(config, InstantExecutor(config, "instant", lambda: None))
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for i in range(num_running):
-        refusal = core.add_request(EngineCoreRequest(f"request-{i}", [i + 1], params, arrival_time=float(i)))
+        refusal = core.add_request(
+            EngineCoreRequest(f"request-{i}", [i + 1], params, arrival_time=float(i))
+        )
         assert refusal is None, refusal
     for _ in range(STEPS_PER_ROUND):
         core.step_fn()
@@ -59,6 +65,10 @@ def figures(counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
         for count in counts:
             values[count] += us_per_request_and_step(count, 1)
     return [
-        {"part": "overhead", "running": count, "us_per_request_and_step": round(statistics.median(v), 3)}
+        {
+            "part": "overhead",
+            "running": count,
+            "us_per_request_and_step": round(statistics.median(v), 3),
+        }
         for count, v in values.items()
     ]

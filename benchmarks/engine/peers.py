@@ -55,22 +55,32 @@ class Transformers:
         model: Any = AutoModelForCausalLM.from_pretrained(
             self._path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
-        generation = GenerationConfig(do_sample=False, max_new_tokens=MAX_MODEL_LEN, eos_token_id=-1, pad_token_id=0)
-        pages = sum(-(-work.num_tokens // PAGE_SIZE) for work in works)  # memory for all at once: nothing waits for it
-        batching = ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=pages + 1, max_batch_tokens=512)
+        generation = GenerationConfig(
+            do_sample=False, max_new_tokens=MAX_MODEL_LEN, eos_token_id=-1, pad_token_id=0
+        )
+        pages = sum(
+            -(-work.num_tokens // PAGE_SIZE) for work in works
+        )  # memory for all at once: nothing waits for it
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE, num_blocks=pages + 1, max_batch_tokens=512
+        )
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=batching, warmup=False
         ) as manager:
             start = time.perf_counter()
             wanted = {
-                manager.add_request(work.prompt, max_new_tokens=work.num_output_tokens, eos_token_id=-1): work
+                manager.add_request(
+                    work.prompt, max_new_tokens=work.num_output_tokens, eos_token_id=-1
+                ): work
                 for work in works
             }
             while wanted:
                 result = manager.get_result(timeout=1.0)
                 if result is not None and result.is_finished():
                     work = wanted.pop(result.request_id)
-                    assert len(result.generated_tokens) == work.num_output_tokens, "the peer cut a request short"
+                    assert len(result.generated_tokens) == work.num_output_tokens, (
+                        "the peer cut a request short"
+                    )
                 if not manager.is_running():
                     raise RuntimeError("transformers' continuous batching stopped")
             return time.perf_counter() - start

@@ -10,7 +10,16 @@ from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, us
 from paged import HEAD_DIM, NUM_HEADS, Paged, random_cache
 
-POINTS = [(1, 4096), (16, 1024), (1, 131072), (8, 16384), (32, 4096), (128, 1024), (64, 4096), (256, 2048)]
+POINTS = [
+    (1, 4096),
+    (16, 1024),
+    (1, 131072),
+    (8, 16384),
+    (32, 4096),
+    (128, 1024),
+    (64, 4096),
+    (256, 2048),
+]
 """(sequences, tokens of each)."""
 ALL_PEERS = {(1, 131072), (32, 4096)}
 """The others are measured against the quick ones of the peers: FlexAttention is compiled for every shape anew."""
@@ -22,7 +31,9 @@ LARGE = 128 * 1024
 def run(setting: Setting) -> Result:
     points = [(2, 130), (3, 40)] if setting.quick else POINTS
     num_layers = 2 if setting.quick else NUM_LAYERS
-    cache = random_cache(max(n * -(-t // 16) * 16 for n, t in points), num_layers, setting.dtype, setting.device)
+    cache = random_cache(
+        max(n * -(-t // 16) * 16 for n, t in points), num_layers, setting.dtype, setting.device
+    )
     rows: Rows = []
     ratios: dict[str, float] = {}
     for num_seqs, num_tokens in points:
@@ -47,9 +58,13 @@ def run(setting: Setting) -> Result:
                 "against it": round(peer_seconds / seconds, 2),
             }
         )
-        rows += [{"part": "decode attention, peers", "batch x context": name, **row} for row in peer_rows]
+        rows += [
+            {"part": "decode attention, peers", "batch x context": name, **row} for row in peer_rows
+        ]
     worst = min(ratios, key=ratios.__getitem__, default="")
-    setting.remarks.append(f"Decode attention is furthest from the copy bandwidth at {worst}." if worst else "")
+    setting.remarks.append(
+        f"Decode attention is furthest from the copy bandwidth at {worst}." if worst else ""
+    )
     return rows, reached("attention_decode", ratios.get(worst))
 
 
@@ -58,7 +73,9 @@ def check_decode(batch: Paged) -> None:
     for layer in {0, batch.num_layers - 1}:
         out = batch.attend(layer)
         for seq in {0, len(batch.seq_lens) // 2, len(batch.seq_lens) - 1}:
-            expected = batch.expected(layer, seq, torch.zeros(1, dtype=torch.long, device=batch.device))
+            expected = batch.expected(
+                layer, seq, torch.zeros(1, dtype=torch.long, device=batch.device)
+            )
             check(f"decode attention, sequence {seq}", out[seq : seq + 1], expected)
 
 

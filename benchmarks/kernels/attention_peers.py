@@ -28,10 +28,15 @@ KV = tuple[Tensor, Tensor]
 
 def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[Call]:
     """One query per sequence, [num_seqs, num_heads, head_dim]. The heads that share keys stand as queries of one head: no masks."""
-    return [_with(backend, query.unflatten(1, (key.shape[1], -1)), key, value, {}) for key, value in sets]
+    return [
+        _with(backend, query.unflatten(1, (key.shape[1], -1)), key, value, {})
+        for key, value in sets
+    ]
 
 
-def sdpa_causal(backend: SDPBackend, query: Tensor, sets: Sequence[KV], *, expanded: bool) -> list[Call]:
+def sdpa_causal(
+    backend: SDPBackend, query: Tensor, sets: Sequence[KV], *, expanded: bool
+) -> list[Call]:
     """Whole prompts: query [num_seqs, num_heads, seq_len, head_dim].
 
     Args:
@@ -40,12 +45,18 @@ def sdpa_causal(backend: SDPBackend, query: Tensor, sets: Sequence[KV], *, expan
     calls = []
     for key, value in sets:
         if expanded:
-            key, value = (tensor.repeat_interleave(NUM_HEADS // tensor.shape[1], 1) for tensor in (key, value))
-        calls.append(_with(backend, query, key, value, {"is_causal": True, "enable_gqa": not expanded}))
+            key, value = (
+                tensor.repeat_interleave(NUM_HEADS // tensor.shape[1], 1) for tensor in (key, value)
+            )
+        calls.append(
+            _with(backend, query, key, value, {"is_causal": True, "enable_gqa": not expanded})
+        )
     return calls
 
 
-def _with(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
+def _with(
+    backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Call:
     def call() -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(query, key, value, scale=SCALE, **options)
@@ -64,8 +75,12 @@ def flex_causal(query: Tensor, sets: Sequence[KV]) -> list[Call]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     flex, length = _flex(query.is_cuda), query.shape[2]
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=str(query.device))
-    return [lambda kv=kv: flex(query, *kv, block_mask=mask, scale=SCALE, enable_gqa=True) for kv in sets]
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, length, length, device=str(query.device)
+    )
+    return [
+        lambda kv=kv: flex(query, *kv, block_mask=mask, scale=SCALE, enable_gqa=True) for kv in sets
+    ]
 
 
 def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
@@ -81,7 +96,13 @@ def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
         pages.reserve(torch.tensor(seq, device=device), torch.tensor(length, device=device))
     seqs, positions = (torch.arange(n, device=device) for n in (num_seqs, length))
     mask = create_block_mask(
-        lambda b, h, q, k: k < length, num_seqs, None, 1, length, device=device, BLOCK_SIZE=PAGE_SIZE
+        lambda b, h, q, k: k < length,
+        num_seqs,
+        None,
+        1,
+        length,
+        device=device,
+        BLOCK_SIZE=PAGE_SIZE,
     )
     mask = pages.convert_logical_block_mask(mask)
     calls = []
@@ -89,7 +110,9 @@ def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
         caches = [key.new_empty(1, num_kv_heads, num_pages * PAGE_SIZE, head_dim) for _ in range(2)]
         pages.assign(seqs, positions.expand(num_seqs, -1), key, value, *caches)
         calls.append(
-            lambda caches=caches: flex(query[:, :, None], *caches, block_mask=mask, scale=SCALE, enable_gqa=True)
+            lambda caches=caches: flex(
+                query[:, :, None], *caches, block_mask=mask, scale=SCALE, enable_gqa=True
+            )
         )
     return calls
 
@@ -102,7 +125,9 @@ def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
         return [_raises(error)]
 
 
-def checked(peers: dict[str, list[Call]], expected: Tensor, rows: Callable[[Any], Tensor]) -> dict[str, list[Call]]:
+def checked(
+    peers: dict[str, list[Call]], expected: Tensor, rows: Callable[[Any], Tensor]
+) -> dict[str, list[Call]]:
     """The peers, without the calls of those that compute something else: their time would be of no use.
 
     Args:

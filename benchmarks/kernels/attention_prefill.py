@@ -47,24 +47,35 @@ def run(setting: Setting) -> Result:
         if query_lens == seq_lens and len(set(seq_lens)) == 1:
             peer, peer_seconds, peer_rows = best_peer(setting, _peers(batch))
             row |= {"best peer": peer, "against it": round(peer_seconds / seconds, 2)}
-            rows += [{"part": "prefill attention, peers", "context": row["context"], **one} for one in peer_rows]
-            sdpa = [one["us"] for one in peer_rows if one["us"] is not None and one["peer"].startswith("SDPA")]
+            rows += [
+                {"part": "prefill attention, peers", "context": row["context"], **one}
+                for one in peer_rows
+            ]
+            sdpa = [
+                one["us"]
+                for one in peer_rows
+                if one["us"] is not None and one["peer"].startswith("SDPA")
+            ]
             if seq_lens == [GOAL_LENGTH] and sdpa:
                 value = min(sdpa) / us(seconds)
     return rows, reached("attention_prefill", value)
 
 
 def _in_short(lengths: list[int]) -> str:
-    return f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else " + ".join(map(str, lengths))
+    return (
+        f"{len(lengths)} x {lengths[0]}"
+        if len(set(lengths)) == 1
+        else " + ".join(map(str, lengths))
+    )
 
 
 def _check(batch: Paged) -> None:
     """First, last and some other rows of every sequence."""
     out = batch.attend(1)
     for seq, num_queries in enumerate(batch.query_lens):
-        rows = torch.unique(torch.tensor([0, 1, num_queries // 3, num_queries - 1]).clamp(max=num_queries - 1)).to(
-            batch.device
-        )
+        rows = torch.unique(
+            torch.tensor([0, 1, num_queries // 3, num_queries - 1]).clamp(max=num_queries - 1)
+        ).to(batch.device)
         first = int(batch.cu_seqlens_q[seq])
         check(f"prefill attention, sequence {seq}", out[first + rows], batch.expected(1, seq, rows))
 

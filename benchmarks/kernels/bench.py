@@ -40,15 +40,21 @@ PATIENCE_S = 240.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = sorted({*GPU_PARTS, *CPU_PARTS})
     parser.add_argument("--part", choices=known, action="append", help="only this; may be repeated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--minutes", type=float, default=60.0, help="parts that are not done by then are left out")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="parts that are not done by then are left out"
+    )
     args = parser.parse_args()
     deadline = time.perf_counter() + 60 * args.minutes
-    setting = Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, args.repeats)
+    setting = Setting(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, args.repeats
+    )
     parts = GPU_PARTS if setting.is_gpu else CPU_PARTS
     if args.quick and not setting.is_gpu:
         parts = [*GPU_PARTS, *(part for part in CPU_PARTS if part not in GPU_PARTS)]
@@ -111,7 +117,11 @@ def _write(setting: Setting, rows: Rows, goals: list[Goal], remarks: list[str]) 
     goals = [measured.get(goal.name, goal) for goal in GOALS.values()]
     if setting.is_gpu:
         os.environ.setdefault("BATON_MACHINE", device_key(setting.device))
-    name = torch.cuda.get_device_name() if setting.is_gpu else f"CPU with {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if setting.is_gpu
+        else f"CPU with {torch.get_num_threads()} threads"
+    )
     circumstances = {"device": name, "repeats": setting.repeats, "torch": torch.__version__}
     if not setting.is_gpu:
         circumstances["CPU kernels"] = cpu.DESCRIPTION

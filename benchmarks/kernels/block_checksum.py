@@ -27,7 +27,10 @@ def run(setting: Setting) -> Result:
 
     rows: Rows = []
     for kib in RUN_KIB[:2] if setting.quick else RUN_KIB:
-        for place, nbytes in (("cache", CACHED_BYTES), ("memory", 2**21 if setting.quick else MEMORY_BYTES)):
+        for place, nbytes in (
+            ("cache", CACHED_BYTES),
+            ("memory", 2**21 if setting.quick else MEMORY_BYTES),
+        ):
             if place == "cache" and setting.is_gpu:
                 continue  # a launch takes longer
             num_runs = max(1, nbytes // (kib * 1024))
@@ -41,11 +44,15 @@ def run(setting: Setting) -> Result:
             check(f"sums of {kib} KiB", block_sums(runs, few, 0, 1).cpu(), expected, 0)
             seconds: list[float] = []
             read: list[float] = []
-            for _ in range(1 if setting.quick else setting.repeats):  # in turn: neighbours change what memory gives
+            for _ in range(
+                1 if setting.quick else setting.repeats
+            ):  # in turn: neighbours change what memory gives
                 once = Setting(setting.device, setting.quick, repeats=1)
                 read.append(_read_bandwidth(once))
                 call = partial(block_sums, runs, order, 0, 1)
-                seconds.append(once.seconds([call], graph=False))  # the block ids come from the host
+                seconds.append(
+                    once.seconds([call], graph=False)
+                )  # the block ids come from the host
             rows.append(
                 {
                     "part": "block checksums",
@@ -55,7 +62,10 @@ def run(setting: Setting) -> Result:
                     "us": us(statistics.median(seconds)),
                     "GB/s": gb_s(summed, statistics.median(seconds)),
                     "of reading memory": round(
-                        statistics.median(summed / one / rate for one, rate in zip(seconds, read, strict=True)), 3
+                        statistics.median(
+                            summed / one / rate for one, rate in zip(seconds, read, strict=True)
+                        ),
+                        3,
                     ),
                 }
             )
@@ -71,7 +81,9 @@ def _read_bandwidth(setting: Setting) -> float:
     torch.set_num_threads(1)
     try:
         ones = torch.ones(data.shape[1])
-        return data.nbytes / min(setting.seconds([call]) for call in (lambda: data.sum(), lambda: torch.mv(data, ones)))
+        return data.nbytes / min(
+            setting.seconds([call]) for call in (lambda: data.sum(), lambda: torch.mv(data, ones))
+        )
     finally:
         torch.set_num_threads(num_threads)
 

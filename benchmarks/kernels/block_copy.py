@@ -17,12 +17,17 @@ def run(setting: Setting) -> Result:
     counts = [2, 5] if setting.quick else NUM_PAIRS
     num_layers = 2 if setting.quick else NUM_LAYERS
     cache = random_cache(4 * max(counts) * BLOCK_SIZE, num_layers, setting.dtype, setting.device)
-    host = torch.empty((max(counts), *cache.shape[1:]), dtype=cache.dtype, pin_memory=setting.is_gpu)
+    host = torch.empty(
+        (max(counts), *cache.shape[1:]), dtype=cache.dtype, pin_memory=setting.is_gpu
+    )
     flat_host = torch.empty_like(host, pin_memory=setting.is_gpu)
     rows: Rows = []
     for count in counts:
         ids = torch.randperm(len(cache))[: 2 * count]
-        pairs, out = ids.view(2, count).T.contiguous(), torch.stack((ids[:count], torch.arange(count)), 1)
+        pairs, out = (
+            ids.view(2, count).T.contiguous(),
+            torch.stack((ids[:count], torch.arange(count)), 1),
+        )
         back = out.flip(1)
         source, target = (column.to(setting.device) for column in pairs.T)
 
@@ -61,7 +66,9 @@ def run(setting: Setting) -> Result:
             ),
         }
         for name, (call, nbytes, peers) in ways.items():
-            seconds = setting.seconds([call], graph=False)  # the pairs come from the host with every call
+            seconds = setting.seconds(
+                [call], graph=False
+            )  # the pairs come from the host with every call
             peer, peer_seconds, _ = best_peer(setting, peers, graph=False)
             rows.append(
                 {
@@ -70,7 +77,9 @@ def run(setting: Setting) -> Result:
                     "blocks": count,
                     "us": us(seconds),
                     "GB/s": gb_s(nbytes, seconds),
-                    "of copy": round(nbytes / seconds / setting.copy_bandwidth, 3) if name == "copy" else None,
+                    "of copy": round(nbytes / seconds / setting.copy_bandwidth, 3)
+                    if name == "copy"
+                    else None,
                     "best peer": peer,
                     "against it": round(peer_seconds / seconds, 2),
                 }

@@ -80,7 +80,9 @@ def run(setting: Setting) -> Result:
                 "us": us(median["ours"]),
                 "GB/s": gb_s(nbytes, median["ours"]),
                 "of read": None if fraction is None else round(fraction, 3),
-                "read GB/s": round(statistics.median(rate for pair in read for rate in pair) / 1e9, 1),
+                "read GB/s": round(
+                    statistics.median(rate for pair in read for rate in pair) / 1e9, 1
+                ),
                 "steady rounds": f"{len(steady)} of {len(read)}",
                 "against SDPA on gathered KV": round(median["SDPA"] / median["ours"], 2),
                 "against gathering and SDPA": round(median["gather, SDPA"] / median["ours"], 2),
@@ -125,7 +127,9 @@ def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
 def _sdpa(batch: Paged, key: Tensor, value: Tensor) -> Tensor:
     """The heads that share keys stand as queries of one head, so that keys are not copied per head."""
     query = batch.query.unflatten(1, (NUM_KV_HEADS, -1))
-    return scaled_dot_product_attention(query, key, value, scale=SCALE).view(-1, NUM_HEADS, HEAD_DIM)
+    return scaled_dot_product_attention(query, key, value, scale=SCALE).view(
+        -1, NUM_HEADS, HEAD_DIM
+    )
 
 
 def _gather_sdpa(batch: Paged, layer: int) -> Tensor:

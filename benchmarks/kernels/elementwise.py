@@ -41,7 +41,9 @@ def run(setting: Setting) -> Result:
 
 def _row(setting: Setting, subject: Subject, num_tokens: int) -> dict[str, object]:
     arguments = subject.make(num_tokens)
-    got, expected = (_results(operation(*arguments)) for operation in (subject.ours, subject.reference))
+    got, expected = (
+        _results(operation(*arguments)) for operation in (subject.ours, subject.reference)
+    )
     for one, other in zip(got, expected, strict=True):
         check(f"{subject.name} of {num_tokens} tokens", one, other)
     nbytes = subject.nbytes(arguments, got)
@@ -91,10 +93,15 @@ def _subjects(setting: Setting) -> list[Subject]:
 
     def qkv(num_tokens: int) -> tuple[Tensor, ...]:
         positions = torch.randint(0, 8192, (num_tokens,), device=setting.device)
-        return (random(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM), *rotary_angles(positions, frequencies))
+        return (
+            random(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM),
+            *rotary_angles(positions, frequencies),
+        )
 
     def rotated_bytes(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> int:
-        return sum(tensor.nbytes for tensor in (*arguments[1:], *results, *results))  # values are not read
+        return sum(
+            tensor.nbytes for tensor in (*arguments[1:], *results, *results)
+        )  # values are not read
 
     def torch_add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         total = x + residual
@@ -126,7 +133,11 @@ def _subjects(setting: Setting) -> list[Subject]:
             "RoPE",
             lambda x, cos, sin: rotate_qk(x, *heads, cos, sin),
             lambda x, cos, sin: rotate_qk_reference(x, *heads, cos, sin, None, None, 0.0),
-            {"torch": lambda x, cos, sin: rotate_qk_reference(x, *heads, cos, sin, None, None, 0.0)},
+            {
+                "torch": lambda x, cos, sin: rotate_qk_reference(
+                    x, *heads, cos, sin, None, None, 0.0
+                )
+            },
             qkv,
             rotated_bytes,
         ),

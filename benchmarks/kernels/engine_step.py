@@ -32,7 +32,13 @@ from baton_kernels.kv_write import plan_write, write_kv
 from baton_kernels.linear import linear
 from baton_kernels.norm import add_rms_norm
 from baton_kernels.rope import rotate_qk
-from baton_protocol.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.config import (
+    CacheConfig,
+    CompilationConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from baton_protocol.sampling import SamplingParams
 
 LLAMA_8B = {
@@ -51,7 +57,12 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 0,
 }
-TINY = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 POINTS = [(1, 1024), (16, 2048), (64, 2048)]
 """(sequences, tokens of each)."""
@@ -81,7 +92,9 @@ def run(setting: Setting) -> Result:
             # Nothing that an earlier run has compiled: the warm-up is a first one.
             compilation = msgspec.structs.replace(compilation, cache_dir=f"{folder}/compiled")
             runner = _make_runner(setting, folder, points, num_steps, compilation)
-            is_as_meant = not setting.is_gpu or (runner.num_pieces > 0, runner.num_graphs > 0) == on_gpu
+            is_as_meant = (
+                not setting.is_gpu or (runner.num_pieces > 0, runner.num_graphs > 0) == on_gpu
+            )
             if not is_as_meant:
                 setting.remarks.append(
                     f"The decode step {way} ran with {runner.num_pieces} pieces and {runner.num_graphs} graphs."
@@ -93,7 +106,9 @@ def run(setting: Setting) -> Result:
                 expected = tokens.setdefault(point, got)
                 agree = sum(expected[key] == got[key] for key in expected) / num_seqs
                 if agree < AGREEMENT:
-                    raise WrongResult(f"{way}: {agree:.0%} of {num_seqs} rows get the token they get eagerly")
+                    raise WrongResult(
+                        f"{way}: {agree:.0%} of {num_seqs} rows get the token they get eagerly"
+                    )
                 blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
                 nbytes = _weight_nbytes(runner.model) + blocks * runner.kv_cache[0].nbytes
                 rows.append(
@@ -174,7 +189,11 @@ class _Runner:
 
 
 def _make_runner(
-    setting: Setting, path: str, points: list[tuple[int, int]], num_steps: int, compilation: CompilationConfig
+    setting: Setting,
+    path: str,
+    points: list[tuple[int, int]],
+    num_steps: int,
+    compilation: CompilationConfig,
 ) -> _Runner:
     num_seqs = max(n for n, _ in points)
     num_blocks = max(n * -(-(tokens + num_steps) // BLOCK_SIZE) for n, tokens in points)
@@ -201,7 +220,9 @@ class _Steps:
                 request_id=request_id,
                 prompt_token_ids=torch.randint(1, 300, (num_tokens,)).tolist(),
                 generated_token_ids=[],
-                sampling_params=SamplingParams(temperature=0.0, max_tokens=num_steps + 1, ignore_eos=True),
+                sampling_params=SamplingParams(
+                    temperature=0.0, max_tokens=num_steps + 1, ignore_eos=True
+                ),
                 sample_index=0,
                 block_ids=blocks[index * per_request : (index + 1) * per_request],
                 num_computed_tokens=num_tokens - 1,
@@ -214,7 +235,10 @@ class _Steps:
         seconds = []
         first = self._step(runner, SchedulerOutput(self.new, [], self._one_each, []))
         for number in range(self.num_steps - 1):
-            cached = [CachedRequestData(request_id, [], self.num_tokens + number) for request_id in self.ids]
+            cached = [
+                CachedRequestData(request_id, [], self.num_tokens + number)
+                for request_id in self.ids
+            ]
             start = time.perf_counter()
             self._step(runner, SchedulerOutput([], cached, self._one_each, []))
             seconds.append(time.perf_counter() - start)
@@ -231,7 +255,9 @@ class _Steps:
         return runner.runner.sample_tokens(None).sampled_token_ids
 
 
-def _alone(setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, num_tokens: int) -> dict[str, float]:
+def _alone(
+    setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, num_tokens: int
+) -> dict[str, float]:
     """Seconds that each kind of kernel takes in a step of `num_seqs` sequences, all layers together."""
     config, layers = model.config, list(model.layers)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -241,8 +267,14 @@ def _alone(setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, n
         return torch.randn(shape, device=device).to(dtype)
 
     x, residual = random(num_seqs, config.hidden_size), random(num_seqs, config.hidden_size)
-    attended, inside = random(num_seqs, heads * head_dim), random(num_seqs, config.intermediate_size)
-    gate_up, qkv = random(num_seqs, 2 * config.intermediate_size), random(num_seqs, (heads + 2 * kv_heads) * head_dim)
+    attended, inside = (
+        random(num_seqs, heads * head_dim),
+        random(num_seqs, config.intermediate_size),
+    )
+    gate_up, qkv = (
+        random(num_seqs, 2 * config.intermediate_size),
+        random(num_seqs, (heads + 2 * kv_heads) * head_dim),
+    )
     query, new = random(num_seqs, heads, head_dim), random(num_seqs, kv_heads, head_dim)
     angle = torch.rand(num_seqs, head_dim // 2, device=device)
     per_seq = -(-num_tokens // BLOCK_SIZE)
@@ -268,11 +300,23 @@ def _alone(setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, n
         "down": products(lambda layer: layer.mlp.down_proj.weight, inside),
         "lm head": [partial(linear, x, model.lm_head.weight)],
         "attention": [
-            partial(paged_attention, query, *cache, tables, starts, lengths, head_dim**-0.5, plan=plan, max_seqlen_q=1)
+            partial(
+                paged_attention,
+                query,
+                *cache,
+                tables,
+                starts,
+                lengths,
+                head_dim**-0.5,
+                plan=plan,
+                max_seqlen_q=1,
+            )
             for cache in caches
         ],
         "KV write": [partial(write_kv, new, new, *cache, slots, write_plan) for cache in caches],
-        "norms": [partial(add_rms_norm, x, residual, weight, config.rms_norm_eps) for weight in norms],
+        "norms": [
+            partial(add_rms_norm, x, residual, weight, config.rms_norm_eps) for weight in norms
+        ],
         "RoPE": [partial(rotate_qk, qkv, heads, kv_heads, angle, angle)] * len(layers),
         "SiLU-mul": [partial(silu_and_mul, gate_up)] * len(layers),
     }
@@ -281,4 +325,6 @@ def _alone(setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, n
 
 def _weight_nbytes(model: CausalLM) -> int:
     """Read in every step: all but the embedding table, of which a step reads a row per token."""
-    return sum(weight.nbytes for name, weight in model.named_parameters() if "embed_tokens" not in name)
+    return sum(
+        weight.nbytes for name, weight in model.named_parameters() if "embed_tokens" not in name
+    )

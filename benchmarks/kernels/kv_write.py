@@ -22,7 +22,9 @@ def run(setting: Setting) -> Result:
     for num_tokens in counts:
         slots = torch.randperm(len(cache) * BLOCK_SIZE, device=setting.device)[:num_tokens]
         kv = [
-            torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM, device=setting.device).to(setting.dtype)
+            torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM, device=setting.device).to(
+                setting.dtype
+            )
             for _ in range(num_layers)
         ]
         plan = plan_write(slots, BLOCK_SIZE)
@@ -31,7 +33,9 @@ def run(setting: Setting) -> Result:
         def ours(layer: int, kv: list[Tensor] = kv, slots: Tensor = slots, plan=plan) -> None:  # type: ignore[no-untyped-def]
             write_kv(*kv[layer], cache[:, :, layer, 0], cache[:, :, layer, 1], slots, plan)
 
-        def assignment(layer: int, kv: list[Tensor] = kv, block: Tensor = block, offset: Tensor = offset) -> None:
+        def assignment(
+            layer: int, kv: list[Tensor] = kv, block: Tensor = block, offset: Tensor = offset
+        ) -> None:
             for which in range(2):
                 cache[block, :, layer, which, offset] = kv[layer][which]
 
@@ -41,8 +45,14 @@ def run(setting: Setting) -> Result:
         cache.copy_(before)
         assignment(1)
         check(f"KV write of {num_tokens} tokens", written, cache, 0)
-        seconds = setting.seconds([lambda layer=layer, f=ours: f(layer) for layer in range(num_layers)])
-        peers = {"indexed assignment": [lambda layer=layer, f=assignment: f(layer) for layer in range(num_layers)]}
+        seconds = setting.seconds(
+            [lambda layer=layer, f=ours: f(layer) for layer in range(num_layers)]
+        )
+        peers = {
+            "indexed assignment": [
+                lambda layer=layer, f=assignment: f(layer) for layer in range(num_layers)
+            ]
+        }
         peer, peer_seconds, _ = best_peer(setting, peers)
         nbytes = 2 * kv[0].nbytes + slots.nbytes
         rows.append(

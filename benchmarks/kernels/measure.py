@@ -125,7 +125,9 @@ def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
         run = captured.replay
     run()
     once = _event_seconds(run, 1)
-    times = max(1, min(200, round(5e-3 / max(once, 1e-7))))  # at least 5 ms per round, so that events cost nothing
+    times = max(
+        1, min(200, round(5e-3 / max(once, 1e-7)))
+    )  # at least 5 ms per round, so that events cost nothing
     return statistics.median(_event_seconds(run, times) / times for _ in range(rounds))
 
 
@@ -153,7 +155,9 @@ def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = No
     bound = TOLERANCE[got.dtype] if tolerance is None else tolerance
     if bound == 0:
         if not torch.equal(got, expected):
-            raise WrongResult(f"{name}: {int((got != expected).sum())} of {got.numel()} elements differ")
+            raise WrongResult(
+                f"{name}: {int((got != expected).sum())} of {got.numel()} elements differ"
+            )
         return 0.0
     difference = (got.double() - expected.double()).norm()
     error = float(difference / expected.double().norm().clamp_min(1e-30))
@@ -174,7 +178,9 @@ def us(seconds: float) -> float:
     return round(seconds * 1e6, 2)
 
 
-def best_peer(setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool = True) -> tuple[str, float, Rows]:
+def best_peer(
+    setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool = True
+) -> tuple[str, float, Rows]:
     """Times all peers that run here.
 
     Returns:
@@ -186,7 +192,9 @@ def best_peer(setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool
         try:
             seconds[name] = setting.seconds(calls, graph=graph)
             rows.append({"peer": name, "us": us(seconds[name]), "not run": None})
-        except Exception as error:  # a peer that does not run here: torch has no kernel for it, or no compiler
+        except (
+            Exception
+        ) as error:  # a peer that does not run here: torch has no kernel for it, or no compiler
             reason = f"{type(error).__name__}: {error!s}".splitlines()[0]
             rows.append({"peer": name, "us": None, "not run": reason[:80]})
             if setting.is_gpu:

@@ -46,9 +46,13 @@ class Routed:
 
 def make_layer(setting: Setting, hidden: int, intermediate: int, num_experts: int) -> Layer:
     def weight(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=setting.dtype, device=setting.device).normal_(std=shape[-1] ** -0.5)
+        return torch.empty(shape, dtype=setting.dtype, device=setting.device).normal_(
+            std=shape[-1] ** -0.5
+        )
 
-    return Layer(weight(num_experts, 2 * intermediate, hidden), weight(num_experts, hidden, intermediate))
+    return Layer(
+        weight(num_experts, 2 * intermediate, hidden), weight(num_experts, hidden, intermediate)
+    )
 
 
 def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_k: int) -> Routed:
@@ -57,7 +61,11 @@ def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_
 
     logits = torch.randn(num_tokens, num_experts, device=setting.device)
     weights, expert_ids = route_top_k(logits.to(setting.dtype), top_k, True)
-    return Routed(torch.randn(num_tokens, hidden, device=setting.device).to(setting.dtype), weights, expert_ids)
+    return Routed(
+        torch.randn(num_tokens, hidden, device=setting.device).to(setting.dtype),
+        weights,
+        expert_ids,
+    )
 
 
 def expected(layer: Layer, tokens: Routed) -> Tensor:
@@ -77,22 +85,31 @@ def run(setting: Setting) -> Result:
     hidden, intermediate, num_experts, top_k = (
         (64, 32, 8, 2) if setting.quick else (HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K)
     )
-    layers = [make_layer(setting, hidden, intermediate, num_experts) for _ in range(2 if setting.quick else NUM_LAYERS)]
+    layers = [
+        make_layer(setting, hidden, intermediate, num_experts)
+        for _ in range(2 if setting.quick else NUM_LAYERS)
+    ]
     rows: Rows = []
     fractions: dict[int, float] = {}
     for num_tokens in [1, 5] if setting.quick else TOKENS:
         routings = 2 if setting.quick or num_tokens > MOST_OF_GOAL else NUM_ROUTINGS
         work = [
-            (layer, route(setting, num_tokens, hidden, num_experts, top_k)) for _ in range(routings) for layer in layers
+            (layer, route(setting, num_tokens, hidden, num_experts, top_k))
+            for _ in range(routings)
+            for layer in layers
         ]
         for layer, tokens in work[: len(layers)]:
-            got = run_experts(tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids)
+            got = run_experts(
+                tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids
+            )
             check(f"experts of {num_tokens} tokens", got, expected(layer, tokens))
         seconds = setting.seconds([_ours(layer, tokens) for layer, tokens in work])
         nbytes = sum(tokens.nbytes(layer) for layer, tokens in work) / len(work)
         flops = 6 * num_tokens * top_k * hidden * intermediate
         fractions[num_tokens] = nbytes / seconds / setting.copy_bandwidth
-        peer, peer_seconds, peer_rows = best_peer(setting, {"torch grouped_mm": [_grouped_mm(*one) for one in work]})
+        peer, peer_seconds, peer_rows = best_peer(
+            setting, {"torch grouped_mm": [_grouped_mm(*one) for one in work]}
+        )
         rows.append(
             {
                 "part": "MoE",
@@ -106,14 +123,22 @@ def run(setting: Setting) -> Result:
                 "against it": round(peer_seconds / seconds, 2),
             }
         )
-        rows += [{"part": "MoE, peers", "tokens": num_tokens, **row} for row in peer_rows if row["not run"]]
-    return rows, reached("moe", min(value for num_tokens, value in fractions.items() if num_tokens <= MOST_OF_GOAL))
+        rows += [
+            {"part": "MoE, peers", "tokens": num_tokens, **row}
+            for row in peer_rows
+            if row["not run"]
+        ]
+    return rows, reached(
+        "moe", min(value for num_tokens, value in fractions.items() if num_tokens <= MOST_OF_GOAL)
+    )
 
 
 def _ours(layer: Layer, tokens: Routed) -> Call:
     from baton_kernels.moe import run_experts
 
-    return lambda: run_experts(tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids)
+    return lambda: run_experts(
+        tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids
+    )
 
 
 def _grouped_mm(layer: Layer, tokens: Routed) -> Call:

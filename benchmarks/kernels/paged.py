@@ -37,9 +37,9 @@ class Paged:
         starts = torch.tensor([0, *self.query_lens]).cumsum(0)
         self.cu_seqlens_q = starts.int().to(self.device)
         self.lengths = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
-        self.query = torch.randn(sum(self.query_lens), NUM_HEADS, self.cache.shape[-1], device=self.device).to(
-            self.cache.dtype
-        )
+        self.query = torch.randn(
+            sum(self.query_lens), NUM_HEADS, self.cache.shape[-1], device=self.device
+        ).to(self.cache.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -60,14 +60,22 @@ class Paged:
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
         batch = (self.block_tables, self.cu_seqlens_q, self.lengths)
         return paged_attention(
-            self.query, key, value, *batch, self.scale, plan=self._plan, max_seqlen_q=self.max_seqlen_q
+            self.query,
+            key,
+            value,
+            *batch,
+            self.scale,
+            plan=self._plan,
+            max_seqlen_q=self.max_seqlen_q,
         )
 
     @cached_property
     def _plan(self):  # type: ignore[no-untyped-def]  # what it is depends on the device
         from baton_kernels.attention import plan_attention
 
-        return plan_attention(self.cache[:, :, 0, 0], self.block_tables, self.cu_seqlens_q, self.lengths)
+        return plan_attention(
+            self.cache[:, :, 0, 0], self.block_tables, self.cu_seqlens_q, self.lengths
+        )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
         """A sequence's keys and values, [num_kv_heads, seq_len, head_dim] each."""
@@ -90,20 +98,37 @@ class Paged:
 
     def kv_nbytes(self) -> int:
         """Of one layer: every key and value read once."""
-        return 2 * sum(self.seq_lens) * self.cache.shape[1] * self.cache.shape[-1] * self.cache.itemsize
+        return (
+            2
+            * sum(self.seq_lens)
+            * self.cache.shape[1]
+            * self.cache.shape[-1]
+            * self.cache.itemsize
+        )
 
     def moved_nbytes(self) -> int:
         """Of one layer: KV, queries, results and block tables."""
-        return self.kv_nbytes() + 2 * self.query.nbytes + 4 * sum(-(-length // BLOCK_SIZE) for length in self.seq_lens)
+        return (
+            self.kv_nbytes()
+            + 2 * self.query.nbytes
+            + 4 * sum(-(-length // BLOCK_SIZE) for length in self.seq_lens)
+        )
 
     def flops(self) -> int:
         """Of one layer: two products of two operations for each pair of a query and a visible key."""
-        pairs = sum(q * length - q * (q - 1) // 2 for q, length in zip(self.query_lens, self.seq_lens, strict=True))
+        pairs = sum(
+            q * length - q * (q - 1) // 2
+            for q, length in zip(self.query_lens, self.seq_lens, strict=True)
+        )
         return 4 * NUM_HEADS * self.cache.shape[-1] * pairs
 
 
 def random_cache(
-    num_tokens: int, num_layers: int, dtype: torch.dtype, device: torch.device, head_dim: int = HEAD_DIM
+    num_tokens: int,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = HEAD_DIM,
 ) -> Tensor:
     """A cache with room for so many tokens, all of it random numbers."""
     shape = (-(-num_tokens // BLOCK_SIZE), NUM_KV_HEADS, num_layers, 2, BLOCK_SIZE, head_dim)

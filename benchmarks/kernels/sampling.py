@@ -49,7 +49,9 @@ def run(setting: Setting) -> Result:
     rows: Rows = []
     for num_rows in [3] if setting.quick else NUM_ROWS if setting.is_gpu else NUM_ROWS_ON_CPU:
         nbytes = 4 * num_rows * vocab_size
-        sets = [_logits(setting, num_rows, vocab_size) for _ in range(setting.rotations(nbytes, 16))]
+        sets = [
+            _logits(setting, num_rows, vocab_size) for _ in range(setting.rotations(nbytes, 16))
+        ]
         keys = [noise_key(seed, 7, 0) for seed in range(num_rows)]
         _check_greedy(sets[0])
         calls: dict[str, list[Call]] = {"greedy": [partial(greedy, logits) for logits in sets]}
@@ -59,7 +61,8 @@ def run(setting: Setting) -> Result:
         for name, ours in calls.items():
             seconds = setting.seconds(ours, graph=False)
             peers: dict[str, list[Call]] = {
-                peer: [partial(call, logits) for logits in sets] for peer, call in PEERS[name].items()
+                peer: [partial(call, logits) for logits in sets]
+                for peer, call in PEERS[name].items()
             }
             peer, peer_seconds, _ = best_peer(setting, peers, graph=False)
             rows.append(
@@ -91,7 +94,9 @@ def _check_draws(name: str, logits: Tensor, params: list[Filters], keys: list[in
     from baton_kernels.sampling.reference import draw_tokens_reference
 
     got = draw_tokens(logits, params, keys)[:NUM_CHECKED].cpu()
-    expected = draw_tokens_reference(logits[:NUM_CHECKED].cpu(), params[:NUM_CHECKED], keys[:NUM_CHECKED])
+    expected = draw_tokens_reference(
+        logits[:NUM_CHECKED].cpu(), params[:NUM_CHECKED], keys[:NUM_CHECKED]
+    )
     agree = float((got == expected).double().mean())
     if agree < AGREEMENT:
         raise WrongResult(f"sampling with {name}: {agree:.0%} of rows get the reference's token")

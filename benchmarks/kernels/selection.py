@@ -68,7 +68,11 @@ def asked_by(call: Callable[[], object]) -> dict[Key, Configuration]:
 
 
 def choose(
-    subject: Subject, deadline: float, *, num_threads: int = 0, now: Callable[[], float] = time.monotonic
+    subject: Subject,
+    deadline: float,
+    *,
+    num_threads: int = 0,
+    now: Callable[[], float] = time.monotonic,
 ) -> list[Choice]:
     """Tunes what the subject asks for, one shape class after the other, those before at their best.
 
@@ -86,7 +90,9 @@ def choose(
     choices = []
     for key, default in asked.items():
         candidates = [
-            one for one in subject.candidates(*key) if set(one) <= set(default) and {**default, **one} != default
+            one
+            for one in subject.candidates(*key)
+            if set(one) <= set(default) and {**default, **one} != default
         ]
         trials = [{**best, key: {**default, **one}} for one in candidates]
         _compile(subject, trials, num_threads, lambda: now() > deadline)
@@ -124,7 +130,10 @@ def _answer_with(answers: Mapping[Key, Configuration]) -> Answer:
 
 
 def _compile(
-    subject: Subject, trials: Sequence[Mapping[Key, Configuration]], num_threads: int, is_late: Callable[[], bool]
+    subject: Subject,
+    trials: Sequence[Mapping[Key, Configuration]],
+    num_threads: int,
+    is_late: Callable[[], bool],
 ) -> None:
     """Fills Triton's cache. What fails here fails again, and is counted, when it is tried."""
 

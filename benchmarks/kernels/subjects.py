@@ -22,24 +22,38 @@ EPS = 1e-6
 
 def _attention(setting: Setting) -> list[Make]:
     """Decode of few long and of many short sequences together, for both are one class; prefill likewise."""
-    decode = [([1] * 3, [70] * 3)] if setting.quick else [([1] * 8, [16384] * 8), ([1] * 128, [1024] * 128)]
-    prefill = [([20, 9], [20, 40])] if setting.quick else [([8192], [8192]), ([2048, 2048], [2048, 6144])]
+    decode = (
+        [([1] * 3, [70] * 3)]
+        if setting.quick
+        else [([1] * 8, [16384] * 8), ([1] * 128, [1024] * 128)]
+    )
+    prefill = (
+        [([20, 9], [20, 40])] if setting.quick else [([8192], [8192]), ([2048, 2048], [2048, 6144])]
+    )
     head_dims = (32,) if setting.quick else (128, 64)
-    return [partial(_attend, setting, points, head_dim) for head_dim in head_dims for points in (decode, prefill)]
+    return [
+        partial(_attend, setting, points, head_dim)
+        for head_dim in head_dims
+        for points in (decode, prefill)
+    ]
 
 
 def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_dim: int) -> Subject:
     from baton_kernels.attention.triton_kernel import paged_attention_triton
 
     num_layers = 2 if setting.quick else 8
-    num_tokens = max(sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in lengths) for _, lengths in points)
+    num_tokens = max(
+        sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in lengths) for _, lengths in points
+    )
     cache = random_cache(num_tokens, num_layers, setting.dtype, setting.device, head_dim)
     batches = [Paged(cache, *point) for point in points]
 
     def attend(batch: Paged, layer: int) -> Tensor:
         key, value = cache[:, :, layer, 0], cache[:, :, layer, 1]
         tables = (batch.block_tables, batch.cu_seqlens_q, batch.lengths)
-        return paged_attention_triton(batch.query, key, value, *tables, batch.scale, max_seqlen_q=batch.max_seqlen_q)
+        return paged_attention_triton(
+            batch.query, key, value, *tables, batch.scale, max_seqlen_q=batch.max_seqlen_q
+        )
 
     def expected(batch: Paged) -> Tensor:
         rows = [torch.tensor([n - 1], device=setting.device) for n in batch.query_lens]
@@ -58,7 +72,11 @@ def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_di
 
 def _moe(setting: Setting) -> list[Make]:
     counts = [1, 5] if setting.quick else [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096]
-    sizes = (64, 32, 8, 2) if setting.quick else (moe.HIDDEN, moe.INTERMEDIATE, moe.NUM_EXPERTS, moe.TOP_K)
+    sizes = (
+        (64, 32, 8, 2)
+        if setting.quick
+        else (moe.HIDDEN, moe.INTERMEDIATE, moe.NUM_EXPERTS, moe.TOP_K)
+    )
     layers: list[moe.Layer] = []  # made when the first of them is needed, and shared
     experts = [partial(_experts, setting, layers, num_tokens, sizes) for num_tokens in counts]
     return [partial(_routing, setting, sizes[2], sizes[3]), *experts]
@@ -68,7 +86,9 @@ def _routing(setting: Setting, num_experts: int, top_k: int) -> Subject:
     from baton_kernels.moe.reference import route_top_k_reference
     from baton_kernels.moe.triton_kernel import route_top_k_triton
 
-    logits = torch.randn(64, num_experts, device=setting.device)  # without equal ones, whose order is up to the device
+    logits = torch.randn(
+        64, num_experts, device=setting.device
+    )  # without equal ones, whose order is up to the device
     truth = route_top_k_reference(logits, top_k, True)[0]
 
     def correct() -> None:
@@ -77,7 +97,9 @@ def _routing(setting: Setting, num_experts: int, top_k: int) -> Subject:
     return _subject(setting, "moe", [partial(route_top_k_triton, logits, top_k, True)], correct)
 
 
-def _experts(setting: Setting, layers: list[moe.Layer], num_tokens: int, sizes: tuple[int, int, int, int]) -> Subject:
+def _experts(
+    setting: Setting, layers: list[moe.Layer], num_tokens: int, sizes: tuple[int, int, int, int]
+) -> Subject:
     from baton_kernels.moe.triton_kernel import run_experts_triton
 
     hidden, intermediate, num_experts, top_k = sizes
@@ -91,17 +113,29 @@ def _experts(setting: Setting, layers: list[moe.Layer], num_tokens: int, sizes: 
     truth = moe.expected(*work[0])
 
     def run(layer: moe.Layer, tokens: moe.Routed) -> Tensor:
-        return run_experts_triton(tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids)
+        return run_experts_triton(
+            tokens.x, layer.gate_up, layer.down, tokens.weights, tokens.expert_ids
+        )
 
     def worthwhile(candidate: Configuration) -> bool:
         """Tiles far from the rows that an expert has are not compiled."""
         rows = candidate.get("BLOCK_M")
         if rows is None:
             return True
-        return num_tokens <= 32 if rows == 1 else num_tokens <= 512 if rows <= 32 else num_tokens >= 128
+        return (
+            num_tokens <= 32
+            if rows == 1
+            else num_tokens <= 512
+            if rows <= 32
+            else num_tokens >= 128
+        )
 
     return _subject(
-        setting, "moe", [partial(run, *one) for one in work], lambda: check("experts", run(*work[0]), truth), worthwhile
+        setting,
+        "moe",
+        [partial(run, *one) for one in work],
+        lambda: check("experts", run(*work[0]), truth),
+        worthwhile,
     )
 
 
@@ -145,7 +179,10 @@ def _rows_of(setting: Setting, operation: str, num_tokens: int) -> Subject:
 
     first = make()
     truth = _tensors(reference(*first))
-    sets = [first, *(make() for _ in range(setting.rotations(sum(tensor.nbytes for tensor in first), 32) - 1))]
+    sets = [
+        first,
+        *(make() for _ in range(setting.rotations(sum(tensor.nbytes for tensor in first), 32) - 1)),
+    ]
 
     def correct() -> None:
         for got, expected in zip(_tensors(launch(*first)), truth, strict=True):
@@ -155,7 +192,10 @@ def _rows_of(setting: Setting, operation: str, num_tokens: int) -> Subject:
 
 
 def _kv_write(setting: Setting) -> list[Make]:
-    return [partial(_write, setting, num_tokens) for num_tokens in ([5] if setting.quick else [64, 8192])]
+    return [
+        partial(_write, setting, num_tokens)
+        for num_tokens in ([5] if setting.quick else [64, 8192])
+    ]
 
 
 def _write(setting: Setting, num_tokens: int) -> Subject:
@@ -173,10 +213,14 @@ def _write(setting: Setting, num_tokens: int) -> Subject:
     def correct() -> None:
         cache[:, :, 0].fill_(torch.nan)
         write(0)
-        written = cache[slots // BLOCK_SIZE, :, 0, :, slots % BLOCK_SIZE]  # [num_tokens, num_kv_heads, 2, head_dim]
+        written = cache[
+            slots // BLOCK_SIZE, :, 0, :, slots % BLOCK_SIZE
+        ]  # [num_tokens, num_kv_heads, 2, head_dim]
         check("KV write", written, new[0].permute(1, 2, 0, 3), 0)
 
-    return _subject(setting, "kv_write", [partial(write, layer) for layer in range(num_layers)], correct)
+    return _subject(
+        setting, "kv_write", [partial(write, layer) for layer in range(num_layers)], correct
+    )
 
 
 def _block_copy(setting: Setting) -> list[Make]:
@@ -187,13 +231,19 @@ def _copy(setting: Setting, count: int) -> Subject:
     from baton_kernels.block_copy import copy_blocks
     from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 
-    cache = random_cache(4 * count * BLOCK_SIZE, 2 if setting.quick else 32, setting.dtype, setting.device)
+    cache = random_cache(
+        4 * count * BLOCK_SIZE, 2 if setting.quick else 32, setting.dtype, setting.device
+    )
     ids = torch.randperm(len(cache))[: 2 * count]
     pairs = ids.view(2, count).T.contiguous()
-    chains = [[(source, target)] for source, target in pairs.tolist()]  # none writes what another reads
+    chains = [
+        [(source, target)] for source, target in pairs.tolist()
+    ]  # none writes what another reads
 
     def copy() -> None:
-        copy_blocks_triton(cache, cache, chains) if cache.device.type == "cpu" else copy_blocks(cache, pairs)
+        copy_blocks_triton(cache, cache, chains) if cache.device.type == "cpu" else copy_blocks(
+            cache, pairs
+        )
 
     def correct() -> None:
         target = pairs[:, 1].to(cache.device)
@@ -201,7 +251,9 @@ def _copy(setting: Setting, count: int) -> Subject:
         copy()
         check("block copy", cache[target], cache[pairs[:, 0].to(cache.device)], 0)
 
-    return _subject(setting, "block_copy", [copy], correct, graph=False)  # the pairs come from the host
+    return _subject(
+        setting, "block_copy", [copy], correct, graph=False
+    )  # the pairs come from the host
 
 
 def _block_checksum(setting: Setting) -> list[Make]:
@@ -212,16 +264,22 @@ def _checksum(setting: Setting, count: int) -> Subject:
     from baton_kernels.block_checksum.reference import word_sums_reference
     from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 
-    cache = random_cache(2 * count * BLOCK_SIZE, 2 if setting.quick else 32, setting.dtype, setting.device)
+    cache = random_cache(
+        2 * count * BLOCK_SIZE, 2 if setting.quick else 32, setting.dtype, setting.device
+    )
     ids, num_heads = torch.randperm(len(cache))[:count], cache.shape[1]
 
     def correct() -> None:
         few = ids[:3]
-        expected = word_sums_reference(cache.cpu()[few].flatten(1).view(torch.uint8).view(torch.int64))
+        expected = word_sums_reference(
+            cache.cpu()[few].flatten(1).view(torch.uint8).view(torch.int64)
+        )
         check("block checksum", block_sums_triton(cache, few, 0, num_heads).cpu(), expected, 0)
 
     call = partial(block_sums_triton, cache, ids, 0, num_heads)
-    return _subject(setting, "block_checksum", [call], correct, graph=False)  # the block ids come from the host
+    return _subject(
+        setting, "block_checksum", [call], correct, graph=False
+    )  # the block ids come from the host
 
 
 def _sampling(setting: Setting) -> list[Make]:
@@ -235,7 +293,10 @@ def _draw(setting: Setting, num_rows: int) -> Subject:
     from baton_kernels.sampling.triton_kernel import draw_tokens_triton
 
     vocab_size = 300 if setting.quick else sampling.VOCAB_SIZE
-    sets = [3 * torch.randn(num_rows, vocab_size, device=setting.device) for _ in range(2 if setting.quick else 4)]
+    sets = [
+        3 * torch.randn(num_rows, vocab_size, device=setting.device)
+        for _ in range(2 if setting.quick else 4)
+    ]
     kinds = [sampling.Filters(top_k=50, top_p=0.9), sampling.Filters(top_p=0.9), sampling.Filters()]
     params = [kinds[row % len(kinds)] for row in range(num_rows)]
     keys = list(range(num_rows))
@@ -277,7 +338,9 @@ def _subject(
     def candidates(name: str, shape_class: str) -> Iterable[Configuration]:
         return [one for one in _candidates(name, shape_class) if worthwhile(one)]
 
-    return Subject(operation, call, correct, lambda: setting.seconds(calls, graph=graph), candidates)
+    return Subject(
+        operation, call, correct, lambda: setting.seconds(calls, graph=graph), candidates
+    )
 
 
 def _candidates(operation: str, shape_class: str) -> list[Configuration]:
@@ -290,7 +353,12 @@ def _candidates(operation: str, shape_class: str) -> list[Configuration]:
         for module in pkgutil.iter_modules(package.__path__)
         if module.name.endswith("triton") or module.name == "triton_kernel"
     ]
-    lists = {name: value for module in modules for name, value in vars(module).items() if name.endswith("CANDIDATES")}
+    lists = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("CANDIDATES")
+    }
     special = f"{shape_class.split('/')[0].upper()}_CANDIDATES"
     if special in lists:
         return list(lists[special])

@@ -31,12 +31,20 @@ NUM_COMPILING = 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.0, help="nothing more is tried after these")
-    parser.add_argument("--only", choices=subjects.OPERATIONS, action="append", help="may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=6.0, help="nothing more is tried after these"
+    )
+    parser.add_argument(
+        "--only", choices=subjects.OPERATIONS, action="append", help="may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two candidates each")
     args = parser.parse_args()
-    setting = Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, repeats=3)
+    setting = Setting(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, repeats=3
+    )
     if not setting.is_gpu and not args.quick:
         print("tune: there is no GPU here; --quick shows on the CPU that the tuner works")
         return 1
@@ -55,7 +63,9 @@ def main() -> int:
             if choice.config is not None or choice.num_untried == 0:
                 measured.setdefault(choice.operation, {})[choice.shape_class] = choice.config
         if measured and setting.is_gpu:
-            write_table(file, measured)  # after each operation: what was measured is not lost with a later one
+            write_table(
+                file, measured
+            )  # after each operation: what was measured is not lost with a later one
         if setting.is_gpu:
             torch.cuda.empty_cache()
     if setting.is_gpu:
@@ -63,7 +73,9 @@ def main() -> int:
     return 1 if wrong or failures else 0
 
 
-def _tune(operation: str, setting: Setting, share_s: float, failures: list[str]) -> Iterator[Choice]:
+def _tune(
+    operation: str, setting: Setting, share_s: float, failures: list[str]
+) -> Iterator[Choice]:
     """Choices of one operation; a subject that cannot be tuned is left out: named, and added to the failures."""
     work = subjects.OPERATIONS[operation](setting)
     begin = time.monotonic()
@@ -74,9 +86,13 @@ def _tune(operation: str, setting: Setting, share_s: float, failures: list[str])
             if setting.quick:
                 subject = _with_two_candidates(subject)
             with torch.no_grad():
-                yield from choose(subject, deadline, num_threads=NUM_COMPILING if setting.is_gpu else 0)
+                yield from choose(
+                    subject, deadline, num_threads=NUM_COMPILING if setting.is_gpu else 0
+                )
         except Exception as error:
-            failures.append(f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            failures.append(
+                f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
             print(f"  {failures[-1]}", flush=True)
 
 
@@ -95,7 +111,11 @@ def _with_two_candidates(subject: Subject) -> Subject:
 
 def _tell(choice: Choice) -> None:
     gain = choice.default_seconds / choice.seconds
-    won = "default" if choice.config is None else ", ".join(f"{name}={value}" for name, value in choice.config.items())
+    won = (
+        "default"
+        if choice.config is None
+        else ", ".join(f"{name}={value}" for name, value in choice.config.items())
+    )
     notes = [f"{choice.num_tried} tried"]
     notes += [f"{choice.num_failed} not launchable"] if choice.num_failed else []
     notes += [f"{choice.num_untried} left for want of time"] if choice.num_untried else []

@@ -69,8 +69,12 @@ class Side:
         self.source = np.arange(max_bytes // 8, dtype=np.int64) * (1 + NAMES.index(name))
         self.target = np.zeros(max_bytes // 8, dtype=np.int64)
         memory = (self.source, self.target)
-        self._agent.register_memory([(words.ctypes.data, max_bytes, 0, "") for words in memory], "DRAM")
-        pipe.send((self._agent.get_agent_metadata(), self.source.ctypes.data, self.target.ctypes.data))
+        self._agent.register_memory(
+            [(words.ctypes.data, max_bytes, 0, "") for words in memory], "DRAM"
+        )
+        pipe.send(
+            (self._agent.get_agent_metadata(), self.source.ctypes.data, self.target.ctypes.data)
+        )
         metadata, *self._theirs = pipe.recv()
         self._agent.add_remote_agent(metadata)
 
@@ -92,8 +96,14 @@ class Side:
             return self._agent.prep_xfer_dlist(agent, descs, "DRAM")
 
         self._lists = {
-            "READ": (prepare("NIXL_INIT_AGENT", self.target.ctypes.data), prepare(self.peer, self._theirs[0])),
-            "WRITE": (prepare("NIXL_INIT_AGENT", self.source.ctypes.data), prepare(self.peer, self._theirs[1])),
+            "READ": (
+                prepare("NIXL_INIT_AGENT", self.target.ctypes.data),
+                prepare(self.peer, self._theirs[0]),
+            ),
+            "WRITE": (
+                prepare("NIXL_INIT_AGENT", self.source.ctypes.data),
+                prepare(self.peer, self._theirs[1]),
+            ),
         }
 
     def plain(self, op: str) -> float:
@@ -155,7 +165,10 @@ class Side:
 
     def _pieces(self) -> list[slice]:
         step = max(1, PIECE_BYTES // self.block_bytes)
-        return [slice(first, min(first + step, self.num_blocks)) for first in range(0, self.num_blocks, step)]
+        return [
+            slice(first, min(first + step, self.num_blocks))
+            for first in range(0, self.num_blocks, step)
+        ]
 
     def _describe(self, rows: slice) -> bytes:
         addresses = self.source.ctypes.data + self._from[rows] * self.block_bytes
@@ -167,7 +180,8 @@ class Side:
         first, count = _PIECE.unpack_from(message)
         addresses = self.target.ctypes.data + self._to[first : first + count] * self.block_bytes
         if not np.array_equal(
-            sum_runs(addresses, self.block_bytes), np.frombuffer(message, np.uint64, offset=_PIECE.size)
+            sum_runs(addresses, self.block_bytes),
+            np.frombuffer(message, np.uint64, offset=_PIECE.size),
         ):
             raise RuntimeError(f"wrong bytes arrived in blocks {first} to {first + count}")
         return int(count)
@@ -192,7 +206,9 @@ class Side:
     def _messages(self) -> list[bytes]:
         """Takes all that arrived."""
         messages, self._inbox = self._inbox, []
-        return messages + [message for messages in self._agent.get_new_notifs().values() for message in messages]
+        return messages + [
+            message for messages in self._agent.get_new_notifs().values() for message in messages
+        ]
 
     def _heard(self, word: bytes) -> bool:
         """Takes this message only."""
@@ -251,7 +267,9 @@ class AgentPair:
         self._pipes, self._processes = [], []
         for name in NAMES:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(theirs, library, name, max_bytes), daemon=True)
+            process = context.Process(
+                target=_run, args=(theirs, library, name, max_bytes), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

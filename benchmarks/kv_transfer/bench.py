@@ -49,7 +49,9 @@ CEILING_BYTES = 64 * 2**20
 Row = dict[str, Any]
 
 
-def measure(pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, proved: bool) -> Row:
+def measure(
+    pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, proved: bool
+) -> Row:
     """GB/s of each transport and operation, how many times as fast as the better NIXL ours are, and what limits them.
 
     Args:
@@ -67,11 +69,14 @@ def measure(pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repe
                     samples[library].append(sample)
             order.append(order.pop(0))
         for library, taken in samples.items():
-            row[f"{library} {op}"] = round(num_bytes / statistics.median(one.seconds for one in taken) / 1e9, 3)
+            row[f"{library} {op}"] = round(
+                num_bytes / statistics.median(one.seconds for one in taken) / 1e9, 3
+            )
         for ours in OURS[part]:
             ratios = [
                 statistics.median(
-                    other.seconds / one.seconds for one, other in zip(samples[ours], samples[library], strict=True)
+                    other.seconds / one.seconds
+                    for one, other in zip(samples[ours], samples[library], strict=True)
                 )
                 for library in NIXL_POLL_S
                 if library in samples
@@ -98,7 +103,8 @@ def goals_of(part: str, rows: list[Row]) -> list[Goal]:
     ratios = [
         row[key]
         for row in rows
-        if row["block_kib"] >= GOAL_FROM_KIB and row["block_kib"] * 1024 * row["num_blocks"] >= GOAL_FROM_BYTES[part]
+        if row["block_kib"] >= GOAL_FROM_KIB
+        and row["block_kib"] * 1024 * row["num_blocks"] >= GOAL_FROM_BYTES[part]
         for key in (f"{ours} ratio READ", f"{ours} ratio WRITE")
         if key in row
     ]
@@ -107,7 +113,10 @@ def goals_of(part: str, rows: list[Row]) -> list[Goal]:
         return [Goal(f"{ours} over NIXL, checksums on, least of all shapes", least, 1.1, "ratio")]
     name = f"{ours} over NIXL over TCP, checksums on, shapes of 4 MiB and more"
     median = statistics.median(ratios) if ratios else None
-    return [Goal(f"{name}, median", median, 1.0, "ratio"), Goal(f"{name}, least", least, 0.8, "ratio")]
+    return [
+        Goal(f"{name}, median", median, 1.0, "ratio"),
+        Goal(f"{name}, least", least, 0.8, "ratio"),
+    ]
 
 
 def measure_ceilings(kib: int, max_bytes: int, repeats: int) -> Row:
@@ -125,21 +134,34 @@ def measure_ceilings(kib: int, max_bytes: int, repeats: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Throughput of KV block transports between two processes.")
-    parser.add_argument("--max-mib", type=int, default=256, help="shapes with more MiB in all are not run")
+    parser = argparse.ArgumentParser(
+        description="Throughput of KV block transports between two processes."
+    )
+    parser.add_argument(
+        "--max-mib", type=int, default=256, help="shapes with more MiB in all are not run"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--block-kib", type=int, nargs="+", default=BLOCK_KIB)
     parser.add_argument(
-        "--parts", nargs="+", choices=list(TLS), default=list(TLS), help="fewer than all write no result"
+        "--parts",
+        nargs="+",
+        choices=list(TLS),
+        default=list(TLS),
+        help="fewer than all write no result",
     )
     args = parser.parse_args()
     max_bytes = args.max_mib * 2**20
     others = list(NIXL_POLL_S) if importlib.util.find_spec("nixl_cu12") else []
-    shapes = [(num_blocks, kib * 1024) for kib, num_blocks in itertools.product(args.block_kib, NUM_BLOCKS)]
+    shapes = [
+        (num_blocks, kib * 1024)
+        for kib, num_blocks in itertools.product(args.block_kib, NUM_BLOCKS)
+    ]
     table: list[Row] = []
     goals: list[Goal] = []
     for part in args.parts:
-        pairs = {library: AgentPair(library, TLS[part], max_bytes) for library in (*OURS[part], *others)}
+        pairs = {
+            library: AgentPair(library, TLS[part], max_bytes) for library in (*OURS[part], *others)
+        }
         for proved in (False, True):
             rows: list[Row] = []
             for num_blocks, block_bytes in shapes:
@@ -150,7 +172,10 @@ def main() -> None:
                 times = SHORT_REPEATS if num_blocks * block_bytes <= SHORT_BYTES else 1
                 title = f"{part}, checksums {'on' if proved else 'off'}, GB/s"
                 row = {"part": title, "block_kib": block_bytes // 1024, "num_blocks": num_blocks}
-                rows.append(row | measure(pairs, part, (num_blocks, block_bytes), times * args.repeats, proved))
+                rows.append(
+                    row
+                    | measure(pairs, part, (num_blocks, block_bytes), times * args.repeats, proved)
+                )
                 print(rows[-1], flush=True)
             table += rows
         goals += goals_of(part, rows)

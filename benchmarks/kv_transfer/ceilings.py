@@ -33,7 +33,9 @@ def _copy_blocks(source: np.ndarray, target: np.ndarray, repeats: int) -> float:
 
 def memcpy(block_bytes: int, num_bytes: int, repeats: int) -> float:
     """Inside one process."""
-    source, target = (np.ones((num_bytes // block_bytes, block_bytes // 8), dtype=np.int64) for _ in range(2))
+    source, target = (
+        np.ones((num_bytes // block_bytes, block_bytes // 8), dtype=np.int64) for _ in range(2)
+    )
     return _copy_blocks(source, target, repeats)
 
 
@@ -106,9 +108,20 @@ def perftest(op: str, tls: str, block_bytes: int, num_bytes: int) -> float | Non
     if tls:
         environment["UCX_TLS"] = tls
     command = [str(root / "bin" / "ucx_perftest"), "-p", str(PERFTEST_PORT)]
-    test = ["-t", f"ucp_{op}" if op == "get" else "ucp_put_bw", "-s", str(block_bytes), "-O", "16", "-w", "10"]
+    test = [
+        "-t",
+        f"ucp_{op}" if op == "get" else "ucp_put_bw",
+        "-s",
+        str(block_bytes),
+        "-O",
+        "16",
+        "-w",
+        "10",
+    ]
     test += ["-n", str(max(16, num_bytes // block_bytes)), "-f"]
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + PERFTEST_TIMEOUT_S
         while time.monotonic() < deadline and server.poll() is None:  # until the server listens
@@ -119,7 +132,11 @@ def perftest(op: str, tls: str, block_bytes: int, num_bytes: int) -> float | Non
                 text=True,
                 timeout=PERFTEST_TIMEOUT_S,
             )
-            figures = re.findall(r"[\d.]+", client.stdout.strip().splitlines()[-1]) if client.stdout.strip() else []
+            figures = (
+                re.findall(r"[\d.]+", client.stdout.strip().splitlines()[-1])
+                if client.stdout.strip()
+                else []
+            )
             if len(figures) == 8:  # iterations, 3 latencies, 2 bandwidths in MiB/s, 2 message rates
                 return round(float(figures[5]) * 2**20 / 1e9, 2)
             time.sleep(0.05)

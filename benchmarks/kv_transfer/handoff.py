@@ -94,7 +94,15 @@ class Engine:
     """An engine process on one core, and a client of it."""
 
     def __init__(
-        self, folder: Path, checkpoint: Path, name: str, host: str, core: int, role: KVRole, mode: str, chunk: int
+        self,
+        folder: Path,
+        checkpoint: Path,
+        name: str,
+        host: str,
+        core: int,
+        role: KVRole,
+        mode: str,
+        chunk: int,
     ) -> None:
         """
         Args:
@@ -120,7 +128,9 @@ class Engine:
             "POD_IP": host,
             "OMP_NUM_THREADS": "1",
             "BATON_TRANSFER_TIMES": str(self.times),
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            ),
         }
         command = [str(Path(sys.executable).parent / "baton-engine"), "--config", str(path)]
         with self.log.open("wb") as log:
@@ -144,7 +154,9 @@ class Engine:
                 await self.client.close()
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     log = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
-                    raise RuntimeError(f"engine {self._name} did not start: {error}\n{log}") from error
+                    raise RuntimeError(
+                        f"engine {self._name} did not start: {error}\n{log}"
+                    ) from error
                 self.client = EngineClient(self.host, ENGINE_PORT, client_id="benchmark")
                 await asyncio.sleep(0.1)
 
@@ -158,7 +170,9 @@ class Engine:
             what, whose, seconds, error = json.loads(line)
             if (what, whose) == (event, transfer_id):
                 if error:
-                    raise RuntimeError(f"transfer {transfer_id} failed on engine {self._name}: {error}")
+                    raise RuntimeError(
+                        f"transfer {transfer_id} failed on engine {self._name}: {error}"
+                    )
                 return float(seconds)
         raise RuntimeError(f"engine {self._name} has not {event} transfer {transfer_id}")
 
@@ -198,7 +212,9 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
         remote_host=prefill.host,
         remote_port=KV_PORT,
     )
-    produce = KVTransferParams(side=KVSide.PRODUCE, transfer_id=name, peer_instance_id=decode.client.instance_id)
+    produce = KVTransferParams(
+        side=KVSide.PRODUCE, transfer_id=name, peer_instance_id=decode.client.instance_id
+    )
     started = time.monotonic()
     rest = decode.client.add(EngineCoreRequest(name, prompt, greedy(2), kv_transfer=consume))
     leg = prefill.client.add(EngineCoreRequest(name, prompt, greedy(1), kv_transfer=produce))
@@ -212,8 +228,13 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
     assert not last.error, last.error
     assert (len(output.new_token_ids), len(last.new_token_ids)) == (1, 1)
     loaded = decode.event("loaded", name)
-    visible, transfer = loaded - prefill.event("saved", name), loaded - prefill.event("handed", name)
-    return Times(first - started, second - first, visible, transfer, decode.event("decoded", name) - first)
+    visible, transfer = (
+        loaded - prefill.event("saved", name),
+        loaded - prefill.event("handed", name),
+    )
+    return Times(
+        first - started, second - first, visible, transfer, decode.event("decoded", name) - first
+    )
 
 
 async def alone(engine: Engine, prompt: list[int]) -> Times:
@@ -228,7 +249,9 @@ async def alone(engine: Engine, prompt: list[int]) -> Times:
             outputs.append(output)
             times.append(time.monotonic())
     assert [len(output.new_token_ids) for output in outputs] == [1, 1]
-    return Times(times[0] - started, times[1] - times[0], waited=engine.event("decoded", name) - times[0])
+    return Times(
+        times[0] - started, times[1] - times[0], waited=engine.event("decoded", name) - times[0]
+    )
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -236,7 +259,9 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 @contextlib.asynccontextmanager
-async def engines(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[dict[str, Engine], dict[str, Engine]]]:
+async def engines(
+    folder: Path, checkpoint: Path
+) -> AsyncIterator[tuple[dict[str, Engine], dict[str, Engine]]]:
     """Those that prefill, by their way: in chunks of a block, in one step; and those that decode, by mode: pull, push."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -244,11 +269,29 @@ async def engines(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[dict[st
     whole = max(PROMPT_BLOCKS) * BLOCK_SIZE
     hosts = (f"127.{os.getpid() % 200 + 20}.77.{number}" for number in itertools.count(1))
     prefills = {
-        how: Engine(folder, checkpoint, f"prefill-{chunk}", next(hosts), cores[0], KVRole.PRODUCER, "pull", chunk)
+        how: Engine(
+            folder,
+            checkpoint,
+            f"prefill-{chunk}",
+            next(hosts),
+            cores[0],
+            KVRole.PRODUCER,
+            "pull",
+            chunk,
+        )
         for how, chunk in ((IN_CHUNKS, BLOCK_SIZE), (IN_ONE_STEP, whole))
     }
     decodes = {
-        mode: Engine(folder, checkpoint, f"decode-{mode}", next(hosts), cores[1], KVRole.CONSUMER, mode, whole)
+        mode: Engine(
+            folder,
+            checkpoint,
+            f"decode-{mode}",
+            next(hosts),
+            cores[1],
+            KVRole.CONSUMER,
+            mode,
+            whole,
+        )
         for mode in ("pull", "push")
     }
     every = [*prefills.values(), *decodes.values()]
@@ -292,21 +335,27 @@ async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[
 
     with tempfile.TemporaryDirectory() as folder:
         async with engines(Path(folder), checkpoint) as (prefills, decodes):
-            for prefill, decode in itertools.product(prefills.values(), decodes.values()):  # greets and warms up
+            for prefill, decode in itertools.product(
+                prefills.values(), decodes.values()
+            ):  # greets and warms up
                 await pair(prefill, decode, lengths[0], own_first=True)
             for repeat, num_blocks in itertools.product(range(repeats), lengths):
                 for turn in range(max(lengths) // num_blocks):
                     own_first = (repeat + turn) % 2 == 0
                     ways = [(how, mode) for how in prefills for mode in decodes]
                     for how, mode in ways if own_first else reversed(ways):
-                        partners = await pair(prefills[how], decodes[mode], num_blocks, own_first=own_first)
+                        partners = await pair(
+                            prefills[how], decodes[mode], num_blocks, own_first=own_first
+                        )
                         pairs[how, mode, num_blocks].append(partners)
     return pairs
 
 
 def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
     def handed(how: str, mode: str, num_blocks: int, field: str) -> float:
-        return float(statistics.median(getattr(pair.handed, field) for pair in pairs[how, mode, num_blocks]))
+        return float(
+            statistics.median(getattr(pair.handed, field) for pair in pairs[how, mode, num_blocks])
+        )
 
     rows: Rows = []
     hidden: dict[str, list[float]] = defaultdict(list)
@@ -342,12 +391,25 @@ def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Row
                     }
                 )
     return rows, [
-        Goal("transfer that push hides behind prefill, least of all prompts", min(hidden["push"]), 85.0, "%"),
         Goal(
-            "growth of the second token's time with push, in prefill time", max(growth["push"]), 3.0, "%", at_most=True
+            "transfer that push hides behind prefill, least of all prompts",
+            min(hidden["push"]),
+            85.0,
+            "%",
         ),
         Goal(
-            "growth of the second token's time with pull, in prefill time", max(growth["pull"]), 3.0, "%", at_most=True
+            "growth of the second token's time with push, in prefill time",
+            max(growth["push"]),
+            3.0,
+            "%",
+            at_most=True,
+        ),
+        Goal(
+            "growth of the second token's time with pull, in prefill time",
+            max(growth["pull"]),
+            3.0,
+            "%",
+            at_most=True,
         ),
     ]
 
@@ -358,7 +420,11 @@ def growth_of(pairs: list[Pair]) -> dict[str, float]:
     differences = [pair.handed.gap - pair.own.gap for pair in pairs]
     growth = statistics.median(differences)
     # The standard error of a median of n normal values is sqrt(pi / 2 n) standard deviations.
-    error = 0.0 if len(pairs) < 2 else math.sqrt(math.pi / 2 / len(pairs)) * statistics.stdev(differences)
+    error = (
+        0.0
+        if len(pairs) < 2
+        else math.sqrt(math.pi / 2 / len(pairs)) * statistics.stdev(differences)
+    )
     return {
         "pairs": len(pairs),
         "own_prefill_ms": 1e3 * prefill,
@@ -366,7 +432,8 @@ def growth_of(pairs: list[Pair]) -> dict[str, float]:
         "gap_ms": 1e3 * statistics.median(pair.handed.gap for pair in pairs),
         "growth_ms": 1e3 * growth,
         "growth_error_ms": 1e3 * error,
-        "waited_ms": 1e3 * statistics.median(pair.handed.waited - pair.own.waited for pair in pairs),
+        "waited_ms": 1e3
+        * statistics.median(pair.handed.waited - pair.own.waited for pair in pairs),
         "growth_percent": 100 * growth / prefill,
     }
 
@@ -375,14 +442,22 @@ def measure(repeats: int, quick: bool = False) -> tuple[Rows, list[Goal]]:
     """Rows of two parts, and the goals they are held against."""
     lengths = (2, 4) if quick else PROMPT_BLOCKS
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = create_checkpoint(Path(folder) / "llama", "llama", **(MODEL | QUICK if quick else MODEL))
+        checkpoint = create_checkpoint(
+            Path(folder) / "llama", "llama", **(MODEL | QUICK if quick else MODEL)
+        )
         return figures(asyncio.run(run(checkpoint, 1 if quick else repeats, lengths)), lengths)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The hand-off between two engines, as a client sees it.")
+    parser = argparse.ArgumentParser(
+        description="The hand-off between two engines, as a client sees it."
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a small model and short prompts, once; writes no result")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and short prompts, once; writes no result",
+    )
     args = parser.parse_args()
     rows, goals = measure(args.repeats, args.quick)
     report.print_table(rows)

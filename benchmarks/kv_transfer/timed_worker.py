@@ -85,7 +85,9 @@ class TimedWorker(Worker):
 
         address = super().open_connector(woken)
         assert self.connector is not None, "these engines transfer"
-        self.connector = timed = TimedConnector(self.connector, Path(os.environ["BATON_TRANSFER_TIMES"]))
+        self.connector = timed = TimedConnector(
+            self.connector, Path(os.environ["BATON_TRANSFER_TIMES"])
+        )
         return address
 
     def execute_model(self, step: SchedulerOutput) -> None:

@@ -46,7 +46,9 @@ QUIET_S = 5.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--services", type=int, default=200)
-    parser.add_argument("--rest", type=float, default=60.0, metavar="S", help="how long rest is watched")
+    parser.add_argument(
+        "--rest", type=float, default=60.0, metavar="S", help="how long rest is watched"
+    )
     parser.add_argument("--control-plane", choices=["embedded", "real"], default="embedded")
     parser.add_argument("--no-demo", action="store_true", help="without real engines")
     parser.add_argument("--no-report", action="store_true", help="print only")
@@ -138,7 +140,12 @@ async def _fleet(
     gc.freeze()
     before, cpu = Reading.of(port), process.cpu_times()
     for number in range(args.services):
-        await kube.merge(names.KIND, NAMESPACE, f"fleet-{number}", {"metadata": {"annotations": {"touched": "1"}}})
+        await kube.merge(
+            names.KIND,
+            NAMESPACE,
+            f"fleet-{number}",
+            {"metadata": {"annotations": {"touched": "1"}}},
+        )
 
     async def visited() -> bool:
         return Reading.of(port).since(before).reconciles >= args.services
@@ -153,7 +160,11 @@ async def _fleet(
 
     rows = [
         _row("bring-up", up, services=args.services),
-        _row("a look at a service at rest", visit, cpu_ms=round(1e3 * visit_cpu_s / visit.reconciles, 2)),
+        _row(
+            "a look at a service at rest",
+            visit,
+            cpu_ms=round(1e3 * visit_cpu_s / visit.reconciles, 2),
+        ),
         _row(f"rest, {args.rest:g} s", rest, cpu_seconds=round(rest_cpu_s, 2)),
         {
             "part": "apply to Ready of the fleet",
@@ -172,15 +183,23 @@ async def _fleet(
     at_rest = sum(count for verb, count in rest.requests.items() if verb != "watch")
     median_s = statistics.median(seconds)
     goals = [
-        report.Goal("writes at rest and in looks at rest", float(writes), 0.0, "requests", at_most=True),
-        report.Goal("requests at rest besides watches", float(at_rest), 0.0, "requests", at_most=True),
+        report.Goal(
+            "writes at rest and in looks at rest", float(writes), 0.0, "requests", at_most=True
+        ),
+        report.Goal(
+            "requests at rest besides watches", float(at_rest), 0.0, "requests", at_most=True
+        ),
         report.Goal("requests of a look at rest", _per(visit), 6.0, "requests", at_most=True),
         report.Goal("look at rest, p99", visit.quantile_ms(0.99), 100.0, "ms", at_most=True),
         report.Goal("memory of the operator", full_rss / 2**20, 160.0, "MiB", at_most=True),
     ]
     if args.services == 200:
         # What the operator that watched and cached by itself took on a machine of this kind.
-        goals.append(report.Goal("apply to Ready of 200 services", median_s, 1.2 * CACHED_FLEET_S, "s", at_most=True))
+        goals.append(
+            report.Goal(
+                "apply to Ready of 200 services", median_s, 1.2 * CACHED_FLEET_S, "s", at_most=True
+            )
+        )
     return rows, goals
 
 
@@ -201,7 +220,8 @@ def _row(part: str, reading: Reading, **more: object) -> Object:
         "p50 ms": round(reading.quantile_ms(0.5), 2) if reading.reconciles else None,
         "p99 ms": round(reading.quantile_ms(0.99), 2) if reading.reconciles else None,
         "requests per reconcile": round(_per(reading), 2) if reading.reconciles else None,
-        "requests": " ".join(f"{verb}:{count}" for verb, count in sorted(reading.requests.items())) or "none",
+        "requests": " ".join(f"{verb}:{count}" for verb, count in sorted(reading.requests.items()))
+        or "none",
         **more,
     }
 
@@ -235,7 +255,11 @@ async def _bring_up(kube: Kube, services: int) -> list[float]:
 
 
 def _service(name: str) -> Object:
-    spec = {"model": {"uri": "file:///models/x"}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    spec = {
+        "model": {"uri": "file:///models/x"},
+        "prefill": {"replicas": 1},
+        "decode": {"replicas": 1},
+    }
     metadata = {"name": name, "namespace": NAMESPACE}
     return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "spec": spec}
 

@@ -21,11 +21,16 @@ Object = dict[str, Any]
 DEMO = Path(__file__).parents[2] / "manifests/samples/demo.yaml"
 TIMEOUT_S = 300.0
 PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
-    "objects applied": lambda service, pods: {_role(pod) for pod in pods} >= {"prefill", "decode", "gateway"},
+    "objects applied": lambda service, pods: (
+        {_role(pod) for pod in pods} >= {"prefill", "decode", "gateway"}
+    ),
     "pods scheduled": lambda service, pods: all(pod["spec"].get("nodeName") for pod in pods),
-    "engines loaded": lambda service, pods: all(is_ready(pod) for pod in pods if _role(pod) != "gateway"),
+    "engines loaded": lambda service, pods: all(
+        is_ready(pod) for pod in pods if _role(pod) != "gateway"
+    ),
     "ready": lambda service, pods: any(
-        c["type"] == "Ready" and c["status"] == "True" for c in (service.get("status") or {}).get("conditions") or []
+        c["type"] == "Ready" and c["status"] == "True"
+        for c in (service.get("status") or {}).get("conditions") or []
     ),
 }
 """In this order; a phase ends when its condition and those before it hold."""

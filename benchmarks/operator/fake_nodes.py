@@ -30,7 +30,9 @@ class FakeNodes:
         path, ours = self._kube.path(kind, None), names.serialized(OURS)
         _, version = await self._kube.client.list(path, label_selector=ours)
         while True:
-            events = self._kube.client.watch(path, version, label_selector=ours, timeout_s=3600, silence_s=3600)
+            events = self._kube.client.watch(
+                path, version, label_selector=ours, timeout_s=3600, silence_s=3600
+            )
             async for type_, obj in events:
                 version = obj["metadata"]["resourceVersion"]
                 if type_ == "ADDED":
@@ -49,12 +51,24 @@ class FakeNodes:
     async def _run_pod(self, pod: Object) -> None:
         metadata, ip = pod["metadata"], "127.255.255.254"
         containers = [
-            {"name": c["name"], "image": c["image"], "imageID": "x", "restartCount": 0, "ready": True, "started": True}
+            {
+                "name": c["name"],
+                "image": c["image"],
+                "imageID": "x",
+                "restartCount": 0,
+                "ready": True,
+                "started": True,
+            }
             | {"state": RUNNING}
             for c in pod["spec"]["containers"]
         ]
         conditions = [{"type": type_, "status": "True"} for type_ in ("PodScheduled", "Ready")]
-        status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "containerStatuses": containers}
+        status = {
+            "phase": "Running",
+            "podIP": ip,
+            "podIPs": [{"ip": ip}],
+            "containerStatuses": containers,
+        }
         patch = {"status": {**status, "conditions": conditions}}
         await self._kube.merge("Pod", metadata["namespace"], metadata["name"], patch, "status")
 
@@ -67,8 +81,17 @@ class FakeNodes:
             owner = {"ownerReferences": metadata["ownerReferences"]}
             pod_metadata = {**template["metadata"], **name, **owner}
             await self._kube.create(
-                {"apiVersion": "v1", "kind": "Pod", "metadata": pod_metadata, "spec": template["spec"]}
+                {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": pod_metadata,
+                    "spec": template["spec"],
+                }
             )
-        counts = dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), replicas)
+        counts = dict.fromkeys(
+            ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), replicas
+        )
         patch = {"status": {"observedGeneration": metadata["generation"], **counts}}
-        await self._kube.merge("Deployment", metadata["namespace"], metadata["name"], patch, "status")
+        await self._kube.merge(
+            "Deployment", metadata["namespace"], metadata["name"], patch, "status"
+        )

@@ -48,7 +48,10 @@ class BoundedHTTPServer(JSONServer):
     def server_bind(self) -> None:
         """Without asking a name server what this host is called."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
 
     def get_request(self) -> tuple[Any, Any]:
         try:
@@ -60,7 +63,11 @@ class BoundedHTTPServer(JSONServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            oldest = min(self._since, key=self._since.__getitem__) if len(self._since) >= MAX_CONNECTIONS else None
+            oldest = (
+                min(self._since, key=self._since.__getitem__)
+                if len(self._since) >= MAX_CONNECTIONS
+                else None
+            )
             if oldest is not None:
                 del self._since[oldest]
             self._since[request] = time.monotonic()
@@ -116,7 +123,10 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
 
     def ignore_body(self) -> None:
         """Of a request that has no business with one: what follows is not to be taken for the next request."""
-        if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding") is not None:
+        if (
+            self.headers.get("Content-Length", "0") != "0"
+            or self.headers.get("Transfer-Encoding") is not None
+        ):
             self.close_connection = True
 
     def not_allowed(self, *methods: str) -> None:
@@ -139,7 +149,9 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
     def _refuse(self, code: int, message: str) -> None:
         """The rest of the request is not read, so the connection ends."""
         self.close_connection = True
-        self.request_version = self.protocol_version  # until it is read it counts as 0.9, whose answers have no head
+        self.request_version = (
+            self.protocol_version
+        )  # until it is read it counts as 0.9, whose answers have no head
         self._tell(code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)

@@ -35,23 +35,36 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
         ConfigurationError: the file or a value is wrong; the message names the field.
     """
     parser = argparse.ArgumentParser(
-        prog="baton-engine", description=__doc__, epilog="It binds $POD_IP, or 127.0.0.1 if that is not set."
+        prog="baton-engine",
+        description=__doc__,
+        epilog="It binds $POD_IP, or 127.0.0.1 if that is not set.",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="an EngineConfig as JSON; flags override its fields"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="an EngineConfig as JSON; flags override its fields",
     )
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+    )
     for flag in FLAGS:
         if flag.type is bool:
-            parser.add_argument(flag.name, dest=flag.path, action=argparse.BooleanOptionalAction, help=flag.help)
+            parser.add_argument(
+                flag.name, dest=flag.path, action=argparse.BooleanOptionalAction, help=flag.help
+            )
         else:
-            parser.add_argument(flag.name, dest=flag.path, type=flag.type, help=flag.help, metavar="VALUE")
+            parser.add_argument(
+                flag.name, dest=flag.path, type=flag.type, help=flag.help, metavar="VALUE"
+            )
     args = parser.parse_args(argv)
 
     fields: dict[str, Any] = {}
     if args.config is not None:
         try:
-            fields = msgspec.json.decode(container_path(str(args.config)).read_bytes(), type=dict[str, Any])
+            fields = msgspec.json.decode(
+                container_path(str(args.config)).read_bytes(), type=dict[str, Any]
+            )
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigurationError("ConfigInvalid", f"{args.config}: {error}") from error
     for flag in FLAGS:
@@ -65,7 +78,9 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     model = fields.get("model", {})
     if isinstance(model, dict) and not model.get("path"):
         wanted = (
-            "--model: the folder of a checkpoint" if args.config is None else f"model.path in {args.config}, or --model"
+            "--model: the folder of a checkpoint"
+            if args.config is None
+            else f"model.path in {args.config}, or --model"
         )
         raise ConfigurationError("ConfigInvalid", f"no model is given; pass {wanted}")
     try:
@@ -89,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
         return _serve(config)
     except ConfigurationError as error:
         logging.shutdown()
-        print(f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True)
+        print(
+            f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True
+        )
         return EX_CONFIG
 
 
@@ -100,7 +117,10 @@ def _check_model(config: EngineConfig) -> None:
         ModelNotFound, ModelInvalid: as `load_checkpoint_config` does.
     """
     parallel = config.parallel
-    if parallel.executor_class in LOCAL_EXECUTORS and parallel.worker_class == ParallelConfig().worker_class:
+    if (
+        parallel.executor_class in LOCAL_EXECUTORS
+        and parallel.worker_class == ParallelConfig().worker_class
+    ):
         load_checkpoint_config(container_path(config.model.path))
 
 
@@ -122,7 +142,13 @@ def _serve(config: EngineConfig) -> int:
         return 1
     proc.install_signal_handlers()
     admin.start()
-    logger.info("instance %s: engine port %d, http port %d on %s", proc.instance_id, proc.io.port, admin.port, host)
+    logger.info(
+        "instance %s: engine port %d, http port %d on %s",
+        proc.instance_id,
+        proc.io.port,
+        admin.port,
+        host,
+    )
     try:
         return proc.run()
     finally:
@@ -133,7 +159,9 @@ def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
     """Raises zmq.ZMQError: a port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
-    from baton_engine.core.dp_engine_core_proc import DPEngineCoreProc  # torch: needed by no single worker's parent
+    from baton_engine.core.dp_engine_core_proc import (
+        DPEngineCoreProc,
+    )  # torch: needed by no single worker's parent
 
     return DPEngineCoreProc(config, host)
 

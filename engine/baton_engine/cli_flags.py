@@ -24,7 +24,9 @@ def sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, like 1,2,4,8, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"numbers with commas between them, like 1,2,4,8, got {text!r}"
+        ) from None
 
 
 FLAGS = [
@@ -35,28 +37,93 @@ FLAGS = [
     Flag("--max-model-len", "model.max_model_len", int, "prompt plus generated tokens"),
     Flag("--block-size", "cache.block_size", int, "tokens per KV block"),
     Flag("--num-blocks", "cache.num_blocks", int, "KV blocks"),
-    Flag("--kv-cache-memory-bytes", "cache.memory_bytes", int, "KV memory, if --num-blocks is not given"),
-    Flag("--gpu-memory-utilization", "cache.gpu_memory_utilization", float, "fraction of GPU memory to use"),
-    Flag("--enable-prefix-caching", "cache.enable_prefix_caching", bool, "keep KV blocks of ended requests findable"),
-    Flag("--max-num-batched-tokens", "scheduler.max_num_batched_tokens", int, "token budget of one step"),
+    Flag(
+        "--kv-cache-memory-bytes",
+        "cache.memory_bytes",
+        int,
+        "KV memory, if --num-blocks is not given",
+    ),
+    Flag(
+        "--gpu-memory-utilization",
+        "cache.gpu_memory_utilization",
+        float,
+        "fraction of GPU memory to use",
+    ),
+    Flag(
+        "--enable-prefix-caching",
+        "cache.enable_prefix_caching",
+        bool,
+        "keep KV blocks of ended requests findable",
+    ),
+    Flag(
+        "--max-num-batched-tokens",
+        "scheduler.max_num_batched_tokens",
+        int,
+        "token budget of one step",
+    ),
     Flag("--max-num-seqs", "scheduler.max_num_seqs", int, "running requests"),
     Flag("--max-queue", "scheduler.max_queue", int, "waiting requests"),
     Flag("--kv-role", "kv_transfer.role", str, ", ".join(role.value for role in KVRole)),
     Flag("--kv-transport", "kv_transfer.transport", str, "ucx, tcp, shm, auto, nixl or inproc"),
-    Flag("--kv-rdma", "kv_transfer.rdma", bool, "do not start without an RDMA device and a UCX with verbs"),
+    Flag(
+        "--kv-rdma",
+        "kv_transfer.rdma",
+        bool,
+        "do not start without an RDMA device and a UCX with verbs",
+    ),
     Flag("--kv-port", "kv_transfer.port", int, "port of the KV side channel"),
     Flag("--kv-load-failure-policy", "kv_transfer.load_failure_policy", str, "recompute or fail"),
-    Flag("--kv-load-timeout-s", "kv_transfer.load_timeout_s", float, "a consumer's wait without progress"),
+    Flag(
+        "--kv-load-timeout-s",
+        "kv_transfer.load_timeout_s",
+        float,
+        "a consumer's wait without progress",
+    ),
     Flag("--kv-lease-s", "kv_transfer.lease_s", float, "a producer's wait for its consumer"),
-    Flag("--kv-mode", "kv_transfer.mode", str, "pull or push: who moves the blocks that this engine loads"),
-    Flag("--kv-max-inflight-bytes", "kv_transfer.max_inflight_bytes", int, "of the transfers with one peer at a time"),
-    Flag("--kv-staging-bytes", "kv_transfer.staging_bytes", int, "host memory through which KV of a GPU travels"),
+    Flag(
+        "--kv-mode",
+        "kv_transfer.mode",
+        str,
+        "pull or push: who moves the blocks that this engine loads",
+    ),
+    Flag(
+        "--kv-max-inflight-bytes",
+        "kv_transfer.max_inflight_bytes",
+        int,
+        "of the transfers with one peer at a time",
+    ),
+    Flag(
+        "--kv-staging-bytes",
+        "kv_transfer.staging_bytes",
+        int,
+        "host memory through which KV of a GPU travels",
+    ),
     Flag("--watermark", "cache.watermark", float, "fraction of blocks that admission leaves free"),
-    Flag("--swap-memory-bytes", "cache.swap_memory_bytes", int, "host memory for blocks of preempted groups"),
-    Flag("--offload-memory-bytes", "cache.offload_memory_bytes", int, "host memory for evicted prefix blocks"),
-    Flag("--enable-kv-events", "cache.enable_kv_events", bool, "publish what the prefix cache gains and loses"),
+    Flag(
+        "--swap-memory-bytes",
+        "cache.swap_memory_bytes",
+        int,
+        "host memory for blocks of preempted groups",
+    ),
+    Flag(
+        "--offload-memory-bytes",
+        "cache.offload_memory_bytes",
+        int,
+        "host memory for evicted prefix blocks",
+    ),
+    Flag(
+        "--enable-kv-events",
+        "cache.enable_kv_events",
+        bool,
+        "publish what the prefix cache gains and loses",
+    ),
     Flag("--scheduling-policy", "scheduler.policy", str, "priority or fcfs"),
-    Flag("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", bool, "run long prompts in several steps"),
+    Flag(
+        "--enable-chunked-prefill",
+        "scheduler.enable_chunked_prefill",
+        bool,
+        "run long prompts in several steps",
+    ),
     Flag(
         "--long-prefill-token-threshold",
         "scheduler.long_prefill_token_threshold",
@@ -64,23 +131,69 @@ FLAGS = [
         "most tokens of one prompt in a step while shorter ones wait",
     ),
     Flag("--preemption-mode", "scheduler.preemption_mode", str, "auto, recompute or swap"),
-    Flag("--async-scheduling", "scheduler.async_scheduling", bool, "schedule a step while the last one runs"),
+    Flag(
+        "--async-scheduling",
+        "scheduler.async_scheduling",
+        bool,
+        "schedule a step while the last one runs",
+    ),
     Flag("--scheduler-class", "scheduler.scheduler_class", str, "qualified name"),
-    Flag("--tensor-parallel-size", "parallel.tensor_parallel_size", int, "ranks that share each layer"),
-    Flag("--pipeline-parallel-size", "parallel.pipeline_parallel_size", int, "stages the layers are split into"),
-    Flag("--executor", "parallel.executor_class", str, "auto, uniproc, multiproc, external_launcher, ray, or a class"),
+    Flag(
+        "--tensor-parallel-size",
+        "parallel.tensor_parallel_size",
+        int,
+        "ranks that share each layer",
+    ),
+    Flag(
+        "--pipeline-parallel-size",
+        "parallel.pipeline_parallel_size",
+        int,
+        "stages the layers are split into",
+    ),
+    Flag(
+        "--executor",
+        "parallel.executor_class",
+        str,
+        "auto, uniproc, multiproc, external_launcher, ray, or a class",
+    ),
     Flag("--worker-class", "parallel.worker_class", str, "qualified name"),
     Flag(
-        "--enable-expert-parallel", "parallel.enable_expert_parallel", bool, "be a rank of a group that shares experts"
+        "--enable-expert-parallel",
+        "parallel.enable_expert_parallel",
+        bool,
+        "be a rank of a group that shares experts",
     ),
     Flag("--coordinator", "parallel.coordinator", str, "host:port of the group's coordinator"),
-    Flag("--rank-name", "parallel.rank_name", str, "what topologies call this rank; $POD_NAME if not given"),
     Flag(
-        "--num-redundant-experts", "parallel.num_redundant_experts", int, "copies of experts in each layer of the group"
+        "--rank-name",
+        "parallel.rank_name",
+        str,
+        "what topologies call this rank; $POD_NAME if not given",
     ),
-    Flag("--collective-timeout-s", "parallel.collective_timeout_s", float, "a worker's wait for a silent other"),
-    Flag("--step-timeout-s", "parallel.step_timeout_s", float, "workers silent for longer count as dead"),
-    Flag("--enforce-eager", "compilation.enforce_eager", bool, "neither torch.compile nor CUDA graphs"),
+    Flag(
+        "--num-redundant-experts",
+        "parallel.num_redundant_experts",
+        int,
+        "copies of experts in each layer of the group",
+    ),
+    Flag(
+        "--collective-timeout-s",
+        "parallel.collective_timeout_s",
+        float,
+        "a worker's wait for a silent other",
+    ),
+    Flag(
+        "--step-timeout-s",
+        "parallel.step_timeout_s",
+        float,
+        "workers silent for longer count as dead",
+    ),
+    Flag(
+        "--enforce-eager",
+        "compilation.enforce_eager",
+        bool,
+        "neither torch.compile nor CUDA graphs",
+    ),
     Flag("--compilation-mode", "compilation.mode", str, "auto, none, eager or inductor"),
     Flag(
         "--cudagraph-mode",
@@ -88,20 +201,60 @@ FLAGS = [
         str,
         "auto, none, piecewise, full, full_decode_only or full_and_piecewise",
     ),
-    Flag("--capture-sizes", "compilation.capture_sizes", sizes, "numbers of tokens to capture graphs for: 1,2,4,8"),
-    Flag("--compile-sizes", "compilation.compile_sizes", sizes, "numbers of tokens to compile for once more"),
-    Flag("--compile-cache-dir", "compilation.cache_dir", str, "where compiled code is kept for the next start"),
+    Flag(
+        "--capture-sizes",
+        "compilation.capture_sizes",
+        sizes,
+        "numbers of tokens to capture graphs for: 1,2,4,8",
+    ),
+    Flag(
+        "--compile-sizes",
+        "compilation.compile_sizes",
+        sizes,
+        "numbers of tokens to compile for once more",
+    ),
+    Flag(
+        "--compile-cache-dir",
+        "compilation.cache_dir",
+        str,
+        "where compiled code is kept for the next start",
+    ),
     Flag("--log-iterations", "observability.log_iterations", bool, "one log line per step"),
-    Flag("--count-nans-in-logits", "observability.count_nans_in_logits", bool, "report NaNs per output"),
+    Flag(
+        "--count-nans-in-logits",
+        "observability.count_nans_in_logits",
+        bool,
+        "report NaNs per output",
+    ),
     Flag("--profiler-dir", "observability.profiler_dir", str, "where torch profiles are written"),
-    Flag("--crash-dump-dir", "observability.crash_dump_dir", str, "where the input of a failing step is written"),
+    Flag(
+        "--crash-dump-dir",
+        "observability.crash_dump_dir",
+        str,
+        "where the input of a failing step is written",
+    ),
     Flag("--device", "device", str, "auto, cpu or cuda"),
     Flag("--num-threads", "num_threads", int, "compute threads of each worker"),
-    Flag("--bind-threads", "bind_threads", bool, "worker processes of one host keep to their own cores"),
+    Flag(
+        "--bind-threads",
+        "bind_threads",
+        bool,
+        "worker processes of one host keep to their own cores",
+    ),
     Flag("--engine-port", "engine_port", int, "port of the engine's ROUTER"),
     Flag("--http-port", "http_port", int, "port of health, metrics and drain"),
-    Flag("--service-key-file", "service_key_file", str, "file with the key that all processes of a service share"),
-    Flag("--drain-timeout-s", "drain_timeout_s", float, "how long running requests may take to end after SIGTERM"),
+    Flag(
+        "--service-key-file",
+        "service_key_file",
+        str,
+        "file with the key that all processes of a service share",
+    ),
+    Flag(
+        "--drain-timeout-s",
+        "drain_timeout_s",
+        float,
+        "how long running requests may take to end after SIGTERM",
+    ),
 ]
 
 
@@ -112,7 +265,12 @@ def check_bounds(config: EngineConfig) -> None:
 
 
 def _problems(config: EngineConfig) -> Iterator[str]:
-    cache, scheduler, parallel, transfer = config.cache, config.scheduler, config.parallel, config.kv_transfer
+    cache, scheduler, parallel, transfer = (
+        config.cache,
+        config.scheduler,
+        config.parallel,
+        config.kv_transfer,
+    )
     at_least = {
         "model.max_model_len": (config.model.max_model_len, 1),
         "cache.block_size": (cache.block_size, 1),
@@ -151,7 +309,11 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         yield f"cache.gpu_memory_utilization must be in (0, 1], got {cache.gpu_memory_utilization}"
     if not 0 <= cache.watermark < 1:
         yield f"cache.watermark must be in [0, 1), got {cache.watermark}"
-    ports = {"engine_port": config.engine_port, "http_port": config.http_port, "kv_transfer.port": transfer.port}
+    ports = {
+        "engine_port": config.engine_port,
+        "http_port": config.http_port,
+        "kv_transfer.port": transfer.port,
+    }
     for name, port in ports.items():
         if not 0 <= port < 65536:
             yield f"{name} must be in [0, 65535], got {port}"
@@ -166,7 +328,10 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         "model.dtype": (config.model.dtype, ("auto", "float32", "bfloat16", "float16")),
         "scheduler.policy": (scheduler.policy, ("priority", "fcfs")),
         "scheduler.preemption_mode": (scheduler.preemption_mode, ("auto", "recompute", "swap")),
-        "kv_transfer.transport": (transfer.transport, ("ucx", "tcp", "shm", "auto", "nixl", "inproc")),
+        "kv_transfer.transport": (
+            transfer.transport,
+            ("ucx", "tcp", "shm", "auto", "nixl", "inproc"),
+        ),
         "kv_transfer.mode": (transfer.mode, ("pull", "push")),
         "kv_transfer.load_failure_policy": (transfer.load_failure_policy, ("recompute", "fail")),
         "device": (config.device, ("auto", "cpu", "cuda")),

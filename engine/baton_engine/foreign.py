@@ -15,7 +15,9 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
     """At most `limit` characters of a text, without control characters, so that nobody writes lines of a log, or to a terminal."""
     words = str(text)
     kept = words[:limit] + "..." if len(words) > limit else words
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in kept)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in kept
+    )
 
 
 class SparseLog:

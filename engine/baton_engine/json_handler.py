@@ -41,10 +41,16 @@ class JSONHandler(BaseHTTPRequestHandler):
         """The request lacks the service's key. Its body is not read, so its connection ends: that header sees to it."""
         message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
         body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
-        self._answer(401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"})
+        self._answer(
+            401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"}
+        )
 
     def _answer(
-        self, status: int, body: bytes, content_type: str = "application/json", headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)

@@ -18,14 +18,18 @@ DIGEST_BYTES = 16
 def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
     """Parent of a sequence's first block: separates models, salts and adapters."""
     encoded = [key.encode() for key in (model_key, cache_salt, lora_name)]
-    keys = b"".join(struct.pack("<q", len(key)) + key for key in encoded)  # no key can run into the next
+    keys = b"".join(
+        struct.pack("<q", len(key)) + key for key in encoded
+    )  # no key can run into the next
     return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Hash of a block, full or partial, that holds `token_ids` after the block hashed as `parent`."""
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
-    return hashlib.blake2b(parent + packed, digest_size=DIGEST_BYTES, person=b"baton-block").digest()
+    return hashlib.blake2b(
+        parent + packed, digest_size=DIGEST_BYTES, person=b"baton-block"
+    ).digest()
 
 
 def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

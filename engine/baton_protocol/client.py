@@ -42,7 +42,13 @@ from baton_protocol.messages import (
 from baton_protocol.request_stream import EngineDeadError, HandshakeFailedError, RequestStream
 from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 
-__all__ = ["EngineClient", "EngineDeadError", "HandshakeFailedError", "RequestStream", "UtilityError"]
+__all__ = [
+    "EngineClient",
+    "EngineDeadError",
+    "HandshakeFailedError",
+    "RequestStream",
+    "UtilityError",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +117,8 @@ class EngineClient:
         if on_kv_events is not None:
             handlers.append((EngineCoreResponseType.KV_EVENTS, KVEventBatch, on_kv_events))
         self._decoders: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
-            kind.value: (msgspec.msgpack.Decoder(payload), handle) for kind, payload, handle in handlers
+            kind.value: (msgspec.msgpack.Decoder(payload), handle)
+            for kind, payload, handle in handlers
         }
 
     @property
@@ -154,17 +161,23 @@ class EngineClient:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket = socket
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks; a peer that does not read is caught by the heartbeat
+        socket.setsockopt(
+            zmq.SNDHWM, 0
+        )  # sending never blocks; a peer that does not read is caught by the heartbeat
         socket.setsockopt(zmq.RCVHWM, 0)
         # Never, in effect. To forbid it (-1) would make ZMQ drop what was received and not yet read when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
         if self._service_key is not None:
             self._service_key.protect_client(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
+        )
         socket.connect(self.address)
         self._tasks = [
             loop.create_task(self._receive(), name=f"engine-client-receive {self.address}"),
-            loop.create_task(self._watch_connection(monitor), name=f"engine-client-monitor {self.address}"),
+            loop.create_task(
+                self._watch_connection(monitor), name=f"engine-client-monitor {self.address}"
+            ),
         ]
         hello = Hello(PROTOCOL_VERSION, self._client_id, self._wants_kv_events)
         self._send(EngineCoreRequestType.HELLO, hello, instance_id="")
@@ -174,16 +187,23 @@ class EngineClient:
                 init = await asyncio.shield(self._init)
         except TimeoutError:
             await self.close()
-            raise TimeoutError(f"{self.address} did not answer HELLO within {timeout_s:g} s") from None
+            raise TimeoutError(
+                f"{self.address} did not answer HELLO within {timeout_s:g} s"
+            ) from None
         except BaseException:
             await self.close()
             raise
-        self._tasks.append(loop.create_task(self._beat(), name=f"engine-client-heartbeat {self.address}"))
+        self._tasks.append(
+            loop.create_task(self._beat(), name=f"engine-client-heartbeat {self.address}")
+        )
         return init
 
     async def wait_ready(self, timeout_s: float) -> Ready:
         """Waits until the engine accepts requests. Raises EngineDeadError or TimeoutError."""
-        waits = [asyncio.ensure_future(self._ready_event.wait()), asyncio.ensure_future(self._dead_event.wait())]
+        waits = [
+            asyncio.ensure_future(self._ready_event.wait()),
+            asyncio.ensure_future(self._dead_event.wait()),
+        ]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -200,8 +220,12 @@ class EngineClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if request.request_id in self._streams:
-            raise ValueError(f"request id {request.request_id!r} is already in flight on {self.address}")
-        self._send(EngineCoreRequestType.ADD, request)  # first: what cannot be encoded leaves nothing behind
+            raise ValueError(
+                f"request id {request.request_id!r} is already in flight on {self.address}"
+            )
+        self._send(
+            EngineCoreRequestType.ADD, request
+        )  # first: what cannot be encoded leaves nothing behind
         stream = self._streams[request.request_id] = RequestStream(request.request_id)
         return stream
 
@@ -233,7 +257,9 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise TimeoutError(f"{self.address} did not answer {method}() within {timeout_s or 0:g} s") from None
+            raise TimeoutError(
+                f"{self.address} did not answer {method}() within {timeout_s or 0:g} s"
+            ) from None
         finally:
             self._calls.pop(call_id, None)
 
@@ -250,23 +276,31 @@ class EngineClient:
         for task in tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        await asyncio.gather(*(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True)
+        await asyncio.gather(
+            *(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True
+        )
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
             self._socket = None
 
-    def _send(self, kind: EngineCoreRequestType, payload: object, *, instance_id: str | None = None) -> None:
+    def _send(
+        self, kind: EngineCoreRequestType, payload: object, *, instance_id: str | None = None
+    ) -> None:
         if self._socket is None:
             raise RuntimeError("EngineClient.connect() has not been called")
         identity = self.instance_id if instance_id is None else instance_id
         # Without a high-water mark the returned future is done at once.
-        self._socket.send_multipart([kind.value, identity.encode(), self._encoder.encode(payload)], copy=True)
+        self._socket.send_multipart(
+            [kind.value, identity.encode(), self._encoder.encode(payload)], copy=True
+        )
 
     async def _receive(self) -> None:
         assert self._socket is not None
         while self.dead_reason is None:
-            arriving = self._arriving = asyncio.ensure_future(self._socket.recv_multipart())  # is a future already
+            arriving = self._arriving = asyncio.ensure_future(
+                self._socket.recv_multipart()
+            )  # is a future already
             await arriving
             self._take_arrived()
 
@@ -287,7 +321,9 @@ class EngineClient:
             return
         known = self._init is not None and self._init.done()
         if known and instance_id and instance_id.decode(errors="replace") != self.instance_id:
-            self._die(f"{self.address} is another instance now: {instance_id.decode(errors='replace')}")
+            self._die(
+                f"{self.address} is another instance now: {instance_id.decode(errors='replace')}"
+            )
             return
         handle(message)
         if was_suspect:
@@ -328,7 +364,9 @@ class EngineClient:
     def _on_init(self, init: Init) -> None:
         assert self._init is not None
         if init.protocol_version != PROTOCOL_VERSION:
-            self._die(f"{self.address} speaks protocol {init.protocol_version}, this client {PROTOCOL_VERSION}")
+            self._die(
+                f"{self.address} speaks protocol {init.protocol_version}, this client {PROTOCOL_VERSION}"
+            )
         else:
             self._latest_init = init
             if not self._init.done():
@@ -374,7 +412,9 @@ class EngineClient:
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         for output in message.outputs:
             stream = (
-                self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+                self._streams.pop(output.request_id, None)
+                if output.finished
+                else self._streams.get(output.request_id)
             )
             if stream is not None:
                 stream.put(output)

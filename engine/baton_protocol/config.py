@@ -275,7 +275,9 @@ def container_path(path: str) -> Path:
     return Path(path)
 
 
-def compatibility_hash(model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None) -> str:
+def compatibility_hash(
+    model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None
+) -> str:
     """Equal on pods that may exchange KV blocks and continue each other's requests. Numbers that must agree for the first, such
     as the block size, are compared one by one where pods meet: who is refused is told both values.
 

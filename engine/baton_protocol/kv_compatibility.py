@@ -30,7 +30,12 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:
     """`block_size is 16 at HERE and 32 at THERE; ...`; empty if blocks can be exchanged."""
-    pairs = ((field, getattr(ours, field), getattr(theirs, field)) for field in KVCompatibility.__struct_fields__)
+    pairs = (
+        (field, getattr(ours, field), getattr(theirs, field))
+        for field in KVCompatibility.__struct_fields__
+    )
     return "; ".join(
-        f"{field} is {mine} at {here} and {other} at {there}" for field, mine, other in pairs if mine != other
+        f"{field} is {mine} at {here} and {other} at {there}"
+        for field, mine, other in pairs
+        if mine != other
     )

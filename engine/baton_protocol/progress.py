@@ -20,8 +20,12 @@ class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
         """`23 % of 14.0 GiB`: a text that changes a hundred times at most. Empty while nothing is known."""
         if self.total_bytes <= 0:
             return ""
-        size, unit = next(((size, unit) for size, unit in _UNITS if self.total_bytes >= size), (1, "bytes"))
-        return f"{100 * self.done_bytes // self.total_bytes} % of {self.total_bytes / size:.1f} {unit}"
+        size, unit = next(
+            ((size, unit) for size, unit in _UNITS if self.total_bytes >= size), (1, "bytes")
+        )
+        return (
+            f"{100 * self.done_bytes // self.total_bytes} % of {self.total_bytes / size:.1f} {unit}"
+        )
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -65,7 +65,9 @@ class StructuredOutput(_Params):
         """Raises ValueError naming the field and the bound. What the specification says is checked when it is compiled."""
         if self.kind is StructuredOutputKind.JSON_OBJECT:
             if self.spec:
-                raise ValueError("structured_output.spec must be empty for json_object; the kind for a schema is json")
+                raise ValueError(
+                    "structured_output.spec must be empty for json_object; the kind for a schema is json"
+                )
             return
         if not 1 <= len(self.spec) <= MAX_SPEC_LENGTH:
             raise ValueError(
@@ -144,7 +146,9 @@ class SamplingParams(_Params):
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
         _bound("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _bound("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 1e3:
@@ -177,11 +181,17 @@ class SamplingParams(_Params):
         _bound("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
         _bound("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.beam_width and self.repetition_detection is not None:
-            raise ValueError("repetition_detection ends a sampled sequence; it cannot be combined with beam_width")
+            raise ValueError(
+                "repetition_detection ends a sampled sequence; it cannot be combined with beam_width"
+            )
         if self.beam_width and self.return_routed_experts:
-            raise ValueError("return_routed_experts reports one sequence; it cannot be combined with beam_width")
+            raise ValueError(
+                "return_routed_experts reports one sequence; it cannot be combined with beam_width"
+            )
         if self.beam_width and self.structured_output is not None:
-            raise ValueError("structured_output is followed by samples only; it cannot be combined with beam_width")
+            raise ValueError(
+                "structured_output is followed by samples only; it cannot be combined with beam_width"
+            )
 
 
 def _bound_size(name: str, values: Collection[object], most: int) -> None:

@@ -26,7 +26,9 @@ from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16
 HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 """Events of a socket's monitor: on both sides, when one of the two has another key or none. Nothing else tells."""
 
@@ -41,7 +43,9 @@ class ServiceKey:
     def __init__(self, key: bytes) -> None:
         """Raises ValueError for a key that could be guessed because it is too short."""
         if len(key) < MIN_KEY_BYTES:
-            raise ValueError(f"a service key has at least {MIN_KEY_BYTES} bytes, this one {len(key)}")
+            raise ValueError(
+                f"a service key has at least {MIN_KEY_BYTES} bytes, this one {len(key)}"
+            )
         self._key = key
 
     @classmethod
@@ -54,7 +58,9 @@ class ServiceKey:
         if not file:
             return None
         if not zmq.has("curve"):
-            raise ServiceKeyError("service_key_file: this pyzmq was built without CURVE; PyPI's wheels have it")
+            raise ServiceKeyError(
+                "service_key_file: this pyzmq was built without CURVE; PyPI's wheels have it"
+            )
         try:
             key = container_path(file).read_bytes().strip()
         except (OSError, ValueError) as error:
@@ -87,7 +93,9 @@ class ServiceKey:
         """Before `bind`: from then on only clients with the key get through, and all that is said is encrypted."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
-        domain = f"baton-{self.secret('zap').hex()[:16]}"  # another per key: a process may have several
+        domain = (
+            f"baton-{self.secret('zap').hex()[:16]}"  # another per key: a process may have several
+        )
         require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
@@ -109,9 +117,13 @@ def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> s
         ours: the client's key.
     """
     kind, mismatch = event["event"], event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-    if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # the server closed the connection, and did not say why
+    if (
+        kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    ):  # the server closed the connection, and did not say why
         why = (
-            "wants a service key (none is set here)" if ours is None else "does not accept our service key, or has none"
+            "wants a service key (none is set here)"
+            if ours is None
+            else "does not accept our service key, or has none"
         )
         return f"closed the connection in the handshake: it {why}, or has just ended"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not mismatch:

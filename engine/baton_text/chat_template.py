@@ -51,7 +51,12 @@ class ChatTemplate:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def render(
-        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **variables: object
+        self,
+        messages: Sequence[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: object,
     ) -> str:
         """Prompt text of `messages`; encode it without special tokens, for the template has written them.
 
@@ -63,7 +68,12 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: what the template said, or what it stumbled over.
         """
-        values: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        values: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+        }
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(values)
@@ -93,7 +103,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(format: str) -> str:

@@ -37,12 +37,15 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _check_message(message: ChatMessage, where: str) -> None:
     if message.role not in ROLES:
         raise RequestError(
-            f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {message.role!r}", param=f"{where}.role"
+            f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {message.role!r}",
+            param=f"{where}.role",
         )
     for name in ("tool_calls", "function_call"):
         if getattr(message, name):
             raise RequestError(
-                f"{where}.{name} is not supported by this server", param=f"{where}.{name}", code="unsupported_parameter"
+                f"{where}.{name} is not supported by this server",
+                param=f"{where}.{name}",
+                code="unsupported_parameter",
             )
     if message.content is None:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
@@ -56,7 +59,9 @@ def _check_message(message: ChatMessage, where: str) -> None:
                 code="unsupported_parameter",
             )
         if part.text is None:
-            raise RequestError(f"{where}.content[{index}].text is required", param=f"{where}.content[{index}].text")
+            raise RequestError(
+                f"{where}.content[{index}].text is required", param=f"{where}.content[{index}].text"
+            )
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
@@ -68,4 +73,6 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
         "reasoning_content": message.reasoning_content,
         "tool_call_id": message.tool_call_id,
     }
-    return {"role": message.role, "content": content} | {k: v for k, v in optional.items() if v is not None}
+    return {"role": message.role, "content": content} | {
+        k: v for k, v in optional.items() if v is not None
+    }

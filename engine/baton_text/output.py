@@ -62,7 +62,9 @@ class OutputProcessor:
         min_tokens: int,
         stop_token_ids: list[int] | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens
+        )
         self._scanner = StopScanner(stops, include_stop=include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -134,7 +136,11 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLo
                 logprob=item.logprob,
                 bytes=list(tokenizer.token_bytes(item.token_id)),
                 top_logprobs=[
-                    TopLogprob(token=text(token_id), logprob=logprob, bytes=list(tokenizer.token_bytes(token_id)))
+                    TopLogprob(
+                        token=text(token_id),
+                        logprob=logprob,
+                        bytes=list(tokenizer.token_bytes(token_id)),
+                    )
                     for token_id, logprob in item.top
                 ],
             )
@@ -144,7 +150,11 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLo
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: list[TokenLogprobs], offset: int, *, first_token_id: int | None = None
+    tokenizer: Tokenizer,
+    logprobs: list[TokenLogprobs],
+    offset: int,
+    *,
+    first_token_id: int | None = None,
 ) -> CompletionLogprobs:
     """OpenAI's older shape.
 
@@ -174,7 +184,9 @@ def completion_logprobs(
     return result
 
 
-def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs) -> list[dict[int, PromptTokenLogprob] | None]:
+def prompt_token_logprobs(
+    tokenizer: Tokenizer, logprobs: PromptLogprobs
+) -> list[dict[int, PromptTokenLogprob] | None]:
     """vLLM's shape: per prompt token, by token id, the most likely ones and the prompt's own; nothing for the first."""
     return [None, *(ranked_logprobs(tokenizer, item) for item in logprobs)]
 
@@ -183,7 +195,9 @@ def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, Prom
     """One position: its own token first, then the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
-        return PromptTokenLogprob(logprob=logprob, rank=rank, decoded_token=tokenizer.token_text(token_id))
+        return PromptTokenLogprob(
+            logprob=logprob, rank=rank, decoded_token=tokenizer.token_text(token_id)
+        )
 
     result = {item.token_id: entry(item.token_id, item.logprob, item.rank)}
     for rank, (token_id, logprob) in enumerate(item.top, start=1):
@@ -197,4 +211,6 @@ def join_routed_experts(parts: list[RoutedExperts]) -> RoutedExperts | None:
         return None
     _, layers, experts = parts[0].shape
     shape = (sum(part.shape[0] for part in parts), layers, experts)
-    return msgspec.structs.replace(parts[0], shape=shape, expert_ids=b"".join(part.expert_ids for part in parts))
+    return msgspec.structs.replace(
+        parts[0], shape=shape, expert_ids=b"".join(part.expert_ids for part in parts)
+    )

@@ -153,19 +153,25 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(f"n must be in [1, {MAX_N}], got {self.n}", param="n")
         if self.temperature is not None and not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise RequestError(
-                f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}", param="temperature"
+                f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}",
+                param="temperature",
             )
         if len(self.stops) > MAX_STOPS:
-            raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop")
+            raise RequestError(
+                f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop"
+            )
         if any(not stop for stop in self.stops):
             raise RequestError("stop must not hold an empty string", param="stop")
         longest = max(map(len, self.stops), default=0)
         if longest > MAX_STOP_LENGTH:
             raise RequestError(
-                f"stop must be strings of {MAX_STOP_LENGTH} characters at most, got one of {longest}", param="stop"
+                f"stop must be strings of {MAX_STOP_LENGTH} characters at most, got one of {longest}",
+                param="stop",
             )
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+            raise RequestError(
+                "stream_options is only allowed with stream=true", param="stream_options"
+            )
         self._validate_search()
         self.structured_output()
         for name in ("priority", "top_k"):
@@ -177,36 +183,48 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 raise RequestError(f"{name} must not be negative", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids must not be empty: nothing could be sampled", param="allowed_token_ids"
+                "allowed_token_ids must not be empty: nothing could be sampled",
+                param="allowed_token_ids",
             )
         try:
             check_bad_words(self.bad_words or [])
         except ValueError as error:
             raise RequestError(str(error), param="bad_words") from error
         if len(self.cache_salt or "") > MAX_CACHE_SALT_LENGTH:
-            raise RequestError(f"cache_salt must have at most {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
+            raise RequestError(
+                f"cache_salt must have at most {MAX_CACHE_SALT_LENGTH} characters",
+                param="cache_salt",
+            )
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+            raise RequestError(
+                "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
+            )
 
     def _validate_search(self) -> None:
         """best_of and beam search."""
         if self.best_of is not None:
             if not self.num_samples <= self.best_of <= MAX_N:
                 raise RequestError(
-                    f"best_of must be in [n={self.num_samples}, {MAX_N}], got {self.best_of}", param="best_of"
+                    f"best_of must be in [n={self.num_samples}, {MAX_N}], got {self.best_of}",
+                    param="best_of",
                 )
             if self.stream and self.best_of > self.num_samples:
                 raise RequestError(
-                    "best_of over n is not available with stream=true: the best are known at the end", param="best_of"
+                    "best_of over n is not available with stream=true: the best are known at the end",
+                    param="best_of",
                 )
         if self.use_beam_search:
             if self.num_samples > MAX_BEAM_WIDTH:
-                raise RequestError(f"n is the beam width, {MAX_BEAM_WIDTH} at most, got {self.n}", param="n")
+                raise RequestError(
+                    f"n is the beam width, {MAX_BEAM_WIDTH} at most, got {self.n}", param="n"
+                )
             if self.best_of not in (None, self.num_samples):
                 raise RequestError("best_of must be n with use_beam_search", param="best_of")
             structure = self.structured_output_field()
             if structure is not None:
-                raise RequestError(f"{structure} cannot be combined with use_beam_search", param=structure)
+                raise RequestError(
+                    f"{structure} cannot be combined with use_beam_search", param=structure
+                )
             return
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:
@@ -258,7 +276,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """What the engine says against this request, which begins with its name of a field, in the request's own names."""
         match = _ENGINE_FIELD.match(message)
         theirs, root = (match[0], match[1]) if match else ("", "")
-        field = self.structured_output_field() if root == "structured_output" else _CLIENT_NAMES.get(root, root)
+        field = (
+            self.structured_output_field()
+            if root == "structured_output"
+            else _CLIENT_NAMES.get(root, root)
+        )
         if field is None or field not in self.__struct_fields__:
             return RequestError(message)
         # A field of ours that has the engine's name has the engine's parts, too.
@@ -284,7 +306,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     def structured_output_field(self) -> str | None:
         """Name of the field that says what the text must look like; None if there is none."""
-        fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        fields = (
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+        )
         given = [name for name in fields if getattr(self, name) is not None]
         if self.structured_outputs is not None and not self.structured_outputs.given():
             given.remove("structured_outputs")
@@ -304,7 +332,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         elif field == "structured_outputs":
             params = self.structured_outputs or StructuredOutputsParams()
         else:
-            params = StructuredOutputsParams(**{field.removeprefix("guided_"): getattr(self, field)})
+            params = StructuredOutputsParams(
+                **{field.removeprefix("guided_"): getattr(self, field)}
+            )
         try:
             return params.to_structured_output()
         except ValueError as error:
@@ -317,30 +347,41 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             return StructuredOutputsParams(json_object=True)
         if kind != "json_schema":
             raise RequestError(
-                f"response_format.type must be text, json_object or json_schema, got {kind!r}", param="response_format"
+                f"response_format.type must be text, json_object or json_schema, got {kind!r}",
+                param="response_format",
             )
         if schema is None or schema.schema is None:
-            raise RequestError("response_format.json_schema.schema is required", param="response_format")
+            raise RequestError(
+                "response_format.json_schema.schema is required", param="response_format"
+            )
         return StructuredOutputsParams(json=schema.schema)
 
     def _repetition_detection(self) -> RepetitionDetection | None:
         params = self.repetition_detection
         if params is None:
             return None
-        return RepetitionDetection(params.max_pattern_size, params.min_pattern_size, params.min_count)
+        return RepetitionDetection(
+            params.max_pattern_size, params.min_pattern_size, params.min_count
+        )
 
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
         for key in self.logit_bias:
             if not _TOKEN_ID.fullmatch(key):
-                raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}", param="logit_bias")
+                raise RequestError(
+                    f"logit_bias keys must be token ids, got {key[:40]!r}", param="logit_bias"
+                )
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _refuse_unsupported(self) -> None:
         for name in self._unsupported():
             if getattr(self, name):
-                raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+                raise RequestError(
+                    f"{name} is not supported by this server",
+                    param=name,
+                    code="unsupported_parameter",
+                )
 
     def _unsupported(self) -> tuple[str, ...]:
         """Fields that are refused when they ask for something."""
@@ -367,7 +408,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     continue_final_message: Any = None
 
     def requested_max_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
 
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -379,7 +424,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         if self.top_logprobs is not None:
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
                 raise RequestError(
-                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", param="top_logprobs"
+                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}",
+                    param="top_logprobs",
                 )
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -395,7 +441,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         super()._refuse_unsupported()
         if self.tool_choice not in (None, "none", "auto"):
             raise RequestError(
-                "tool_choice is not supported by this server", param="tool_choice", code="unsupported_parameter"
+                "tool_choice is not supported by this server",
+                param="tool_choice",
+                code="unsupported_parameter",
             )
         if self.modalities not in (None, ["text"]):
             raise RequestError(
@@ -405,7 +453,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             )
 
     def _unsupported(self) -> tuple[str, ...]:
-        chat_only = ("tools", "functions", "function_call", "audio", "prediction", "web_search_options")
+        chat_only = (
+            "tools",
+            "functions",
+            "function_call",
+            "audio",
+            "prediction",
+            "web_search_options",
+        )
         return (*super()._unsupported(), *chat_only, "chat_template", "continue_final_message")
 
 
@@ -450,7 +505,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if not self.is_prompt_only:
             _check_max_tokens("max_tokens", self.max_tokens)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs")
+            raise RequestError(
+                f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
+            )
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
@@ -460,7 +517,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             prompts: list[str | list[int]] = [prompt]
         elif prompt and all(isinstance(item, int) for item in prompt):
             prompts = [[item for item in prompt if isinstance(item, int)]]
-        elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        elif all(isinstance(item, str) for item in prompt) or all(
+            isinstance(item, list) for item in prompt
+        ):
             prompts = [item for item in prompt if not isinstance(item, int)]
         else:
             raise RequestError(

@@ -32,7 +32,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     def given(self) -> list[str]:
         """Names of the fields that ask for something."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return [name for name, value in fields.items() if value is not None and not (value is False and name != "json")]
+        return [
+            name
+            for name, value in fields.items()
+            if value is not None and not (value is False and name != "json")
+        ]
 
     def to_structured_output(self) -> StructuredOutput | None:
         """None if nothing is asked for.
@@ -44,7 +48,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         if not given:
             return None
         if len(given) > 1:
-            raise ValueError(f"{given[1]} cannot be combined with {given[0]}: a text has one structure")
+            raise ValueError(
+                f"{given[1]} cannot be combined with {given[0]}: a text has one structure"
+            )
         if self.json is not None:
             return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
         if self.regex is not None:
@@ -79,7 +85,9 @@ def check_bad_words(words: list[str]) -> None:
         if not word.strip():
             raise ValueError("bad_words must not hold an empty string")
         if len(word) > MAX_WORD_LENGTH:
-            raise ValueError(f"bad_words must be words of {MAX_WORD_LENGTH} characters at most, got one of {len(word)}")
+            raise ValueError(
+                f"bad_words must be words of {MAX_WORD_LENGTH} characters at most, got one of {len(word)}"
+            )
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

@@ -21,7 +21,15 @@ _LONG_DECODE = 512
 """Tokens. The library's plain decode keeps all other threads from running, its batch call costs a little more."""
 _MOST_SHORTENING = 4
 """Normalizers may shorten a text (NFC composes, others strip or lower); none that models use does so by more."""
-_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:
@@ -36,7 +44,9 @@ class Tokenizer:
         ValueError: a file's content cannot be used; the message names what.
     """
 
-    def __init__(self, backend: _Backend, config: dict[str, Any], chat_template: str | None = None) -> None:
+    def __init__(
+        self, backend: _Backend, config: dict[str, Any], chat_template: str | None = None
+    ) -> None:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
@@ -47,7 +57,9 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self.special_token_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
         )
         source = chat_template if chat_template is not None else _template_of(config)
         self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
@@ -69,7 +81,9 @@ class Tokenizer:
         try:
             backend = _Backend.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer of the `tokenizers` library: {error}") from error
+            raise ValueError(
+                f"{path} is not a tokenizer of the `tokenizers` library: {error}"
+            ) from error
         config_path = folder / "tokenizer_config.json"
         config: dict[str, Any] = {}
         if config_path.is_file():
@@ -95,7 +109,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text is no Unicode: character {error.start} is half of a surrogate pair") from error
+            raise ValueError(
+                f"the text is no Unicode: character {error.start} is half of a surrogate pair"
+            ) from error
         # The batch call lets other threads run and keeps no offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
@@ -108,7 +124,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         if len(token_ids) > _LONG_DECODE:
-            [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            [text] = self._backend.decode_batch(
+                [list(token_ids)], skip_special_tokens=skip_special_tokens
+            )
             return str(text)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
@@ -134,7 +152,11 @@ class Tokenizer:
             return b""
         if token_id in self._byte_fallback_ids:
             return bytes([int(token[3:5], 16)])
-        if self._is_byte_level and token_id not in self._added_ids and all(char in _BYTE_OF_CHAR for char in token):
+        if (
+            self._is_byte_level
+            and token_id not in self._added_ids
+            and all(char in _BYTE_OF_CHAR for char in token)
+        ):
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
@@ -171,12 +193,15 @@ class Tokenizer:
         for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
             if token["content"] not in known:
                 flags = {
-                    key: bool(token.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                    key: bool(token.get(key))
+                    for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
                 }
                 self._backend.add_tokens([AddedToken(token["content"], **flags)])
                 known.add(token["content"])
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        extra_texts = [_token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+        extra_texts = [
+            _token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)
+        ]
         for text in [*self.special_tokens.values(), *extra_texts]:
             if text is not None and text not in known:
                 self._backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
@@ -198,7 +223,9 @@ def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _template_of(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates: the one for plain chat
-        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        template = next(
+            (item["template"] for item in template if item.get("name") == "default"), None
+        )
     return template
 
 

@@ -54,7 +54,9 @@ class ApiKeys:
             self._failure = ""
         except OSError as error:
             if str(error) != self._failure:  # once, not at every look
-                logger.error("API keys in %s cannot be read, those known stay: %s", self._folder, error)
+                logger.error(
+                    "API keys in %s cannot be read, those known stay: %s", self._folder, error
+                )
             self._failure = str(error)
 
     def client_of(self, authorization: list[str]) -> str:
@@ -84,9 +86,14 @@ class ApiKeys:
         clients: dict[bytes, str] = {}
         for client, digest in entries.items():
             if not digest:
-                logger.warning("API key %s is ignored: a key is one line of printable ASCII without spaces", client)
+                logger.warning(
+                    "API key %s is ignored: a key is one line of printable ASCII without spaces",
+                    client,
+                )
             elif digest in clients:
-                logger.warning("API key %s is ignored: it is the same as %s", client, clients[digest])
+                logger.warning(
+                    "API key %s is ignored: it is the same as %s", client, clients[digest]
+                )
             else:
                 clients[digest] = client
         self._entries, self._clients = entries, list(clients.items())
@@ -111,7 +118,10 @@ def _read(folder: Path) -> dict[str, bytes]:
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_KEY_BYTES + 1)
-        except (FileNotFoundError, IsADirectoryError):  # a link to what a newer version of the Secret does not have
+        except (
+            FileNotFoundError,
+            IsADirectoryError,
+        ):  # a link to what a newer version of the Secret does not have
             continue
         key = content.strip()
         usable = len(content) <= MAX_KEY_BYTES and _KEY.fullmatch(key)

@@ -17,7 +17,9 @@ class Admission:
         client_limit: of those, sequences of one client with an API key. None: no limit of its own.
     """
 
-    def __init__(self, limit: int, metrics: GatewayMetrics, *, client_limit: int | None = None) -> None:
+    def __init__(
+        self, limit: int, metrics: GatewayMetrics, *, client_limit: int | None = None
+    ) -> None:
         self._limit = limit
         self._client_limit = client_limit
         self._by_client: Counter[str] = Counter()
@@ -31,7 +33,9 @@ class Admission:
     def check_draining(self) -> None:
         """Raises APIError (503) once the gateway is shutting down."""
         if self.draining:
-            raise unavailable("This gateway is shutting down; retry, another one will answer.", code="draining")
+            raise unavailable(
+                "This gateway is shutting down; retry, another one will answer.", code="draining"
+            )
 
     def begin(self) -> None:
         """A request arrived; `end` must follow."""
@@ -50,12 +54,18 @@ class Admission:
         client_limit = None if client is None else self._client_limit
         most = self._limit if client_limit is None else min(self._limit, client_limit)
         if sequences > most:
-            raise APIError(400, f"One request may ask for {most} sequences at most, got {sequences}.", param="n")
+            raise APIError(
+                400,
+                f"One request may ask for {most} sequences at most, got {sequences}.",
+                param="n",
+            )
         if self._sequences + sequences > self._limit:
             raise overloaded(f"{self._sequences} sequences are being served already; retry later.")
         if client is not None:
             if client_limit is not None and self._by_client[client] + sequences > client_limit:
-                raise overloaded(f"{self._by_client[client]} sequences of this API key are being served; retry later.")
+                raise overloaded(
+                    f"{self._by_client[client]} sequences of this API key are being served; retry later."
+                )
             self._by_client[client] += sequences
         self._sequences += sequences
 

@@ -45,7 +45,9 @@ async def read_body(http: web.Request, deadline: float, timeout_s: float) -> byt
         async with asyncio.timeout_at(deadline):
             return await http.read()
     except TimeoutError:
-        raise APIError(408, f"The body did not arrive within {timeout_s:g} s.", code="timeout") from None
+        raise APIError(
+            408, f"The body did not arrive within {timeout_s:g} s.", code="timeout"
+        ) from None
     except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
         raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
 
@@ -76,9 +78,14 @@ def check_values(body: bytes, most_values: int, most_containers: int) -> None:
         if string is None:  # the end, or no JSON
             break
         start = string.end()
-    for count, most, name in ((values, most_values, "values"), (containers, most_containers, "arrays and objects")):
+    for count, most, name in (
+        (values, most_values, "values"),
+        (containers, most_containers, "arrays and objects"),
+    ):
         if count > most:
-            raise RequestError(f"The body has more than {most} {name}; send less at once", code="request_too_large")
+            raise RequestError(
+                f"The body has more than {most} {name}; send less at once", code="request_too_large"
+            )
 
 
 def _count(body: bytes, start: int, end: int) -> tuple[int, int]:

@@ -28,29 +28,85 @@ MIN_HEARTBEATS = 3
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model.path", str, "checkpoint folder with tokenizer.json"),
-    "--served-model-name": ("model.served_name", str, "name clients use; default: the folder's name"),
+    "--served-model-name": (
+        "model.served_name",
+        str,
+        "name clients use; default: the folder's name",
+    ),
     "--discovery-file": ("discovery.file", str, "JSON file of engine endpoints"),
     "--discovery-namespace": ("discovery.namespace", str, "namespace of the LLMService"),
     "--discovery-service": ("discovery.service", str, "name of the LLMService whose pods to watch"),
     "--discovery-resync-s": ("discovery.resync_s", float, "full re-list of pods at this interval"),
     "--port": ("port", int, "HTTP port on $POD_IP; 0: any free one"),
-    "--max-concurrent-requests": ("max_concurrent_requests", int, "sequences served at once; more get 429"),
-    "--prefill-threshold-tokens": ("prefill_threshold_tokens", int, "shorter prompts skip the prefill engines"),
-    "--heartbeat-interval-s": ("heartbeat_interval_s", float, "engines are asked for a sign of life so often"),
-    "--heartbeat-timeout-s": ("heartbeat_timeout_s", float, "an engine that is silent for so long counts as dead"),
-    "--queue-wait-s": ("queue_wait_s", float, "new requests wait so long for a decode engine; then 503"),
-    "--resume-wait-s": ("resume_wait_s", float, "requests whose engine was lost wait so long for another"),
-    "--hold-s": ("hold_s", float, "requests wait so long for a service that is scaled to zero; 0: it never is"),
-    "--max-held-requests": ("max_held_requests", int, "requests that wait so at once; more get 503"),
+    "--max-concurrent-requests": (
+        "max_concurrent_requests",
+        int,
+        "sequences served at once; more get 429",
+    ),
+    "--prefill-threshold-tokens": (
+        "prefill_threshold_tokens",
+        int,
+        "shorter prompts skip the prefill engines",
+    ),
+    "--heartbeat-interval-s": (
+        "heartbeat_interval_s",
+        float,
+        "engines are asked for a sign of life so often",
+    ),
+    "--heartbeat-timeout-s": (
+        "heartbeat_timeout_s",
+        float,
+        "an engine that is silent for so long counts as dead",
+    ),
+    "--queue-wait-s": (
+        "queue_wait_s",
+        float,
+        "new requests wait so long for a decode engine; then 503",
+    ),
+    "--resume-wait-s": (
+        "resume_wait_s",
+        float,
+        "requests whose engine was lost wait so long for another",
+    ),
+    "--hold-s": (
+        "hold_s",
+        float,
+        "requests wait so long for a service that is scaled to zero; 0: it never is",
+    ),
+    "--max-held-requests": (
+        "max_held_requests",
+        int,
+        "requests that wait so at once; more get 503",
+    ),
     "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
-    "--api-keys-dir": ("access.api_keys_dir", str, "folder with one file per client, which holds its API key"),
+    "--api-keys-dir": (
+        "access.api_keys_dir",
+        str,
+        "folder with one file per client, which holds its API key",
+    ),
     "--tls-dir": ("access.tls_dir", str, "folder with tls.crt and tls.key: serve HTTPS"),
-    "--max-concurrent-per-client": ("access.max_concurrent_per_client", int, "sequences of one API key at once"),
+    "--max-concurrent-per-client": (
+        "access.max_concurrent_per_client",
+        int,
+        "sequences of one API key at once",
+    ),
     "--max-prompt-tokens": ("access.max_prompt_tokens", int, "longer prompts are refused"),
-    "--max-completion-tokens": ("access.max_completion_tokens", int, "longer answers are refused, or end there"),
+    "--max-completion-tokens": (
+        "access.max_completion_tokens",
+        int,
+        "longer answers are refused, or end there",
+    ),
     "--service-key-file": ("service_key_file", str, "file with the engines' key"),
-    "--drain-timeout-s": ("drain_timeout_s", float, "after SIGTERM, running requests may take this long to end"),
-    "--drain-quiet-s": ("drain_quiet_s", float, "after SIGTERM, serve until nobody has sent a request for so long"),
+    "--drain-timeout-s": (
+        "drain_timeout_s",
+        float,
+        "after SIGTERM, running requests may take this long to end",
+    ),
+    "--drain-quiet-s": (
+        "drain_quiet_s",
+        float,
+        "after SIGTERM, serve until nobody has sent a request for so long",
+    ),
 }
 
 
@@ -64,7 +120,11 @@ class ConfigurationError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         tokenizer = load_tokenizer(config)
@@ -102,16 +162,31 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
         raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
     for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
         if not getattr(config, name) > 0:  # nor NaN
-            raise ConfigurationError("InvalidConfig", f"{name} must be positive, got {getattr(config, name)}")
-    for name in ("queue_wait_s", "resume_wait_s", "hold_s", "max_held_requests", "drain_timeout_s", "drain_quiet_s"):
+            raise ConfigurationError(
+                "InvalidConfig", f"{name} must be positive, got {getattr(config, name)}"
+            )
+    for name in (
+        "queue_wait_s",
+        "resume_wait_s",
+        "hold_s",
+        "max_held_requests",
+        "drain_timeout_s",
+        "drain_quiet_s",
+    ):
         if not getattr(config, name) >= 0:
-            raise ConfigurationError("InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}")
+            raise ConfigurationError(
+                "InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}"
+            )
     if not 0 <= config.port <= MAX_PORT:
-        raise ConfigurationError("InvalidConfig", f"port must be in [0, {MAX_PORT}], got {config.port}")
+        raise ConfigurationError(
+            "InvalidConfig", f"port must be in [0, {MAX_PORT}], got {config.port}"
+        )
     for name in ("max_concurrent_per_client", "max_prompt_tokens", "max_completion_tokens"):
         limit = getattr(config.access, name)
         if limit is not None and limit <= 0:
-            raise ConfigurationError("InvalidConfig", f"access.{name} must be positive, got {limit}")
+            raise ConfigurationError(
+                "InvalidConfig", f"access.{name} must be positive, got {limit}"
+            )
     if config.access.max_concurrent_per_client is not None and not config.access.api_keys_dir:
         raise ConfigurationError(
             "InvalidConfig",

@@ -37,14 +37,18 @@ class Connection(web.RequestHandler):
             error = internal("The gateway failed; its log says why.")
         else:
             logger.info("what %s sent is no HTTP request: %s", request.remote, type(exc).__name__)
-            error = APIError(status, f"This is no HTTP request: {type(exc).__name__}.", code="invalid_http")
+            error = APIError(
+                status, f"This is no HTTP request: {type(exc).__name__}.", code="invalid_http"
+            )
         body = msgspec.json.encode(error.body)
         response = web.Response(status=error.status, body=body, content_type="application/json")
         response.force_close()
         return response
 
 
-async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None) -> asyncio.Server:
+async def listen(
+    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
+) -> asyncio.Server:
     """Serves the application of `runner`, which is set up. Raises OSError if the port is taken."""
     loop = asyncio.get_running_loop()
     manager = runner.server

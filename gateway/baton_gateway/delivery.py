@@ -23,7 +23,9 @@ def is_unread(http: web.Request) -> bool:
 def hang_up(http: web.Request, name: str) -> None:
     """Closes the connection and forgets what is on its way. `name` is the request's, for the log."""
     if http.transport is not None and not http.transport.is_closing():
-        logger.warning("%s%s: the client does not read, closing its connection", name, client_name(http))
+        logger.warning(
+            "%s%s: the client does not read, closing its connection", name, client_name(http)
+        )
         http.transport.abort()
 
 

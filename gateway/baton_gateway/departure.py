@@ -44,7 +44,9 @@ class Departure:
             self.begun, self._last_arrival = True, loop.time()
         try:
             async with asyncio.timeout(timeout_s):
-                while (wait_s := self._last_arrival + self._quiet_s - loop.time()) > 0 or not self._admission.idle:
+                while (
+                    wait_s := self._last_arrival + self._quiet_s - loop.time()
+                ) > 0 or not self._admission.idle:
                     await asyncio.sleep(max(wait_s, 0.0))
                     await self._admission.until_idle()
         except TimeoutError:

@@ -52,7 +52,11 @@ class FileDiscovery(Discovery):
             except (OSError, ValueError) as error:
                 if str(error) != last_error:  # once per kind of failure, not four times a second
                     last_error = str(error)
-                    logger.warning("discovery file %s cannot be used, keeping the last engines: %s", self._path, error)
+                    logger.warning(
+                        "discovery file %s cannot be used, keeping the last engines: %s",
+                        self._path,
+                        error,
+                    )
             await asyncio.sleep(self._poll_s)
 
 
@@ -61,10 +65,14 @@ def parse_endpoints(content: bytes) -> list[EngineEndpoint]:
     try:
         endpoints = msgspec.json.decode(content, type=EngineEndpoints).engines
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f'expected {{"engines": [{{"name", "role", "host"}}, ...]}}: {error}') from error
+        raise ValueError(
+            f'expected {{"engines": [{{"name", "role", "host"}}, ...]}}: {error}'
+        ) from error
     for endpoint in endpoints:
         if endpoint.role not in ROLES:
-            raise ValueError(f"engine {endpoint.name!r}: role must be prefill or decode, got {endpoint.role!r}")
+            raise ValueError(
+                f"engine {endpoint.name!r}: role must be prefill or decode, got {endpoint.role!r}"
+            )
     if len({endpoint.name for endpoint in endpoints}) != len(endpoints):
         raise ValueError("engine names must be unique")
     return endpoints
@@ -76,6 +84,10 @@ def make_discovery(config: DiscoveryConfig) -> Discovery:
         raise ValueError("discovery: set exactly one of file and service")
     if config.file:
         return FileDiscovery(container_path(config.file))
-    from baton_gateway.kubernetes_discovery import KubernetesDiscovery  # a slow import that the file way does not need
+    from baton_gateway.kubernetes_discovery import (
+        KubernetesDiscovery,
+    )  # a slow import that the file way does not need
 
-    return KubernetesDiscovery(config.namespace or "default", config.service, resync_s=config.resync_s)
+    return KubernetesDiscovery(
+        config.namespace or "default", config.service, resync_s=config.resync_s
+    )

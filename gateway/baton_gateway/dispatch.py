@@ -39,7 +39,9 @@ waits for as long as it is told nothing."""
 PROMPT_WAIT_S = 10.0
 """Samples that move together wait so long for the first of them to compute their prompt."""
 
-_ELSEWHERE = frozenset({ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD})
+_ELSEWHERE = frozenset(
+    {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
+)
 """Failures another engine may not have. Once a sequence has begun none is the client's fault: one engine took it."""
 
 
@@ -88,7 +90,9 @@ class Dispatcher:
                 self._count_retry(sequence, journey.failure)
             num_tokens = len(sequence.generated_token_ids)
             try:
-                async with aclosing(self._attempt(sequence, placement, attempt_id, journey)) as outputs:
+                async with aclosing(
+                    self._attempt(sequence, placement, attempt_id, journey)
+                ) as outputs:
                     async for output in outputs:
                         yield output
                 return
@@ -129,18 +133,30 @@ class Dispatcher:
         if self._suits_leg(sequence) and self._pool.expects("prefill"):
             self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
         together = sequence.group is not None and placement in sequence.group.placements.values()
-        group_id = sequence.group.group_id if sequence.group is not None and together and not sequence.begun else ""
+        group_id = (
+            sequence.group.group_id
+            if sequence.group is not None and together and not sequence.begun
+            else ""
+        )
         return self._aggregated(sequence, placement, attempt_id, journey, group_id=group_id)
 
     async def _aggregated(
-        self, sequence: Sequence, placement: Placement, attempt_id: str, journey: Journey, *, group_id: str
+        self,
+        sequence: Sequence,
+        placement: Placement,
+        attempt_id: str,
+        journey: Journey,
+        *,
+        group_id: str,
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """One ADD; the decode engine prefills for itself."""
         client = placement.member.ready_client
         if sequence.begun:
             await self._wait_for_prompt(placement)
         try:
-            stream = self._add(client, sequence.request(attempt_id, None, group_id=group_id), journey.rank)
+            stream = self._add(
+                client, sequence.request(attempt_id, None, group_id=group_id), journey.rank
+            )
             async with aclosing(self._rest(sequence, stream)) as outputs:
                 async for output in outputs:
                     placement.prompt_known.set()
@@ -172,7 +188,9 @@ class Dispatcher:
             remote_host=prefill.endpoint.host,
             remote_port=prefill.endpoint.kv_port,
         )
-        produce = KVTransferParams(side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id)
+        produce = KVTransferParams(
+            side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id
+        )
         rest = self._add(consumer, sequence.request(attempt_id, consume), journey.rank)
         leg: asyncio.Task[EngineCoreOutput] | None = None
         early: asyncio.Task[EngineCoreOutput] | None = None
@@ -180,10 +198,16 @@ class Dispatcher:
             first = self._add_leg(producer, sequence.request(attempt_id, produce))
             leg = asyncio.create_task(_first_output(first))
             early = asyncio.create_task(anext(rest))
-            await asyncio.wait([leg, early], timeout=self._prefill_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if early.done() and not leg.done():  # D refused, failed or is gone, for it has no token to sample yet
+            await asyncio.wait(
+                [leg, early], timeout=self._prefill_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if (
+                early.done() and not leg.done()
+            ):  # D refused, failed or is gone, for it has no token to sample yet
                 self._check(sequence, _result_or_attempt_error(early))
-                raise AttemptError("the decode engine sent tokens before it knew the first one", ErrorCode.INTERNAL)
+                raise AttemptError(
+                    "the decode engine sent tokens before it knew the first one", ErrorCode.INTERNAL
+                )
             result, output = self._leg_result(attempt_id, prefill, leg)
             if output is not None:
                 self._check(sequence, output)
@@ -220,8 +244,14 @@ class Dispatcher:
             if not leg.done():
                 raise TimeoutError
             output = leg.result()
-            problem = output.error or ("" if output.new_token_ids else "the prefill engine ended without a token")
-            outcome = "refused" if output.error_code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED) else "failed"
+            problem = output.error or (
+                "" if output.new_token_ids else "the prefill engine ended without a token"
+            )
+            outcome = (
+                "refused"
+                if output.error_code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED)
+                else "failed"
+            )
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
         except TimeoutError:
@@ -229,13 +259,22 @@ class Dispatcher:
         if output is not None and not problem:
             self._metrics.prefill_legs.labels("done").inc()
             return PrefillResult(attempt_id, output.new_token_ids), output
-        logger.warning("request %s: prefill leg on %s %s: %s", attempt_id, prefill.endpoint.name, outcome, problem)
+        logger.warning(
+            "request %s: prefill leg on %s %s: %s",
+            attempt_id,
+            prefill.endpoint.name,
+            outcome,
+            problem,
+        )
         self._metrics.prefill_legs.labels(outcome).inc()
         self._metrics.prefill_fallbacks.labels(outcome).inc()
         return PrefillResult(attempt_id, error=problem), None
 
     async def _rest(
-        self, sequence: Sequence, stream: RequestStream, first: asyncio.Task[EngineCoreOutput] | None = None
+        self,
+        sequence: Sequence,
+        stream: RequestStream,
+        first: asyncio.Task[EngineCoreOutput] | None = None,
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """The decode engine's outputs up to the finished one. `first` already waits for the first of them."""
         resumed = sequence.begun and first is None
@@ -247,8 +286,12 @@ class Dispatcher:
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
-            if not resumed:  # what another engine finds again in its cache was computed for this request before
-                sequence.num_cached_tokens = max(sequence.num_cached_tokens, output.num_cached_tokens)
+            if (
+                not resumed
+            ):  # what another engine finds again in its cache was computed for this request before
+                sequence.num_cached_tokens = max(
+                    sequence.num_cached_tokens, output.num_cached_tokens
+                )
             yield output
             if output.finished:
                 return
@@ -256,11 +299,15 @@ class Dispatcher:
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raises what a failed output means, and APIError for one that does not follow the tokens seen so far."""
         if output.finish_reason is FinishReason.ERROR or output.error:
-            if output.error_code in _ELSEWHERE or (sequence.begun and output.error_code is not None):
+            if output.error_code in _ELSEWHERE or (
+                sequence.begun and output.error_code is not None
+            ):
                 raise AttemptError(output.error, output.error_code)
             raise engine_failure(output.error, output.error_code)
         if output.finish_reason is FinishReason.ABORT:
-            raise AttemptError("the engine aborted the request (it is shutting down)", ErrorCode.DRAINING)
+            raise AttemptError(
+                "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING
+            )
         expected = len(sequence.generated_token_ids)
         if output.new_token_ids and output.token_offset != expected:
             self._metrics.offset_errors.inc()
@@ -272,16 +319,22 @@ class Dispatcher:
                 expected,
                 output.token_offset,
             )
-            raise internal(f"The engine's output has a {kind}: expected token {expected}, got {output.token_offset}.")
+            raise internal(
+                f"The engine's output has a {kind}: expected token {expected}, got {output.token_offset}."
+            )
 
-    def _add(self, client: EngineClient, request: EngineCoreRequest, rank: int | None) -> RequestStream:
+    def _add(
+        self, client: EngineClient, request: EngineCoreRequest, rank: int | None
+    ) -> RequestStream:
         request.data_parallel_rank = rank
         try:
             return client.add(request)
         except EngineDeadError as error:  # it died between the pick and the ADD
             raise AttemptError(str(error), None) from error
 
-    def _add_leg(self, client: EngineClient, request: EngineCoreRequest) -> RequestStream | EngineDeadError:
+    def _add_leg(
+        self, client: EngineClient, request: EngineCoreRequest
+    ) -> RequestStream | EngineDeadError:
         try:
             return client.add(request)
         except EngineDeadError as error:

@@ -41,7 +41,9 @@ class APIError(Exception):
         kinds = {429: "rate_limit_error", 404: "not_found_error"}
         fallback = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, fallback)
-        return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
+        return ErrorBody(
+            error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -59,7 +61,9 @@ def unknown_model(model: str, served: str) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
-def context_length_exceeded(max_model_len: int, prompt_tokens: int, max_tokens: int, param: str) -> APIError:
+def context_length_exceeded(
+    max_model_len: int, prompt_tokens: int, max_tokens: int, param: str
+) -> APIError:
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
         f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion). "

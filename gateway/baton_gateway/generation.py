@@ -18,7 +18,13 @@ from functools import partial
 import msgspec
 
 from baton_gateway.dispatch import Dispatcher
-from baton_gateway.errors import APIError, bad_request, context_length_exceeded, internal, unavailable
+from baton_gateway.errors import (
+    APIError,
+    bad_request,
+    context_length_exceeded,
+    internal,
+    unavailable,
+)
 from baton_gateway.jobs import Choice, Job, PromptJob, Run
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.pool import EnginePool
@@ -96,7 +102,11 @@ class GenerationService:
         """This gateway ends: so does everything that runs, each with an error. Engines are told to abort."""
         for queue, job in self._running.items():
             lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
-            queue.put_nowait(unavailable(f"This gateway shut down before the request ended.{lost}", code="draining"))
+            queue.put_nowait(
+                unavailable(
+                    f"This gateway shut down before the request ended.{lost}", code="draining"
+                )
+            )
 
     async def prepare_chat(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
         """
@@ -110,36 +120,49 @@ class GenerationService:
         bounds = self._bounds()
         return await offload(lambda: self._chat_job(request, started, bounds), size)
 
-    def _chat_job(self, request: ChatCompletionRequest, started: float, bounds: PromptBounds) -> Job:
+    def _chat_job(
+        self, request: ChatCompletionRequest, started: float, bounds: PromptBounds
+    ) -> Job:
         variables = request.chat_template_kwargs or {}
         reserved = {"messages", "add_generation_prompt"} & variables.keys()
         if reserved:
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         add_generation_prompt = request.add_generation_prompt is not False
-        text = self._reader.render(request.messages, variables, bounds, add_generation_prompt=add_generation_prompt)
+        text = self._reader.render(
+            request.messages, variables, bounds, add_generation_prompt=add_generation_prompt
+        )
         token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
         return self._job(request, "chatcmpl", [token_ids], [""], "messages", started, bounds)
 
-    async def prepare_completion(self, request: CompletionRequest, started: float, size: int) -> Job:
+    async def prepare_completion(
+        self, request: CompletionRequest, started: float, size: int
+    ) -> Job:
         """As `prepare_chat`, of a prompt or several."""
         self._check_rank(request.data_parallel_rank)
         bounds = self._bounds()
         return await offload(lambda: self._completion_job(request, started, bounds), size)
 
-    def _completion_job(self, request: CompletionRequest, started: float, bounds: PromptBounds) -> Job:
+    def _completion_job(
+        self, request: CompletionRequest, started: float, bounds: PromptBounds
+    ) -> Job:
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False
         token_ids: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                token_ids.append(self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special))
+                token_ids.append(
+                    self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special)
+                )
             else:
                 self._reader.check_ids(prompt, "prompt")
                 token_ids.append(prompt)
         echoes = [""] * len(prompts)
         if request.echo:
-            echoes = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in prompts]
+            echoes = [
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+                for prompt in prompts
+            ]
         return self._job(request, "cmpl", token_ids, echoes, "prompt", started, bounds)
 
     async def run(
@@ -195,26 +218,35 @@ class GenerationService:
                         if first:
                             self._metrics.time_to_first_token.observe(now - last)
                         else:
-                            self._metrics.inter_token_latency.observe((now - last) / len(output.new_token_ids))
+                            self._metrics.inter_token_latency.observe(
+                                (now - last) / len(output.new_token_ids)
+                            )
                             if now - last > GAP_S:
                                 self._metrics.stream_gap.observe(now - last)
                         last, first = now, False
                         self._metrics.generation_tokens.inc(len(output.new_token_ids))
                     if output.beams is not None:
                         size = sum(len(beam.token_ids) for beam in output.beams)
-                        for event in await offload(partial(_beams, job, run, output), size, INLINE_TOKENS):
+                        for event in await offload(
+                            partial(_beams, job, run, output), size, INLINE_TOKENS
+                        ):
                             queue.put_nowait(event)
                         break
                     if first_token and job.request.requested_prompt_logprobs() is not None:
                         if run is prompt.runs[0]:
-                            prompt.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
+                            prompt.logprobs = (
+                                output.prompt_logprobs or []
+                            )  # a prompt of one token has none
                             prompt.logprobs_known.set()
                         await prompt.logprobs_known.wait()  # if the first run fails, all do
                         output.prompt_logprobs = prompt.logprobs
                     if prompt_only:
                         reason = FinishReason.LENGTH if output.finished else None
                         output = EngineCoreOutput(
-                            output.request_id, [], finish_reason=reason, prompt_logprobs=output.prompt_logprobs
+                            output.request_id,
+                            [],
+                            finish_reason=reason,
+                            prompt_logprobs=output.prompt_logprobs,
                         )
                     [choice] = run.choices
                     result = choice.processor.push(output)
@@ -252,7 +284,9 @@ class GenerationService:
         _check_options(request)
         self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
         request.check_prompt_logprobs(sum(map(len, prompts)))
-        lengths = [self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts]
+        lengths = [
+            self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
+        ]
         params_of = self._params(request, set(lengths))
         jobs = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -262,7 +296,12 @@ class GenerationService:
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
-                Choice(first_index + index, self._processor(request, params), token_ids, echoes[prompt_index])
+                Choice(
+                    first_index + index,
+                    self._processor(request, params),
+                    token_ids,
+                    echoes[prompt_index],
+                )
                 for index in range(request.num_candidates)
             ]
             num_runs = 1 if params.beam_width else request.num_candidates
@@ -271,7 +310,9 @@ class GenerationService:
             runs = []
             for sample_index in range(num_runs):
                 sequence = Sequence(
-                    request_id=job_id if len(prompts) * num_runs == 1 else f"{job_id}-c{first_index + sample_index}",
+                    request_id=job_id
+                    if len(prompts) * num_runs == 1
+                    else f"{job_id}-c{first_index + sample_index}",
                     prompt_token_ids=token_ids,
                     # One of them tells what the prompt's tokens were worth; the others share its blocks.
                     sampling_params=params if sample_index == 0 else silent,
@@ -282,7 +323,9 @@ class GenerationService:
                     group=group,
                     data_parallel_rank=request.data_parallel_rank,
                 )
-                runs.append(Run(sequence, choices if params.beam_width else [choices[sample_index]]))
+                runs.append(
+                    Run(sequence, choices if params.beam_width else [choices[sample_index]])
+                )
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
 
@@ -310,20 +353,27 @@ class GenerationService:
             stop_token_ids=params.stop_token_ids,
         )
 
-    def _max_tokens(self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds) -> int:
+    def _max_tokens(
+        self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds
+    ) -> int:
         """Tokens to generate at most, so that prompt and answer fit the model."""
         if prompt_len == 0:
             raise RequestError(f"{field} must not be empty", param=field)
         bounds.check_own(prompt_len, field)
         requested = request.requested_max_tokens()
-        explicit = request.max_tokens is not None or getattr(request, "max_completion_tokens", None) is not None
+        explicit = (
+            request.max_tokens is not None
+            or getattr(request, "max_completion_tokens", None) is not None
+        )
         needed = requested if requested is not None and explicit else 1
         if prompt_len + needed > bounds.max_model_len:
             raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
         room, most = bounds.max_model_len - prompt_len, self._limits.max_completion_tokens
         if most is not None:
             if explicit and needed > most:
-                raise RequestError(f"this server generates {most} tokens at most, got {needed}", param="max_tokens")
+                raise RequestError(
+                    f"this server generates {most} tokens at most, got {needed}", param="max_tokens"
+                )
             room = min(room, most)
         return room if requested is None else min(requested, room)
 

@@ -139,17 +139,27 @@ class Endpoint(abc.ABC, Generic[_Request]):
         def body() -> bytes:
             merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
             indices = {id(choice): choice.index for choice in job.choices}
-            merged = [(choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()]
+            merged = [
+                (choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()
+            ]
             return msgspec.json.encode(self.response(request, job, merged))
 
         return await deliver(http, await offload(body, job.num_entries, INLINE_ENTRIES), deadline)
 
     async def _stream(
-        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float, stream: EventStream
+        self,
+        http: web.Request,
+        request: _Request,
+        job: Job,
+        events: _Events,
+        deadline: float,
+        stream: EventStream,
     ) -> web.StreamResponse:
         try:
             async with asyncio.timeout_at(deadline):
-                first = await anext(events)  # a failure up to here is an HTTP status, later an event of the stream
+                first = await anext(
+                    events
+                )  # a failure up to here is an HTTP status, later an event of the stream
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
         response = await stream.open()
@@ -166,7 +176,10 @@ class Endpoint(abc.ABC, Generic[_Request]):
             except (APIError, TimeoutError) as failure:
                 error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
                 logger.warning(
-                    "request %s%s failed while it was streamed: %s", job.id, client_name(http), error.message
+                    "request %s%s failed while it was streamed: %s",
+                    job.id,
+                    client_name(http),
+                    error.message,
                 )
                 http[FINAL_STATUS] = error.status
                 if isinstance(failure, TimeoutError) and is_unread(http):
@@ -194,18 +207,27 @@ class Endpoint(abc.ABC, Generic[_Request]):
         async def send_output(choice: Choice, output: TextOutput) -> None:
             # A held back text is no news; the end of a choice is, and so is a token's logprob.
             wants_ids = bool(request.return_token_ids and output.token_ids)
-            if output.text or _has_logprobs(output) or wants_ids or output.finish_reason is not None:
+            if (
+                output.text
+                or _has_logprobs(output)
+                or wants_ids
+                or output.finish_reason is not None
+            ):
                 offset = offsets[choice.index]
                 size = _num_entries(output)
                 if size <= INLINE_ENTRIES:
                     event = self._encode(self.chunk(request, job, choice, output, offset))
                 else:
                     chunk = partial(self.chunk, request, job, choice, output, offset)
-                    event = await offload(lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES)
+                    event = await offload(
+                        lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES
+                    )
                 await send(event)
             if output.prompt_logprobs is not None:  # only with echo may they be streamed
                 prompt = choice.prompt_token_ids
-                offsets[choice.index] += await offload(lambda: sum(map(self._length, prompt)), len(prompt))
+                offsets[choice.index] += await offload(
+                    lambda: sum(map(self._length, prompt)), len(prompt)
+                )
             offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
 
         for chunk in self.opening(request, job):
@@ -224,7 +246,9 @@ class Endpoint(abc.ABC, Generic[_Request]):
         """`size`: bytes of the body."""
 
     @abc.abstractmethod
-    def response(self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> msgspec.Struct:
+    def response(
+        self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]
+    ) -> msgspec.Struct:
         """The whole answer."""
 
     @abc.abstractmethod
@@ -232,7 +256,9 @@ class Endpoint(abc.ABC, Generic[_Request]):
         """Chunks before the first token."""
 
     @abc.abstractmethod
-    def chunk(self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int) -> msgspec.Struct: ...
+    def chunk(
+        self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int
+    ) -> msgspec.Struct: ...
 
     @abc.abstractmethod
     def usage_chunk(self, job: Job) -> msgspec.Struct: ...
@@ -258,17 +284,27 @@ class ChatEndpoint(Endpoint[ChatCompletionRequest]):
             )
             for choice, output in outputs
         ]
-        answer = ChatCompletion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+        answer = ChatCompletion(
+            id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage()
+        )
         if request.prompt_logprobs is not None:
             answer.prompt_logprobs = _prompt_logprobs(self._service.tokenizer, outputs[0][1])
         return answer
 
     def opening(self, request: ChatCompletionRequest, job: Job) -> list[msgspec.Struct]:
         delta = ChatDelta(role="assistant", content="")
-        return [self._chunk(request, job, ChatChunkChoice(index=choice.index, delta=delta)) for choice in job.choices]
+        return [
+            self._chunk(request, job, ChatChunkChoice(index=choice.index, delta=delta))
+            for choice in job.choices
+        ]
 
     def chunk(
-        self, request: ChatCompletionRequest, job: Job, choice: Choice, output: TextOutput, offset: int
+        self,
+        request: ChatCompletionRequest,
+        job: Job,
+        choice: Choice,
+        output: TextOutput,
+        offset: int,
     ) -> ChatCompletionChunk:
         piece = ChatChunkChoice(
             index=choice.index,
@@ -281,11 +317,17 @@ class ChatEndpoint(Endpoint[ChatCompletionRequest]):
         return self._chunk(request, job, piece)
 
     def usage_chunk(self, job: Job) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage())
+        return ChatCompletionChunk(
+            id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage()
+        )
 
-    def _chunk(self, request: ChatCompletionRequest, job: Job, choice: ChatChunkChoice) -> ChatCompletionChunk:
+    def _chunk(
+        self, request: ChatCompletionRequest, job: Job, choice: ChatChunkChoice
+    ) -> ChatCompletionChunk:
         usage = None if request.include_usage else msgspec.UNSET
-        return ChatCompletionChunk(id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage)
+        return ChatCompletionChunk(
+            id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage
+        )
 
     def _logprobs(self, request: ChatCompletionRequest, output: TextOutput) -> ChatLogprobs | None:
         return chat_logprobs(self._service.tokenizer, output.logprobs) if request.logprobs else None
@@ -297,7 +339,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
     async def prepare(self, request: CompletionRequest, started: float, size: int) -> Job:
         return await self._service.prepare_completion(request, started, size)
 
-    def response(self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]) -> Completion:
+    def response(
+        self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
+    ) -> Completion:
         choices = []
         for choice, output in outputs:
             piece = CompletionChoice(
@@ -311,7 +355,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             if request.prompt_logprobs is not None:
                 piece.prompt_logprobs = _prompt_logprobs(self._service.tokenizer, output)
             choices.append(piece)
-        return Completion(id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage())
+        return Completion(
+            id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage()
+        )
 
     def opening(self, request: CompletionRequest, job: Job) -> list[msgspec.Struct]:
         if request.logprobs is not None:
@@ -328,7 +374,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         piece = CompletionChoice(
             index=choice.index,
             text=(choice.echo if output.prompt_logprobs is not None else "") + output.text,
-            logprobs=self._logprobs(request, choice, output, offset) if _has_logprobs(output) else None,
+            logprobs=self._logprobs(request, choice, output, offset)
+            if _has_logprobs(output)
+            else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             token_ids=_token_ids(request, output),
@@ -336,11 +384,15 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         return self._chunk(request, job, piece)
 
     def usage_chunk(self, job: Job) -> Completion:
-        return Completion(id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage())
+        return Completion(
+            id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage()
+        )
 
     def _chunk(self, request: CompletionRequest, job: Job, choice: CompletionChoice) -> Completion:
         usage = None if request.include_usage else msgspec.UNSET
-        return Completion(id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage)
+        return Completion(
+            id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage
+        )
 
     def _logprobs(
         self, request: CompletionRequest, choice: Choice, output: TextOutput, offset: int
@@ -362,7 +414,9 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
     if text is None:
         return in_body
     if not _RANK.fullmatch(text):
-        raise RequestError(f"{DATA_PARALLEL_RANK} must be a number, got {text[:40]!r}", param=DATA_PARALLEL_RANK)
+        raise RequestError(
+            f"{DATA_PARALLEL_RANK} must be a number, got {text[:40]!r}", param=DATA_PARALLEL_RANK
+        )
     if in_body not in (None, int(text)):
         raise RequestError(
             f"{DATA_PARALLEL_RANK} is {text}, but data_parallel_rank is {in_body}; send one of them",
@@ -373,7 +427,11 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
 
 def _num_entries(output: TextOutput) -> int:
     """Tokens and log-probabilities."""
-    return sum(1 + len(item.top) for items in (output.logprobs, output.prompt_logprobs or ()) for item in items)
+    return sum(
+        1 + len(item.top)
+        for items in (output.logprobs, output.prompt_logprobs or ())
+        for item in items
+    )
 
 
 def _token_ids(request: GenerationRequest, output: TextOutput) -> list[int] | msgspec.UnsetType:
@@ -384,7 +442,9 @@ def _has_logprobs(output: TextOutput) -> bool:
     return bool(output.logprobs) or output.prompt_logprobs is not None
 
 
-def _prompt_logprobs(tokenizer: Tokenizer, output: TextOutput) -> list[dict[int, PromptTokenLogprob] | None]:
+def _prompt_logprobs(
+    tokenizer: Tokenizer, output: TextOutput
+) -> list[dict[int, PromptTokenLogprob] | None]:
     return prompt_token_logprobs(tokenizer, output.prompt_logprobs or [])
 
 
@@ -395,5 +455,7 @@ def _merge(outputs: list[TextOutput]) -> TextOutput:
         logprobs=[item for output in outputs for item in output.logprobs],
         finish_reason=outputs[-1].finish_reason,
         stop_reason=outputs[-1].stop_reason,
-        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+        prompt_logprobs=next(
+            (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None
+        ),
     )

@@ -26,7 +26,9 @@ class HoldingRoom:
         limit: requests held at the same time.
     """
 
-    def __init__(self, pool: EnginePool, metrics: GatewayMetrics, *, hold_s: float, limit: int) -> None:
+    def __init__(
+        self, pool: EnginePool, metrics: GatewayMetrics, *, hold_s: float, limit: int
+    ) -> None:
         self._pool = pool
         self._hold_s = hold_s
         self._limit = limit
@@ -50,7 +52,9 @@ class HoldingRoom:
         if not self.is_open or self._pool.available("decode"):
             return
         if len(self._held) >= self._limit:
-            raise _refusal(f"{len(self._held)} requests wait for an engine to start already; retry later.")
+            raise _refusal(
+                f"{len(self._held)} requests wait for an engine to start already; retry later."
+            )
         timeout = asyncio.timeout(self._hold_s)
         self._held.add(timeout)
         try:

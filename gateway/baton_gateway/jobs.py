@@ -74,7 +74,10 @@ class Job:
     @property
     def num_entries(self) -> int:
         """Tokens in the answer so far, and log-probabilities of each: how long it takes to write down."""
-        tops, prompt_tops = self.request.requested_logprobs(), self.request.requested_prompt_logprobs()
+        tops, prompt_tops = (
+            self.request.requested_logprobs(),
+            self.request.requested_prompt_logprobs(),
+        )
         entries = 0
         for choice in self.choices:
             entries += choice.processor.num_tokens * (1 if tops is None else 2 + tops)
@@ -89,7 +92,9 @@ class Job:
         for index, prompt in enumerate(self.prompts):
             choices = prompt.choices
             if len(choices) > num_samples:
-                choices = sorted(choices, key=lambda choice: choice.processor.mean_logprob, reverse=True)
+                choices = sorted(
+                    choices, key=lambda choice: choice.processor.mean_logprob, reverse=True
+                )
             for place, choice in enumerate(choices[:num_samples]):
                 choice.index = index * num_samples + place
                 best.append(choice)

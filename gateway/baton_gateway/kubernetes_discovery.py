@@ -49,9 +49,15 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
     """Connect by the service account. A pod that runs as a plain process has its files under $BATON_POD_ROOT."""
     while True:
         try:
-            return await stack.enter_async_context(connect(service_account=container_path(str(SERVICE_ACCOUNT))))
+            return await stack.enter_async_context(
+                connect(service_account=container_path(str(SERVICE_ACCOUNT)))
+            )
         except ConfigException as error:
-            logger.warning("the service account is not usable, trying again in %g s: %s", CONNECT_RETRY_S, error)
+            logger.warning(
+                "the service account is not usable, trying again in %g s: %s",
+                CONNECT_RETRY_S,
+                error,
+            )
             await asyncio.sleep(CONNECT_RETRY_S)
 
 
@@ -71,6 +77,11 @@ def endpoint_of(pod: Object) -> EngineEndpoint | None:
         metadata.get("deletionTimestamp") is not None
         or (metadata.get("annotations") or {}).get(ANNOTATION_DRAINING) == "true"
     )
-    if role not in ROLES or not status.get("podIP") or status.get("phase") != "Running" or not (ready or draining):
+    if (
+        role not in ROLES
+        or not status.get("podIP")
+        or status.get("phase") != "Running"
+        or not (ready or draining)
+    ):
         return None
     return EngineEndpoint(name=metadata["name"], role=role, host=status["podIP"], draining=draining)

@@ -4,8 +4,45 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_FIRST_TOKEN_BUCKETS = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
 _GAP_BUCKETS = (1.5, 2, 2.5, 3, 3.5, 4, 5, 7.5, 10, 15, 20, 30, 60)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 
@@ -16,7 +53,10 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "baton:http_requests", "HTTP requests answered.", ["endpoint", "status"], registry=self.registry
+            "baton:http_requests",
+            "HTTP requests answered.",
+            ["endpoint", "status"],
+            registry=self.registry,
         )
         self.client_requests = Counter(
             "baton:client_requests",
@@ -24,9 +64,13 @@ class GatewayMetrics:
             ["client", "status"],
             registry=self.registry,
         )
-        self.in_flight = Gauge("baton:requests_in_flight", "Generation requests being served.", registry=self.registry)
+        self.in_flight = Gauge(
+            "baton:requests_in_flight", "Generation requests being served.", registry=self.registry
+        )
         self.held = Gauge(
-            "baton:requests_held", "Of these: held until a decode engine has started.", registry=self.registry
+            "baton:requests_held",
+            "Of these: held until a decode engine has started.",
+            registry=self.registry,
         )
         self.time_to_first_token = Histogram(
             "baton:time_to_first_token_seconds",
@@ -46,8 +90,12 @@ class GatewayMetrics:
             registry=self.registry,
             buckets=_REQUEST_BUCKETS,
         )
-        self.prompt_tokens = Counter("baton:prompt_tokens", "Prompt tokens of sequences.", registry=self.registry)
-        self.generation_tokens = Counter("baton:generation_tokens", "Tokens generated.", registry=self.registry)
+        self.prompt_tokens = Counter(
+            "baton:prompt_tokens", "Prompt tokens of sequences.", registry=self.registry
+        )
+        self.generation_tokens = Counter(
+            "baton:generation_tokens", "Tokens generated.", registry=self.registry
+        )
         self.prefill_legs = Counter(
             "baton:prefill_legs",
             "Sequences sent to a prefill engine: done, refused, failed or timed_out.",
@@ -61,7 +109,10 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.retries = Counter(
-            "baton:request_retries", "Sequences sent to another decode engine.", ["reason"], registry=self.registry
+            "baton:request_retries",
+            "Sequences sent to another decode engine.",
+            ["reason"],
+            registry=self.registry,
         )
         self.resumed = Counter(
             "baton:requests_resumed",
@@ -81,7 +132,9 @@ class GatewayMetrics:
             buckets=_GAP_BUCKETS,
         )
         self.offset_errors = Counter(
-            "baton:token_offset_errors", "Outputs that left a gap or repeated a token.", registry=self.registry
+            "baton:token_offset_errors",
+            "Outputs that left a gap or repeated a token.",
+            registry=self.registry,
         )
         self.engines_ready = Gauge(
             "baton:engines_ready", "Engines that take requests.", ["role"], registry=self.registry

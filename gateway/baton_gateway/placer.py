@@ -48,7 +48,11 @@ class Placer:
         last = 0 if journey.placement is None else journey.placement.readiness
         async with group.lock:
             placement = group.placements.get(last)
-            if placement is None or not placement.available or not self._wanted(journey).includes(placement.member):
+            if (
+                placement is None
+                or not placement.available
+                or not self._wanted(journey).includes(placement.member)
+            ):
                 placement = group.placements[last] = await self._choose(journey)
             return placement
 
@@ -76,7 +80,9 @@ class Placer:
         ):  # before the first engine is there the gateway is not ready, and nobody should send anything
             return self._queue_wait_s if self._pool.decode_seen else 0.0
         if failure.code is None or (sequence.begun and failure.code is ErrorCode.DRAINING):
-            return self._resume_wait_s  # what was accepted is not dropped; a successor may be starting
+            return (
+                self._resume_wait_s
+            )  # what was accepted is not dropped; a successor may be starting
         if failure.code is ErrorCode.DRAINING:
             return self._queue_wait_s
         if failure.code is ErrorCode.OVERLOADED or not self._pool.expects("decode"):
@@ -99,9 +105,14 @@ def _final(journey: Journey) -> APIError:
     failure = journey.failure
     if failure is None:
         if journey.rank is not None:
-            return unavailable(f"Data-parallel rank {journey.rank} is not ready; retry later.", code="no_ready_engine")
+            return unavailable(
+                f"Data-parallel rank {journey.rank} is not ready; retry later.",
+                code="no_ready_engine",
+            )
         return unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
     logger.error("request %s failed: %s", journey.sequence.request_id, failure)
     if failure.code is None:
-        return unavailable(f"The engine serving this request was lost, and no other took it over: {failure}")
+        return unavailable(
+            f"The engine serving this request was lost, and no other took it over: {failure}"
+        )
     return engine_failure(str(failure), failure.code)

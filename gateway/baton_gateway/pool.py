@@ -143,7 +143,11 @@ class EnginePool:
 
     def available(self, role: str) -> list[Member]:
         """Members of a role that take new requests."""
-        return [member for member in self._members.values() if member.endpoint.role == role and member.available]
+        return [
+            member
+            for member in self._members.values()
+            if member.endpoint.role == role and member.available
+        ]
 
     def pick_decode(self, wanted: Wanted = ANY) -> Member | None:
         """The least loaded decode engine."""
@@ -151,7 +155,9 @@ class EnginePool:
 
     def pick_prefill(self, decode: Member) -> Member | None:
         """The least loaded prefill engine whose KV blocks `decode` may read."""
-        return self._least_loaded("prefill", Wanted(config_hash=decode.ready_client.init.config_hash))
+        return self._least_loaded(
+            "prefill", Wanted(config_hash=decode.ready_client.init.config_hash)
+        )
 
     async def wait_decode(self, timeout_s: float, wanted: Wanted = ANY) -> Member | None:
         """As `pick_decode`, but waits for one to come; None after `timeout_s`."""
@@ -168,7 +174,10 @@ class EnginePool:
 
     def expects(self, role: str) -> bool:
         """Whether some engine of this role is known that is not available now: it may be soon."""
-        return any(member.endpoint.role == role and not member.available for member in self._members.values())
+        return any(
+            member.endpoint.role == role and not member.available
+            for member in self._members.values()
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -208,7 +217,9 @@ class EnginePool:
                 known.endpoint = endpoint
                 continue
             member = self._members[key] = Member(endpoint)
-            logger.info("engine %s (%s) discovered at %s", endpoint.name, endpoint.role, endpoint.host)
+            logger.info(
+                "engine %s (%s) discovered at %s", endpoint.name, endpoint.role, endpoint.host
+            )
             task = asyncio.create_task(self._maintain(member), name=f"pool {endpoint.name}")
             self._tasks[member] = task
             task.add_done_callback(lambda _, member=member: self._tasks.pop(member, None))  # type: ignore[misc]
@@ -241,19 +252,29 @@ class EnginePool:
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
                 await self._until_dead_or_left(member, client)
                 if not member.has_left():
-                    logger.warning("engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason)
-            except HandshakeFailedError as error:  # its words vary with what of the refusal is seen first
+                    logger.warning(
+                        "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
+                    )
+            except (
+                HandshakeFailedError
+            ) as error:  # its words vary with what of the refusal is seen first
                 last_failure, refusals = "", refusals + 1
                 if refusals == 1:
                     logger.info("engine %s is not there yet: %s", endpoint.name, error)
                 elif refusals == 2:
-                    logger.warning("engine %s is there, but of no use to this gateway: %s", endpoint.name, error)
+                    logger.warning(
+                        "engine %s is there, but of no use to this gateway: %s",
+                        endpoint.name,
+                        error,
+                    )
             except (EngineDeadError, TimeoutError, OSError) as error:
                 refusals = 0
                 if str(error) != last_failure:
                     last_failure = str(error)
                     logger.info("engine %s is not there yet: %s", endpoint.name, error)
-            except Exception:  # no file descriptor left, say: nobody else would ever connect to this engine again
+            except (
+                Exception
+            ):  # no file descriptor left, say: nobody else would ever connect to this engine again
                 logger.exception("connecting to engine %s failed, trying again", endpoint.name)
             finally:
                 member.client = None

@@ -95,10 +95,14 @@ class PromptReader:
             )
         try:
             return template.render(
-                template_messages(messages), add_generation_prompt=add_generation_prompt, **(variables or {})
+                template_messages(messages),
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
             )
         except ChatTemplateError as error:
-            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(
+                f"The chat template refuses these messages: {error}", param="messages"
+            ) from error
 
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
@@ -114,12 +118,16 @@ class PromptReader:
         vocab_size = self._tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-            raise RequestError(f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field)
+            raise RequestError(
+                f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field
+            )
 
     def _check_pieces(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
         """Raises if its pieces have more than twice as many tokens as fit; a text as a whole has hardly fewer than they have."""
         num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.most)
         for start in range(0, len(text), piece):
-            num_tokens += len(self._tokenizer.encode(text[start : start + piece], add_special_tokens=False))
+            num_tokens += len(
+                self._tokenizer.encode(text[start : start + piece], add_special_tokens=False)
+            )
             if num_tokens > 2 * bounds.most + 1:
                 bounds.check(num_tokens // 2, field)

@@ -101,14 +101,18 @@ class Sequence:
         params = self.sampling_params
         return not self.begun and not params.beam_width and params.prompt_logprobs is None
 
-    def request(self, attempt_id: str, kv: KVTransferParams | None, *, group_id: str = "") -> EngineCoreRequest:
+    def request(
+        self, attempt_id: str, kv: KVTransferParams | None, *, group_id: str = ""
+    ) -> EngineCoreRequest:
         """All that an engine needs to go on with it."""
         params = self.sampling_params
         if self.begun and params.prompt_logprobs is not None:  # they came with the first token
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         if kv is not None and kv.side is KVSide.PRODUCE:
             one_token = len(self.generated_token_ids) + 1
-            params = msgspec.structs.replace(params, max_tokens=one_token, min_tokens=min(params.min_tokens, one_token))
+            params = msgspec.structs.replace(
+                params, max_tokens=one_token, min_tokens=min(params.min_tokens, one_token)
+            )
         return EngineCoreRequest(
             request_id=attempt_id,
             prompt_token_ids=self.prompt_token_ids,

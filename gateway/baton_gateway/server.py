@@ -23,7 +23,12 @@ from baton_gateway.discovery import Discovery
 from baton_gateway.dispatch import PREFILL_TIMEOUT_S, Dispatcher
 from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
 from baton_gateway.generation import GenerationService
-from baton_gateway.handlers import CLIENT_CLOSED_REQUEST, FINAL_STATUS, ChatEndpoint, CompletionEndpoint
+from baton_gateway.handlers import (
+    CLIENT_CLOSED_REQUEST,
+    FINAL_STATUS,
+    ChatEndpoint,
+    CompletionEndpoint,
+)
 from baton_gateway.holding import HoldingRoom
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.placer import Placer
@@ -79,12 +84,18 @@ class Gateway:
         )
         access = config.access
         self._keys = ApiKeys(container_path(access.api_keys_dir)) if access.api_keys_dir else None
-        self._certificate = ServerCertificate(container_path(access.tls_dir)) if access.tls_dir else None
+        self._certificate = (
+            ServerCertificate(container_path(access.tls_dir)) if access.tls_dir else None
+        )
         self._admission = Admission(
-            config.max_concurrent_requests, self.metrics, client_limit=access.max_concurrent_per_client
+            config.max_concurrent_requests,
+            self.metrics,
+            client_limit=access.max_concurrent_per_client,
         )
         self._departure = Departure(self._admission, config.drain_quiet_s)
-        self._room = HoldingRoom(self.pool, self.metrics, hold_s=config.hold_s, limit=config.max_held_requests)
+        self._room = HoldingRoom(
+            self.pool, self.metrics, hold_s=config.hold_s, limit=config.max_held_requests
+        )
         dispatcher = Dispatcher(
             self.pool,
             Placer(self.pool, queue_wait_s=config.queue_wait_s, resume_wait_s=config.resume_wait_s),
@@ -112,7 +123,9 @@ class Gateway:
     async def start(self, host: str) -> int:
         """Binds `host` and starts to connect to engines. Returns the port. Raises OSError if it is taken."""
         # handler_cancellation: a client that goes away cancels its handler, which aborts the work on the engines.
-        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(
+            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
         await self._runner.setup()
         context = self._certificate.context if self._certificate else None
         self._listener = await listen(self._runner, host, self.config.port, context)
@@ -120,7 +133,9 @@ class Gateway:
         if self._keys or self._certificate:
             self._access_task = asyncio.create_task(self._follow_access(), name="access")
         port: int = self._listener.sockets[0].getsockname()[1]
-        logger.info("serving %s on %s://%s:%d", self.served_name, "https" if context else "http", host, port)
+        logger.info(
+            "serving %s on %s://%s:%d", self.served_name, "https" if context else "http", host, port
+        )
         return port
 
     async def leave(self) -> None:
@@ -195,10 +210,18 @@ class Gateway:
         app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
         timeout_s = self.config.request_timeout_s
         chat = ChatEndpoint(
-            self._service, self._admission, self._room, served_name=self.served_name, request_timeout_s=timeout_s
+            self._service,
+            self._admission,
+            self._room,
+            served_name=self.served_name,
+            request_timeout_s=timeout_s,
         )
         completion = CompletionEndpoint(
-            self._service, self._admission, self._room, served_name=self.served_name, request_timeout_s=timeout_s
+            self._service,
+            self._admission,
+            self._room,
+            served_name=self.served_name,
+            request_timeout_s=timeout_s,
         )
         app.on_response_prepare.append(self._departure.sign)
         app.router.add_post("/v1/chat/completions", chat.handle)
@@ -221,7 +244,9 @@ class Gateway:
         try:
             try:
                 if self._keys is not None and request.path not in OPEN_PATHS:
-                    request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
+                    request[CLIENT] = self._keys.client_of(
+                        request.headers.getall("Authorization", [])
+                    )
                 response = await handler(request)
             except RequestError as error:
                 response = _error_response(bad_request(error))
@@ -230,7 +255,9 @@ class Gateway:
             except web.HTTPException as error:
                 response = _error_response(_http_error(request, error), error)
             except Exception:
-                logger.exception("%s %s%s failed", request.method, request.path, client_name(request))
+                logger.exception(
+                    "%s %s%s failed", request.method, request.path, client_name(request)
+                )
                 response = _error_response(internal("The gateway failed; its log says why."))
             status = request.get(FINAL_STATUS, response.status)
             return response
@@ -260,7 +287,9 @@ class Gateway:
         return _json(self._served_model())
 
     def _served_model(self) -> Model:
-        return Model(id=self.served_name, created=self._created, max_model_len=self.pool.max_model_len)
+        return Model(
+            id=self.served_name, created=self._created, max_model_len=self.pool.max_model_len
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -277,7 +306,9 @@ class Gateway:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": importlib.metadata.version("baton")})
@@ -297,13 +328,17 @@ def _error_response(error: APIError, http_error: web.HTTPException | None = None
     if http_error is not None and "Allow" in http_error.headers:
         headers["Allow"] = http_error.headers["Allow"]
     body = msgspec.json.encode(error.body)
-    return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+    return web.Response(
+        status=error.status, body=body, content_type="application/json", headers=headers
+    )
 
 
 def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
     """aiohttp's own refusals in words."""
     if error.status == 404:
-        return APIError(404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url")
+        return APIError(
+            404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url"
+        )
     if error.status == 405:
         return APIError(405, f"{http.path} does not take {http.method}.", code="method_not_allowed")
     if error.status == 413:

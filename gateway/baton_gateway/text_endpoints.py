@@ -77,17 +77,26 @@ class TextEndpoints:
             if request.model not in (None, self._served_name):
                 raise unknown_model(str(request.model), self._served_name)
             max_model_len = self._pool.max_model_len
-            bounds = TextBounds(PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens))
-            encoded = await offload(lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body))
+            bounds = TextBounds(
+                PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens)
+            )
+            encoded = await offload(
+                lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
+            )
             return await deliver(http, encoded, deadline)
         finally:
             self._admission.give(1, client)
 
-    def _tokenized(self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None) -> TokenizeResponse:
+    def _tokenized(
+        self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None
+    ) -> TokenizeResponse:
         """Token ids of a prompt or of rendered messages, as a generation request would use them."""
         text, field, add_special = request.prompt, "prompt", request.add_special_tokens is not False
         if request.messages is not None:
-            field, add_special = "messages", bool(request.add_special_tokens)  # the template writes them
+            field, add_special = (
+                "messages",
+                bool(request.add_special_tokens),
+            )  # the template writes them
             text = self._reader.render(
                 request.messages,
                 request.chat_template_kwargs,
@@ -95,15 +104,23 @@ class TextEndpoints:
                 add_generation_prompt=request.add_generation_prompt is not False,
             )
         if text is None:
-            raise RequestError("prompt or messages is required", param="prompt", code="missing_required_parameter")
+            raise RequestError(
+                "prompt or messages is required", param="prompt", code="missing_required_parameter"
+            )
         token_ids = self._reader.encode(text, field, bounds, add_special_tokens=add_special)
         bounds.check(len(token_ids), field)
-        response = TokenizeResponse(count=len(token_ids), tokens=token_ids, max_model_len=max_model_len)
+        response = TokenizeResponse(
+            count=len(token_ids), tokens=token_ids, max_model_len=max_model_len
+        )
         if request.return_token_strs:
             response.token_strs = list(map(self._tokenizer.token_text, token_ids))
         return response
 
-    def _detokenized(self, request: DetokenizeRequest, bounds: TextBounds, _: int | None) -> DetokenizeResponse:
+    def _detokenized(
+        self, request: DetokenizeRequest, bounds: TextBounds, _: int | None
+    ) -> DetokenizeResponse:
         bounds.check(len(request.tokens), "tokens")
         self._reader.check_ids(request.tokens, "tokens")
-        return DetokenizeResponse(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+        return DetokenizeResponse(
+            prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False)
+        )

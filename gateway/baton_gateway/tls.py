@@ -41,7 +41,11 @@ class ServerCertificate:
             logger.info("the certificate in %s is new: new connections get it", self._folder)
         except OSError as error:  # ssl.SSLError is one
             if str(error) != self._failure:  # once, not at every look
-                logger.error("the certificate in %s cannot be used, the one before stays: %s", self._folder, error)
+                logger.error(
+                    "the certificate in %s cannot be used, the one before stays: %s",
+                    self._folder,
+                    error,
+                )
             self._failure = str(error)
 
     def _paths(self) -> tuple[Path, Path]:

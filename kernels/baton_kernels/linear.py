@@ -99,10 +99,14 @@ def native_instructions(dtype: torch.dtype) -> str:
 def _int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) <= FEW_ROWS and x.shape[-1] % LANES == 0:
-        y = torch.ops.aten._weight_int8pack_mm(rows.bfloat16().contiguous(), values, scales).to(x.dtype)
+        y = torch.ops.aten._weight_int8pack_mm(rows.bfloat16().contiguous(), values, scales).to(
+            x.dtype
+        )
         y = y if bias is None else y + bias
     else:
-        wide = torch.promote_types(x.dtype, torch.bfloat16)  # float16 may not hold sums before they are scaled
+        wide = torch.promote_types(
+            x.dtype, torch.bfloat16
+        )  # float16 may not hold sums before they are scaled
         y, scales = _by_tiles(rows.to(_tile_dtype()), values).to(wide), scales.to(wide)
         y = (y * scales if bias is None else torch.addcmul(bias.to(wide), y, scales)).to(x.dtype)
     return y.view(*x.shape[:-1], len(values))

@@ -113,7 +113,9 @@ class Agent(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
+    def register_memory(
+        self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
+    ) -> RegDescs:
         """Makes memory usable in transfers; it must stay allocated until deregister_memory.
 
         Args:
@@ -145,7 +147,9 @@ class Agent(abc.ABC):
     def remove_remote_agent(self, agent: str) -> None:
         """Disconnects and forgets a peer; its transfers in flight end in ERR."""
 
-    def get_xfer_descs(self, descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str = "DRAM") -> XferDescs:
+    def get_xfer_descs(
+        self, descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str = "DRAM"
+    ) -> XferDescs:
         """Descriptors from (address, length, device id) rows.
 
         Raises:
@@ -245,7 +249,9 @@ class Agent(abc.ABC):
             TransportError: it is active, its memory still in use; remove_remote_agent aborts it.
         """
         if handle.state is XferState.PROC:
-            raise TransportError("the transfer is active: wait for it, or abort it by remove_remote_agent")
+            raise TransportError(
+                "the transfer is active: wait for it, or abort it by remove_remote_agent"
+            )
         handle.released = True
 
     def release_dlist_handle(self, handle: DlistHandle) -> None:
@@ -277,13 +283,19 @@ def check_post(handle: XferHandle) -> None:
 
 
 def pair(
-    operation: str, local: DlistHandle, ours: NDArray[np.int64], remote: DlistHandle, theirs: NDArray[np.int64]
+    operation: str,
+    local: DlistHandle,
+    ours: NDArray[np.int64],
+    remote: DlistHandle,
+    theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
     """The chosen rows of a list of this side and of one of a peer. Raises ValueError as make_prepped_xfer."""
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")
     if local.agent or not remote.agent:
-        raise ValueError(f"local_xfer_side must be prepared for {INIT_AGENT}, remote_xfer_side for a peer")
+        raise ValueError(
+            f"local_xfer_side must be prepared for {INIT_AGENT}, remote_xfer_side for a peer"
+        )
     rows = select(local.descs.rows, ours), select(remote.descs.rows, theirs)
     check_pairs(operation, *rows)
     return rows

@@ -28,7 +28,13 @@ def new_nonce() -> bytes:
 
 
 def proof(
-    token: bytes, role: str, *, consumer_nonce: bytes, producer_nonce: bytes, consumer_id: str, producer_id: str
+    token: bytes,
+    role: str,
+    *,
+    consumer_nonce: bytes,
+    producer_nonce: bytes,
+    consumer_id: str,
+    producer_id: str,
 ) -> bytes:
     """What the side in `role` sends to the other: 32 bytes.
 

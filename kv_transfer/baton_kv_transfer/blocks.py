@@ -50,7 +50,9 @@ class BlockMover:
     def read(self, leg: Leg, positions: list[int]) -> None:
         window = self._windows.get(leg.peer)
         if window is None:
-            window = self._windows[leg.peer] = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
+            window = self._windows[leg.peer] = ReadWindow(
+                self._context.config.max_inflight_bytes, self._stats
+            )
         window.want(leg, positions)
 
     def written(self, leg: Leg, positions: list[int]) -> None:
@@ -60,7 +62,9 @@ class BlockMover:
         for start in range(0, len(positions), step):
             part = positions[start : start + step]
             leg.num_batches += 1
-            self._arrived.append(Batch(leg, part, [load.slots[position] for position in part], owns_slots=False))
+            self._arrived.append(
+                Batch(leg, part, [load.slots[position] for position in part], owns_slots=False)
+            )
 
     def forget(self, leg: Leg) -> None:
         """The load failed: what is not posted will not be."""
@@ -116,11 +120,20 @@ class BlockMover:
             while not peer.error and (batch := window.take(self._memory)) is not None:
                 assert peer.blocks is not None
                 leg = batch.leg
-                ours, theirs = self._context.local_slots(leg.heads), leg.slots_there[batch.positions]
+                ours, theirs = (
+                    self._context.local_slots(leg.heads),
+                    leg.slots_there[batch.positions],
+                )
                 try:
-                    handle = self._agent.make_prepped_xfer("READ", ours, batch.slots, peer.blocks, theirs)
+                    handle = self._agent.make_prepped_xfer(
+                        "READ", ours, batch.slots, peer.blocks, theirs
+                    )
                     self._agent.transfer(handle)
-                except (KeyError, ValueError, TransportError) as error:  # the agent does not know the peer any more
+                except (
+                    KeyError,
+                    ValueError,
+                    TransportError,
+                ) as error:  # the agent does not know the peer any more
                     self._ended(batch)
                     self._read_failed(batch, str(error))
                 else:
@@ -159,7 +172,9 @@ class BlockMover:
             else:
                 wrong.append(position)
         if right:
-            self._memory.commit(right_slots, [load.wish.block_ids[position] for position in right], leg.heads)
+            self._memory.commit(
+                right_slots, [load.wish.block_ids[position] for position in right], leg.heads
+            )
             load.missing[right] -= 1
             leg.num_proved += len(right)
             self._stats.blocks_received += int((load.missing[right] == 0).sum())

@@ -46,10 +46,15 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
         uint64 [n].
     """
     num_words = nbytes // WORD_BYTES
-    inner, outer = _factors(0, min(num_words, PERIOD)), _factors(_OUTER_OFFSET, -(-num_words // PERIOD))
+    inner, outer = (
+        _factors(0, min(num_words, PERIOD)),
+        _factors(_OUTER_OFFSET, -(-num_words // PERIOD)),
+    )
     sums = np.zeros(len(addresses), dtype=np.uint64)
     for row, address in enumerate(addresses.tolist()):
-        words = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64)), (num_words,))
+        words = np.ctypeslib.as_array(
+            ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64)), (num_words,)
+        )
         total = 0
         for index, weight in enumerate(outer.tolist()):
             chunk = words[index * PERIOD : (index + 1) * PERIOD]
@@ -60,16 +65,22 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
     return sums
 
 
-def bind(word_sum: int, *, transfer_id: str, generation: int, chain_hash: BlockHash, heads: HeadRange) -> int:
+def bind(
+    word_sum: int, *, transfer_id: str, generation: int, chain_hash: BlockHash, heads: HeadRange
+) -> int:
     """The checksum that travels: right bytes of the wrong block, load or heads do not pass.
 
     Args:
         generation: of the load, drawn by the consumer: 0 to 2^64 - 1.
         chain_hash: of the block's tokens and all before them.
     """
-    digest = hashlib.blake2b(word_sum.to_bytes(8, "little"), digest_size=8, key=chain_hash, person=b"baton-kv")
+    digest = hashlib.blake2b(
+        word_sum.to_bytes(8, "little"), digest_size=8, key=chain_hash, person=b"baton-kv"
+    )
     digest.update(
-        generation.to_bytes(8, "little") + heads.first.to_bytes(4, "little") + heads.count.to_bytes(4, "little")
+        generation.to_bytes(8, "little")
+        + heads.first.to_bytes(4, "little")
+        + heads.count.to_bytes(4, "little")
     )
     digest.update(transfer_id.encode())
     return int.from_bytes(digest.digest(), "little")

@@ -242,7 +242,9 @@ class ConnectorStats(msgspec.Struct):
                     for key, value in theirs.items():
                         mine[key] = mine.get(key, 0) + value
                 else:
-                    setattr(total, name, mine or theirs if isinstance(theirs, str) else mine + theirs)
+                    setattr(
+                        total, name, mine or theirs if isinstance(theirs, str) else mine + theirs
+                    )
         return total
 
 

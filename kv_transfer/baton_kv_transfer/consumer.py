@@ -62,7 +62,9 @@ class ConsumerSide:
         self._expected: dict[str, Peer] = {}
         """By transfer id: the first worker of the producer, of loads that wait for memory."""
         self._peers = Peers(context)
-        self._blocks = BlockMover(context, lambda leg, wrong: self._loads.proved(leg, wrong, self._clock()))
+        self._blocks = BlockMover(
+            context, lambda leg, wrong: self._loads.proved(leg, wrong, self._clock())
+        )
         self._loads = Loads(context, self._peers, self._blocks, finished)
         self._peers.introduce()
 
@@ -71,7 +73,9 @@ class ConsumerSide:
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
         """Heartbeats keep the transfer's blocks at the producer until its load begins, or the producer is lost."""
         try:
-            first = self._peers.greet(wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock())
+            first = self._peers.greet(
+                wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock()
+            )
         except zmq.ZMQError:
             return  # the load will find it out
         self._expected[transfer_id] = first
@@ -79,11 +83,15 @@ class ConsumerSide:
     def begin(self, wish: BlockLoad) -> None:
         self._expected.pop(wish.transfer_id, None)
         if self._loads.get(wish.transfer_id) is not None:
-            logger.error("transfer %s is being loaded already; the second load is ignored", wish.transfer_id)
+            logger.error(
+                "transfer %s is being loaded already; the second load is ignored", wish.transfer_id
+            )
             return
         now = self._clock()
         try:
-            first = self._peers.greet(wish.remote_host, wish.remote_port, wish.peer_instance_id, now)
+            first = self._peers.greet(
+                wish.remote_host, wish.remote_port, wish.peer_instance_id, now
+            )
         except zmq.ZMQError as error:  # no address, or no socket left
             self._context.stats.count_failure(FailureReason.PEER_LOST)
             reason = f"cannot connect to {wish.remote_host}:{wish.remote_port}: {error}"
@@ -121,7 +129,9 @@ class ConsumerSide:
             for peer, notification in notifications:
                 self._loads.hear(peer, notification, now)
             self._blocks.move()
-            self._loads.step_all(now)  # a load may end here: who waits for it comes before what others say
+            self._loads.step_all(
+                now
+            )  # a load may end here: who waits for it comes before what others say
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.hear(peer, message, now)
@@ -159,7 +169,9 @@ class ConsumerSide:
     def _lose(self, peer: Peer, now: float) -> None:
         """The peer is lost: its connection goes, loads that need it fail; the next load greets anew."""
         self._peers.remove(peer)
-        self._expected = {transfer_id: first for transfer_id, first in self._expected.items() if first is not peer}
+        self._expected = {
+            transfer_id: first for transfer_id, first in self._expected.items() if first is not peer
+        }
         for load in self._loads:
             if peer in load.peers:
                 self._loads.fail(load, peer.reason, peer.error, now)
@@ -185,11 +197,15 @@ class ConsumerSide:
         self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.reading:
-            raise RuntimeError("transfers go on after a fence: the transport does not keep its promise")
+            raise RuntimeError(
+                "transfers go on after a fence: the transport does not keep its promise"
+            )
         self._blocks.discard_all()
         self._context.renew()
         for load in self._loads:
-            self._loads.fail(load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now)
+            self._loads.fail(
+                load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now
+            )
             for leg in load.legs:
                 self._loads.release(leg)
                 leg.quarantined = False
@@ -207,7 +223,11 @@ class ConsumerSide:
         for transfer_id, first in self._expected.items() if due else ():
             for peer in self._loads.workers(first, now):
                 expected.setdefault(peer, []).append(transfer_id)
-        legs = [leg for load in self._loads for leg in load.legs if leg.state is not LegState.RELEASED] if due else []
+        legs = (
+            [leg for load in self._loads for leg in load.legs if leg.state is not LegState.RELEASED]
+            if due
+            else []
+        )
         for peer in due:
             peer.next_heartbeat = now + self._loads.heartbeat_s(peer)
             transfer_ids = [leg.load.transfer_id for leg in legs if leg.peer is peer]

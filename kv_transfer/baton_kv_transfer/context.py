@@ -34,7 +34,13 @@ class ConnectorContext:
         """Descriptors of these heads in each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
-            rows = slot_rows(memory.base_address, memory.num_slots, memory.layout, heads, device_id=memory.device_id)
+            rows = slot_rows(
+                memory.base_address,
+                memory.num_slots,
+                memory.layout,
+                heads,
+                device_id=memory.device_id,
+            )
             self._local[heads] = self.agent.prep_xfer_dlist(INIT_AGENT, rows, memory.mem_type)
         return self._local[heads]
 

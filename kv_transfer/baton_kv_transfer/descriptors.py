@@ -33,7 +33,9 @@ def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: st
     check_mem_type(mem_type)
     rows = np.ascontiguousarray(descs, dtype=np.int64)
     if rows.ndim != 2 or rows.shape[1] != 3 or not len(rows):
-        raise ValueError(f"descriptors must be [n, 3] (address, length, device id) with n >= 1, got shape {rows.shape}")
+        raise ValueError(
+            f"descriptors must be [n, 3] (address, length, device id) with n >= 1, got shape {rows.shape}"
+        )
     if (rows[:, 1] < 1).any():
         raise ValueError("descriptors must have lengths of at least 1 byte")
     return XferDescs(rows, mem_type)
@@ -89,7 +91,9 @@ def run_starts(
 ) -> NDArray[np.int64]:
     """First rows of the runs that are adjacent on both sides and stay within one region on each (where regions are given)."""
     lengths = local[:, 1]
-    joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (remote[1:, 0] == remote[:-1, 0] + lengths[:-1])
+    joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
+        remote[1:, 0] == remote[:-1, 0] + lengths[:-1]
+    )
     joins &= (local[1:, 2] == local[:-1, 2]) & (remote[1:, 2] == remote[:-1, 2])
     for regions in (local_regions, remote_regions):
         if regions is not None:
@@ -103,13 +107,17 @@ def may_merge(local: Descriptors, remote: Descriptors) -> bool:
         return True
     ours, theirs = local.tolist(), remote.tolist()
     return any(
-        ours[row][0] + ours[row][1] == ours[row + 1][0] and theirs[row][0] + theirs[row][1] == theirs[row + 1][0]
+        ours[row][0] + ours[row][1] == ours[row + 1][0]
+        and theirs[row][0] + theirs[row][1] == theirs[row + 1][0]
         for row in range(len(ours) - 1)
     )
 
 
 def merge(
-    local: Descriptors, local_regions: NDArray[np.int64], remote: Descriptors, remote_regions: NDArray[np.int64]
+    local: Descriptors,
+    local_regions: NDArray[np.int64],
+    remote: Descriptors,
+    remote_regions: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
     """Joins the rows of each run: local and remote [runs, 3], and the remote region of each run [runs]."""
     starts = run_starts(local, remote, local_regions, remote_regions)

@@ -47,7 +47,9 @@ class Loads:
                 f"{len(context.ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
             )
         if heads not in self._worker_heads:
-            raise ValueError(f"this worker's {heads} are not among the engine's: {self._worker_heads}")
+            raise ValueError(
+                f"this worker's {heads} are not among the engine's: {self._worker_heads}"
+            )
         self._peers = peers
         self._blocks = blocks
         self._finished = finished
@@ -86,7 +88,12 @@ class Loads:
             if self._memory.layout.heads.overlap(address.heads).count:
                 with contextlib.suppress(zmq.ZMQError):  # no address: the load will find it out
                     known = first if rank == 0 else None
-                    workers.append(known or self._peers.greet(address.host, address.port, first.peer_instance_id, now))
+                    workers.append(
+                        known
+                        or self._peers.greet(
+                            address.host, address.port, first.peer_instance_id, now
+                        )
+                    )
         return workers
 
     def heartbeat_s(self, peer: Peer) -> float:
@@ -138,7 +145,12 @@ class Loads:
         """The first worker is ready and named the others."""
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
-            self.fail(load, FailureReason.PROTOCOL, f"{first.name} is worker {first.rank}, not the first one", now)
+            self.fail(
+                load,
+                FailureReason.PROTOCOL,
+                f"{first.name} is worker {first.rank}, not the first one",
+                now,
+            )
             return
         legs = []
         for rank, address in enumerate(first.ranks):
@@ -146,12 +158,18 @@ class Loads:
             if shared.count == 0:
                 continue
             try:
-                peer = self._peers.greet(address.host, address.port, load.wish.peer_instance_id, now) if rank else first
+                peer = (
+                    self._peers.greet(address.host, address.port, load.wish.peer_instance_id, now)
+                    if rank
+                    else first
+                )
             except zmq.ZMQError as error:
                 why = f"cannot connect to worker {rank} of {first.name} at {address.host}:{address.port}: {error}"
                 self.fail(load, FailureReason.PEER_LOST, why, now)
                 return
-            subscribers = [other for other in self._worker_heads if other.overlap(address.heads).count]
+            subscribers = [
+                other for other in self._worker_heads if other.overlap(address.heads).count
+            ]
             legs.append(
                 Leg(
                     load,
@@ -213,14 +231,22 @@ class Loads:
 
     def release(self, leg: Leg) -> None:
         """Nothing more is wanted from the leg: says so once none of its blocks is in hand."""
-        if leg.state is LegState.RELEASED or leg.num_batches or not (leg.state is LegState.OPEN or leg.peer.ready):
+        if (
+            leg.state is LegState.RELEASED
+            or leg.num_batches
+            or not (leg.state is LegState.OPEN or leg.peer.ready)
+        ):
             return
         leg.state = LegState.RELEASED
         if leg.complete and leg.is_last_write_over:
             leg.quarantined = False
         load = leg.load
         release = side_channel.Release(
-            load.transfer_id, load.generation, leg.subscriber, leg.num_subscribers, completed=leg.complete
+            load.transfer_id,
+            load.generation,
+            leg.subscriber,
+            leg.num_subscribers,
+            completed=leg.complete,
         )
         self._releases.append((leg.peer, release))
 
@@ -265,7 +291,9 @@ class Loads:
                     break
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
             for leg in load.legs:
-                if leg.num_batches and not leg.peer.error:  # disconnecting aborts reads, and their ERR ends the load
+                if (
+                    leg.num_batches and not leg.peer.error
+                ):  # disconnecting aborts reads, and their ERR ends the load
                     why = f"reads from {leg.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
                     leg.peer.fail(FailureReason.PEER_LOST, why)
                     load.drain_deadline = now + DRAIN_TIMEOUT_S
@@ -277,19 +305,25 @@ class Loads:
             self._still_pending(peer, message.transfer_ids, now)
             return
         load = self._loads.get(message.transfer_id)
-        leg = next((leg for leg in load.legs if leg.peer is peer), None) if load is not None else None
+        leg = (
+            next((leg for leg in load.legs if leg.peer is peer), None) if load is not None else None
+        )
         if load is None or leg is None:
             return  # of a load that ended
         to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
         if message.generation != load.generation and not to_all:
             return  # of an earlier load of this transfer
         match message:
-            case side_channel.Publish() if load.state is LoadState.LOADING and leg.state is LegState.OPEN:
+            case side_channel.Publish() if (
+                load.state is LoadState.LOADING and leg.state is LegState.OPEN
+            ):
                 self._published(leg, message, now)
             case side_channel.Released():
                 leg.quarantined = False
             case side_channel.Cancelled(reason=reason):
-                self.fail(load, FailureReason.PRODUCER_CANCELLED, reason[:MAX_REASON_CHARACTERS], now)
+                self.fail(
+                    load, FailureReason.PRODUCER_CANCELLED, reason[:MAX_REASON_CHARACTERS], now
+                )
 
     def _published(self, leg: Leg, message: side_channel.Publish, now: float) -> None:
         load, wish, new = leg.load, leg.load.wish, []

@@ -93,7 +93,9 @@ class HostKVMemory(KVMemory):
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
         layout = self.layout
         offset = (heads.first - layout.first_kv_head) * layout.head_nbytes
-        addresses = self.base_address + np.asarray(slots, dtype=np.int64) * layout.block_nbytes + offset
+        addresses = (
+            self.base_address + np.asarray(slots, dtype=np.int64) * layout.block_nbytes + offset
+        )
         return self._sum_runs(addresses, heads.count * layout.head_nbytes)
 
 

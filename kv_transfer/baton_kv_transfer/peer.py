@@ -42,7 +42,9 @@ ZMQ_HEARTBEAT_MS = 2_000
 ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
 
 
-TransferMessage = side_channel.Publish | side_channel.Pending | side_channel.Released | side_channel.Cancelled
+TransferMessage = (
+    side_channel.Publish | side_channel.Pending | side_channel.Released | side_channel.Cancelled
+)
 
 
 class PeerState(enum.Enum):
@@ -96,9 +98,13 @@ class Peer:
         self.peer_instance_id = peer_instance_id
         self._nonce = auth.new_nonce()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 1000)  # what was said before closing (RELEASE) still goes out
+        self.socket.setsockopt(
+            zmq.LINGER, 1000
+        )  # what was said before closing (RELEASE) still goes out
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is a lost peer: its successor is greeted anew
+        self.socket.setsockopt(
+            zmq.RECONNECT_IVL, -1
+        )  # a lost connection is a lost peer: its successor is greeted anew
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(HANDSHAKE_TIMEOUT_S * 1000))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
@@ -134,7 +140,9 @@ class Peer:
         try:
             self.socket.send(side_channel.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # no connection any more
-            if self._state is not PeerState.GREETED:  # else the monitor tells why, and the handshake has a deadline
+            if (
+                self._state is not PeerState.GREETED
+            ):  # else the monitor tells why, and the handshake has a deadline
                 self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
     def fail(self, reason: FailureReason, error: str) -> None:
@@ -151,7 +159,9 @@ class Peer:
             except zmq.Again:
                 break
             if len(frame) > side_channel.MAX_GREETING_BYTES and not self.ready:
-                self.fail(FailureReason.PROTOCOL, f"{self.name} sent {len(frame)} bytes in the handshake")
+                self.fail(
+                    FailureReason.PROTOCOL, f"{self.name} sent {len(frame)} bytes in the handshake"
+                )
                 break
             try:
                 message = side_channel.decode_to_consumer(frame)
@@ -164,7 +174,11 @@ class Peer:
                 case side_channel.Description():
                     self._learn_memory(message)
                 case side_channel.Refused(reason=reason, succeeded=succeeded):
-                    kind = FailureReason.PEER_LOST if self.ready or succeeded else FailureReason.REFUSED
+                    kind = (
+                        FailureReason.PEER_LOST
+                        if self.ready or succeeded
+                        else FailureReason.REFUSED
+                    )
                     self.fail(kind, f"refused by {self.name}: {reason}")
                 case _ if self.ready:
                     messages.append(message)
@@ -179,7 +193,10 @@ class Peer:
             state = "failed" if self._state is PeerState.GREETED else "lost"
             self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
         if self._state is not PeerState.READY and now >= self.handshake_deadline:
-            self.fail(FailureReason.TIMEOUT, f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s")
+            self.fail(
+                FailureReason.TIMEOUT,
+                f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s",
+            )
         return messages
 
     def close(self) -> None:
@@ -213,11 +230,15 @@ class Peer:
                 self._refuse(f"{name} differs: {theirs} at {self.name}, {ours} expected here")
                 return
         if not auth.proof_holds(self._proof(auth.PRODUCER, welcome.nonce), welcome.proof):
-            self._refuse(f"{self.name} has another token: service_key_file must be the same for all engines")
+            self._refuse(
+                f"{self.name} has another token: service_key_file must be the same for all engines"
+            )
             return
         self._state = PeerState.PROVED
         layout = self._context.memory.layout
-        self.send(side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), layout, self._offered))
+        self.send(
+            side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), layout, self._offered)
+        )
 
     def _proof(self, role: str, producer_nonce: bytes) -> bytes:
         return auth.proof(
@@ -254,14 +275,25 @@ class Peer:
                 raise ValueError(f"agent {self.agent_name} is none of {', '.join(names)}")
             self.rank = names.index(self.agent_name)
             if self.ranks[self.rank].heads != theirs.heads:
-                raise ValueError(f"{self.agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}")
+                raise ValueError(
+                    f"{self.agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}"
+                )
             rows = _slot_rows(description.memory, theirs, ours.heads)
             if len(rows):
-                self.blocks = self._agent.prep_xfer_dlist(self.agent_name, rows, description.memory.mem_type)
+                self.blocks = self._agent.prep_xfer_dlist(
+                    self.agent_name, rows, description.memory.mem_type
+                )
         except TransportError as error:  # it died right after it had described itself
             self.fail(FailureReason.PEER_LOST, f"{self.name} is not reached: {error}")
             return
-        except (ValueError, LookupError, ArithmeticError, MemoryError, RuntimeError, msgspec.MsgspecError) as error:
+        except (
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            RuntimeError,
+            msgspec.MsgspecError,
+        ) as error:
             self.fail(FailureReason.PROTOCOL, f"{self.name} described itself wrongly: {error}")
             return
         self.num_slots, self.lease_s = description.memory.num_slots, description.lease_s
@@ -273,7 +305,10 @@ class Peer:
         self.fail(FailureReason.REFUSED, why)
 
     def _out_of_order(self, message: side_channel.ToConsumer) -> None:
-        self.fail(FailureReason.PROTOCOL, f"{self.name} sent {type(message).__name__} when it was not its turn")
+        self.fail(
+            FailureReason.PROTOCOL,
+            f"{self.name} sent {type(message).__name__} when it was not its turn",
+        )
 
 
 def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
@@ -281,13 +316,17 @@ def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
     end = 0
     for rank, worker in enumerate(ranks):
         if worker.heads.first != end or not 0 < worker.heads.count <= num_heads - end:
-            raise ValueError(f"worker {rank} has heads {worker.heads}, {end} of {num_heads} are with those before it")
+            raise ValueError(
+                f"worker {rank} has heads {worker.heads}, {end} of {num_heads} are with those before it"
+            )
         end = worker.heads.end
     if end != num_heads:
         raise ValueError(f"its workers have {end} of the model's {num_heads} KV heads")
 
 
-def _slot_rows(memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange) -> NDArray[np.int64]:
+def _slot_rows(
+    memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange
+) -> NDArray[np.int64]:
     """Descriptors of the wanted heads in each slot of a worker's memory: [num_slots, 3]; [0, 3] if it has none of them.
 
     Raises:
@@ -299,5 +338,9 @@ def _slot_rows(memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRan
             f"(at most {MAX_SLOTS} slots)"
         )
     return slot_rows(
-        memory.base_address, memory.num_slots, layout, layout.heads.overlap(wanted), device_id=memory.device_id
+        memory.base_address,
+        memory.num_slots,
+        layout,
+        layout.heads.overlap(wanted),
+        device_id=memory.device_id,
     )

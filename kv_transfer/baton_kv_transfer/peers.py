@@ -18,7 +18,9 @@ class Peers:
 
     def introduce(self) -> None:
         """Describes this worker's memory for handshakes from now on; again after a fence: the agent's metadata is new."""
-        self._offered = self._context.describe_memory() if self._context.config.mode == "push" else None
+        self._offered = (
+            self._context.describe_memory() if self._context.config.mode == "push" else None
+        )
 
     def greet(self, host: str, port: int, peer_instance_id: str, now: float) -> Peer:
         """The peer at this address, greeted now if it is not known.
@@ -29,7 +31,12 @@ class Peers:
         key = (host, port, peer_instance_id)
         if key not in self._known:
             self._known[key] = Peer(
-                self._context, self._offered, host=host, port=port, peer_instance_id=peer_instance_id, now=now
+                self._context,
+                self._offered,
+                host=host,
+                port=port,
+                peer_instance_id=peer_instance_id,
+                now=now,
             )
         return self._known[key]
 

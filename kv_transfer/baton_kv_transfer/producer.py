@@ -93,7 +93,9 @@ class ProducerSide:
             written=lambda subscriber, blocks: self.transfers.written(subscriber, blocks),
             failed=self._write_failed,
         )
-        self.transfers = Transfers(context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off)
+        self.transfers = Transfers(
+            context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off
+        )
         self._sessions = Sessions(context, send=self._send, lost=self.transfers.session_lost)
         self._last_round = context.clock()
         self._last_empty = self._last_round
@@ -146,8 +148,13 @@ class ProducerSide:
             except zmq.Again:
                 return True
             frame = b"".join(frames)
-            if len(frame) > side_channel.MAX_GREETING_BYTES and self._sessions.find(identity, now) is None:
-                self._sessions.refuse(identity, f"a message of {len(frame)} bytes before HELLO and DESCRIBE")
+            if (
+                len(frame) > side_channel.MAX_GREETING_BYTES
+                and self._sessions.find(identity, now) is None
+            ):
+                self._sessions.refuse(
+                    identity, f"a message of {len(frame)} bytes before HELLO and DESCRIBE"
+                )
                 continue
             try:
                 message = side_channel.decode_to_producer(frame)

@@ -25,7 +25,11 @@ class _Early:
 
     @property
     def num_slots(self) -> int:
-        return len(self.message.push_slots or ()) if isinstance(self.message, side_channel.Subscribe) else 0
+        return (
+            len(self.message.push_slots or ())
+            if isinstance(self.message, side_channel.Subscribe)
+            else 0
+        )
 
 
 class EarlyMessages:
@@ -46,10 +50,15 @@ class EarlyMessages:
         """Holds a subscription; returns why not, if so. One said twice is one."""
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is not None:
-            if known.message.generation == message.generation and isinstance(known.message, side_channel.Subscribe):
+            if known.message.generation == message.generation and isinstance(
+                known.message, side_channel.Subscribe
+            ):
                 return ""
             return f"subscriber {message.subscriber} of transfer {message.transfer_id} came already"
-        if self._num_early >= MAX_EARLY or self._num_slots + len(message.push_slots or ()) > MAX_EARLY_SLOTS:
+        if (
+            self._num_early >= MAX_EARLY
+            or self._num_slots + len(message.push_slots or ()) > MAX_EARLY_SLOTS
+        ):
             return f"{self._num_early} subscriptions wait for their offers already: retry later"
         self._put(session, message)
         return ""
@@ -60,13 +69,19 @@ class EarlyMessages:
         if known is None:
             if self._num_early < MAX_EARLY:
                 self._put(session, message)
-        elif known.message.generation == message.generation and isinstance(known.message, side_channel.Subscribe):
+        elif known.message.generation == message.generation and isinstance(
+            known.message, side_channel.Subscribe
+        ):
             self._num_slots -= known.num_slots
             if known.message.push_slots is not None:
-                self._send(session.identity, side_channel.Released(message.transfer_id, message.generation))
+                self._send(
+                    session.identity, side_channel.Released(message.transfer_id, message.generation)
+                )
             known.message = message
 
-    def take(self, transfer_id: str) -> list[tuple[Session, side_channel.Subscribe | side_channel.Release]]:
+    def take(
+        self, transfer_id: str
+    ) -> list[tuple[Session, side_channel.Subscribe | side_channel.Release]]:
         """What came for a transfer, in order; it is not held any more."""
         early = self._early.pop(transfer_id, {}).values()
         self._forget(early)
@@ -99,9 +114,15 @@ class EarlyMessages:
         self.next_expiry = min((one.deadline for _, _, one in self._all()), default=math.inf)
 
     def _all(self) -> list[tuple[str, _Key, _Early]]:
-        return [(transfer_id, key, one) for transfer_id, early in self._early.items() for key, one in early.items()]
+        return [
+            (transfer_id, key, one)
+            for transfer_id, early in self._early.items()
+            for key, one in early.items()
+        ]
 
-    def _put(self, session: Session, message: side_channel.Subscribe | side_channel.Release) -> None:
+    def _put(
+        self, session: Session, message: side_channel.Subscribe | side_channel.Release
+    ) -> None:
         one = _Early(session, message, self._clock() + self._lease_s)
         self._early.setdefault(message.transfer_id, {})[session.identity, message.subscriber] = one
         self.next_expiry = min(self.next_expiry, one.deadline)
@@ -119,7 +140,9 @@ class EarlyMessages:
         self._num_slots -= sum(one.num_slots for one in early)
 
 
-def refuse_subscription(send: Send, session: Session, message: side_channel.Subscribe, reason: str) -> None:
+def refuse_subscription(
+    send: Send, session: Session, message: side_channel.Subscribe, reason: str
+) -> None:
     """With push also says that nothing was, or will be, written."""
     send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
     if message.push_slots is not None:

@@ -71,7 +71,11 @@ class Sessions:
             lost: (session, why): nothing may be begun for this session any more.
         """
         self._context = context
-        self._agent, self._layout, self._lease_s = context.agent, context.memory.layout, context.config.lease_s
+        self._agent, self._layout, self._lease_s = (
+            context.agent,
+            context.memory.layout,
+            context.config.lease_s,
+        )
         self._token = auth.token_of(context.service_key)
         self._send = send
         self._lost = lost
@@ -102,7 +106,11 @@ class Sessions:
         self.forget(identity, "the consumer greeted anew")
         ours = (side_channel.VERSION, self._context.compatibility_hash, self._context.instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
-        names = ("side channel version", "compatibility hash (of checkpoint, dtype and quantization)", "instance id")
+        names = (
+            "side channel version",
+            "compatibility hash (of checkpoint, dtype and quantization)",
+            "instance id",
+        )
         for name, mine, other in zip(names, ours, theirs, strict=True):
             if mine != other:
                 why = f"{name} differs: {mine} at the producer, {other} at the consumer"
@@ -121,7 +129,9 @@ class Sessions:
             self._greeted.popitem(last=False)
         self._send(
             identity,
-            side_channel.Welcome(*ours, nonce=session.producer_nonce, proof=self._proof(session, auth.PRODUCER)),
+            side_channel.Welcome(
+                *ours, nonce=session.producer_nonce, proof=self._proof(session, auth.PRODUCER)
+            ),
         )
 
     def describe(self, identity: bytes, message: side_channel.Describe, now: float) -> None:
@@ -129,8 +139,13 @@ class Sessions:
         if session is None:
             self.refuse(identity, "HELLO must come first, and DESCRIBE once")
         elif not auth.proof_holds(self._proof(session, auth.CONSUMER), message.proof):
-            self.refuse(identity, "the consumer did not prove the producer's token: service_key_file differs")
-        elif mismatch := side_channel.layout_mismatch(self._layout, message.layout) or _nonsense(message.layout):
+            self.refuse(
+                identity,
+                "the consumer did not prove the producer's token: service_key_file differs",
+            )
+        elif mismatch := side_channel.layout_mismatch(self._layout, message.layout) or _nonsense(
+            message.layout
+        ):
             self.refuse(identity, mismatch)
         elif wrong := self._learn(session, message.layout, message.memory):
             self.refuse(identity, f"the consumer described its memory wrongly: {wrong}")
@@ -140,7 +155,10 @@ class Sessions:
             if len(self._open) > MAX_OPEN:
                 self.forget(next(iter(self._open)), "too many consumers greeted after it")
             ours = self._context.describe_memory()
-            self._send(identity, side_channel.Description(self._layout, ours, self._lease_s, self._context.ranks))
+            self._send(
+                identity,
+                side_channel.Description(self._layout, ours, self._lease_s, self._context.ranks),
+            )
 
     def forget(self, identity: bytes, reason: str) -> None:
         """The connection is gone or worth nothing: nothing more is sent or written to it."""
@@ -178,7 +196,11 @@ class Sessions:
         if now < self._next_probe:
             return
         self._next_probe = now + self._lease_s
-        for session in [session for session in self._greeted.values() if now - session.last_seen >= self._lease_s]:
+        for session in [
+            session
+            for session in self._greeted.values()
+            if now - session.last_seen >= self._lease_s
+        ]:
             del self._greeted[session.identity]
         for session in list(self._open.values()):
             if now - session.last_seen < self._lease_s:
@@ -203,9 +225,15 @@ class Sessions:
                 self._lost(session, reason)
 
     def _users(self, agent_name: str) -> list[Session]:
-        return [session for session in self._open.values() if agent_name and session.agent_name == agent_name]
+        return [
+            session
+            for session in self._open.values()
+            if agent_name and session.agent_name == agent_name
+        ]
 
-    def _learn(self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None) -> str:
+    def _learn(
+        self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None
+    ) -> str:
         """Makes the consumer's memory known to the agent; returns what is wrong with it, if anything."""
         if memory is None:
             return ""
@@ -223,10 +251,23 @@ class Sessions:
             name = self._agent.add_remote_agent(memory.agent_metadata)
             heads = self._layout.heads.overlap(layout.heads)
             if heads.count:
-                rows = slot_rows(memory.base_address, memory.num_slots, layout, heads, device_id=memory.device_id)
+                rows = slot_rows(
+                    memory.base_address, memory.num_slots, layout, heads, device_id=memory.device_id
+                )
                 session.slots = self._agent.prep_xfer_dlist(name, rows, memory.mem_type)
-            wrong = "" if name.rpartition("/")[0] == session.instance_id else f"its agent is called {name}"
-        except (ValueError, LookupError, ArithmeticError, MemoryError, RuntimeError, msgspec.MsgspecError) as error:
+            wrong = (
+                ""
+                if name.rpartition("/")[0] == session.instance_id
+                else f"its agent is called {name}"
+            )
+        except (
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            RuntimeError,
+            msgspec.MsgspecError,
+        ) as error:
             wrong = str(error)
         others = self._users(name)
         if wrong:
@@ -245,7 +286,12 @@ class Sessions:
 def _nonsense(layout: KVCacheLayout) -> str:
     """What cannot be in a layout that `layout_mismatch` passed."""
     heads = layout.heads
-    if layout.num_blocks < 1 or heads.first < 0 or heads.count < 1 or heads.end > layout.num_model_heads:
+    if (
+        layout.num_blocks < 1
+        or heads.first < 0
+        or heads.count < 1
+        or heads.end > layout.num_model_heads
+    ):
         return (
             f"the consumer's layout has {layout.num_blocks} blocks and KV heads [{heads.first}, {heads.end}) "
             f"of {layout.num_model_heads}"

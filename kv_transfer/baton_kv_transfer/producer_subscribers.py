@@ -110,7 +110,9 @@ class Transfer:
     @property
     def waits_for_others(self) -> bool:
         """HOLDING, and the lease of those who have not come runs."""
-        return bool(self.blocks or self.waiting or self.last) and not self.complete and not self.closed
+        return (
+            bool(self.blocks or self.waiting or self.last) and not self.complete and not self.closed
+        )
 
 
 def impossible(
@@ -129,9 +131,7 @@ def impossible(
     if not 0 < len(message.transfer_id) <= MAX_ID_LENGTH or not 0 < message.generation < 2**63:
         return f"a transfer id of {len(message.transfer_id)} characters, or generation {message.generation}, cannot be"
     if not 0 <= message.subscriber < message.num_subscribers <= most:
-        return (
-            f"subscriber {message.subscriber} of {message.num_subscribers} cannot be, this worker has {most} KV heads"
-        )
+        return f"subscriber {message.subscriber} of {message.num_subscribers} cannot be, this worker has {most} KV heads"
     if isinstance(message, side_channel.Release):
         return ""
     assert session.layout is not None, "the session is OPEN"
@@ -153,7 +153,9 @@ def impossible(
     return ""
 
 
-def not_admitted(transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release) -> str:
+def not_admitted(
+    transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release
+) -> str:
     """Why this worker is not let in; empty if it is: the offered peer's workers are, each once, and nobody else."""
     if session.instance_id != transfer.peer_instance_id:
         return (
@@ -163,9 +165,7 @@ def not_admitted(transfer: Transfer, session: Session, message: side_channel.Sub
     if transfer.closed:
         return f"transfer {transfer.transfer_id} has ended: {transfer.closed}"
     if transfer.num_subscribers not in (0, message.num_subscribers):
-        return (
-            f"transfer {transfer.transfer_id} has {transfer.num_subscribers} subscribers, not {message.num_subscribers}"
-        )
+        return f"transfer {transfer.transfer_id} has {transfer.num_subscribers} subscribers, not {message.num_subscribers}"
     known = transfer.subscribers.get(message.subscriber)
     if known is not None:
         return (
@@ -175,7 +175,9 @@ def not_admitted(transfer: Transfer, session: Session, message: side_channel.Sub
     return ""
 
 
-def prove(memory: KVMemory, subscriber: Subscriber, blocks: Sequence[Block]) -> list[PublishedBlock]:
+def prove(
+    memory: KVMemory, subscriber: Subscriber, blocks: Sequence[Block]
+) -> list[PublishedBlock]:
     """The blocks as this subscriber is told of them. Sums of heads that nobody asked for before are computed now, in one call."""
     heads, transfer_id = subscriber.heads, subscriber.transfer.transfer_id
     unknown = [block for block in blocks if heads not in block.sums]

@@ -24,7 +24,15 @@ from baton_kv_transfer.connector import BlockSave, HeadRange
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer_early import EarlyMessages, refuse_subscription
 from baton_kv_transfer.producer_sessions import Send, Session
-from baton_kv_transfer.producer_subscribers import Block, State, Subscriber, Transfer, impossible, not_admitted, prove
+from baton_kv_transfer.producer_subscribers import (
+    Block,
+    State,
+    Subscriber,
+    Transfer,
+    impossible,
+    not_admitted,
+    prove,
+)
 from baton_kv_transfer.side_channel import PublishedBlock
 
 logger = logging.getLogger(__name__)
@@ -84,7 +92,9 @@ class Transfers:
             logger.warning("transfer %s was offered twice; the first offer stands", transfer_id)
             return
         self._ended.pop(transfer_id, None)
-        self._transfers[transfer_id] = Transfer(transfer_id, peer_instance_id, self._in(self._lease_s))
+        self._transfers[transfer_id] = Transfer(
+            transfer_id, peer_instance_id, self._in(self._lease_s)
+        )
         for session, message in self._early.take(transfer_id):
             if isinstance(message, side_channel.Subscribe):
                 self.subscribe(session, message)
@@ -102,9 +112,12 @@ class Transfers:
             transfer.deadline = self._in(self._lease_s)
         if transfer.num_blocks > (room := self._memory.num_slots):
             self._close(
-                transfer, f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots for transfers"
+                transfer,
+                f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots for transfers",
             )
-        elif transfer.blocks or not self._starved:  # who holds slots goes first: it is nearer to its end
+        elif (
+            transfer.blocks or not self._starved
+        ):  # who holds slots goes first: it is nearer to its end
             self._expose(transfer)
         else:
             self._starve(transfer)
@@ -129,10 +142,17 @@ class Transfers:
         refusal = session.error or impossible(self._memory.layout, session, message, self._stats)
         if not refusal and transfer is None:
             ended = self._ended.get(transfer_id)
-            refusal = f"transfer {transfer_id} has ended: {ended}" if ended else self._early.add(session, message)
+            refusal = (
+                f"transfer {transfer_id} has ended: {ended}"
+                if ended
+                else self._early.add(session, message)
+            )
         elif not refusal and transfer is not None:
             known = transfer.subscribers.get(message.subscriber)
-            if known is not None and (known.session, known.generation) == (session, message.generation):
+            if known is not None and (known.session, known.generation) == (
+                session,
+                message.generation,
+            ):
                 if known.state is not State.LEFT or not known.idle:
                     return  # said twice; once it has left, and nothing is written any more, it is told so
                 refusal = f"generation {message.generation} released transfer {transfer_id} already"
@@ -175,10 +195,18 @@ class Transfers:
                     until = now + self._lease_s
                     if subscriber.told_last:
                         until = min(until, subscriber.told_last + MAX_HOLD_S)
-                    elif not subscriber.num_writes or now < subscriber.writing_since + self._lease_s:
-                        pending.append(transfer_id)  # not while writes do not get on: it may give up
+                    elif (
+                        not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
+                    ):
+                        pending.append(
+                            transfer_id
+                        )  # not while writes do not get on: it may give up
                     subscriber.deadline = max(subscriber.deadline, until)
-            if transfer is not None and not here and session.instance_id == transfer.peer_instance_id:
+            if (
+                transfer is not None
+                and not here
+                and session.instance_id == transfer.peer_instance_id
+            ):
                 # Its load waits for memory over there.
                 limit = (transfer.held_since or now) + MAX_WAIT_S
                 transfer.deadline = max(transfer.deadline, min(now + self._lease_s, limit))
@@ -226,7 +254,9 @@ class Transfers:
             for subscriber in self._subscribers()
             if subscriber.state is not State.LEFT or subscriber.num_writes
         ]
-        deadlines += [transfer.deadline for transfer in self._transfers.values() if transfer.waits_for_others]
+        deadlines += [
+            transfer.deadline for transfer in self._transfers.values() if transfer.waits_for_others
+        ]
         deadlines += [transfer.slots_deadline for transfer in self._starved.values()]
         self._next_expiry = min(deadlines, default=math.inf)
 
@@ -245,12 +275,17 @@ class Transfers:
                 self._leave(subscriber)
             elif subscriber.num_writes:
                 subscriber.deadline = self._in(DRAIN_TIMEOUT_S)
-                self._cut_off(subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
+                self._cut_off(
+                    subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s"
+                )
         if transfer.waits_for_others and now >= transfer.deadline:
             self._expired(transfer)
             self._close(transfer, "its lease expired")
         elif transfer.waiting and now >= transfer.slots_deadline:
-            self._close(transfer, f"no slot for transfers became free at the producer within {self._lease_s:g} s")
+            self._close(
+                transfer,
+                f"no slot for transfers became free at the producer within {self._lease_s:g} s",
+            )
         else:
             self._settle(transfer)
 
@@ -295,20 +330,26 @@ class Transfers:
             self._publish(subscriber, prove(self._memory, subscriber, part), more=True)
         self._publish(subscriber, prove(self._memory, subscriber, wanted))
 
-    def _publish(self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False) -> None:
+    def _publish(
+        self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
+    ) -> None:
         """Tells what is readable; the last time once everything is, or was written.
 
         Args:
             more: of what is readable now the rest follows.
         """
-        last = not more and subscriber.transfer.last and subscriber.idle and not subscriber.told_last
+        last = (
+            not more and subscriber.transfer.last and subscriber.idle and not subscriber.told_last
+        )
         if not blocks and not last:
             return
         if last:
             subscriber.told_last = self._clock()
             blocks = blocks or subscriber.written  # notifications and messages come in no order
         transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
-        publish = side_channel.Publish(transfer_id, generation, blocks, last, written=subscriber.push)
+        publish = side_channel.Publish(
+            transfer_id, generation, blocks, last, written=subscriber.push
+        )
         self._send(subscriber.session.identity, publish)
         if not subscriber.push:
             self._stats.blocks_sent += len(blocks)
@@ -317,7 +358,9 @@ class Transfers:
         if subscriber.state is State.ACTIVE:
             subscriber.state = State.STOPPED
             self._writes.stop(subscriber)
-            cancelled = side_channel.Cancelled(subscriber.transfer.transfer_id, subscriber.generation, reason)
+            cancelled = side_channel.Cancelled(
+                subscriber.transfer.transfer_id, subscriber.generation, reason
+            )
             self._send(subscriber.session.identity, cancelled)
 
     def _leave(self, subscriber: Subscriber) -> None:
@@ -340,7 +383,8 @@ class Transfers:
             transfer.slots_deadline = 0.0
             rows = zip(slots, save.block_hashes, strict=True)
             blocks = [
-                Block(save.first_block_index + row, slot, chain_hash) for row, (slot, chain_hash) in enumerate(rows)
+                Block(save.first_block_index + row, slot, chain_hash)
+                for row, (slot, chain_hash) in enumerate(rows)
             ]
             transfer.blocks += blocks
             transfer.last = transfer.last or save.last
@@ -399,7 +443,9 @@ class Transfers:
 
     def _expired(self, transfer: Transfer) -> None:
         self._stats.leases_expired += 1
-        logger.warning("transfer %s: no sign of its consumer for %.1f s", transfer.transfer_id, self._lease_s)
+        logger.warning(
+            "transfer %s: no sign of its consumer for %.1f s", transfer.transfer_id, self._lease_s
+        )
 
     def _in(self, seconds: float) -> float:
         """A deadline; the thread will wake up for it."""

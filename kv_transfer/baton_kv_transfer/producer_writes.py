@@ -87,7 +87,10 @@ class Writes:
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
             if state != "PROC":
-                self._end(write, write.handle.error or "the transport gave it up" if state == "ERR" else "")
+                self._end(
+                    write,
+                    write.handle.error or "the transport gave it up" if state == "ERR" else "",
+                )
         for name, lane in list(self._lanes.items()):
             self._post(lane)
             if not lane.turns and not lane.inflight_bytes:
@@ -111,11 +114,17 @@ class Writes:
                 lane.turns.append(subscriber)
             self._begin(lane, subscriber, blocks, count * nbytes)
 
-    def _begin(self, lane: _Lane, subscriber: Subscriber, blocks: list[PublishedBlock], nbytes: int) -> None:
+    def _begin(
+        self, lane: _Lane, subscriber: Subscriber, blocks: list[PublishedBlock], nbytes: int
+    ) -> None:
         try:
             handle = self._make(subscriber, blocks)
             self._agent.transfer(handle)
-        except (ValueError, LookupError, TransportError) as error:  # the peer was removed, by a fence, too
+        except (
+            ValueError,
+            LookupError,
+            TransportError,
+        ) as error:  # the peer was removed, by a fence, too
             self._failed(subscriber, str(error))
             return
         if not subscriber.num_writes:
@@ -132,13 +141,17 @@ class Writes:
         if remote_side is None:
             raise ValueError("its memory is not known any more")
         our_slots = [block.slot for block in blocks]
-        their_slots = subscriber.slots[[block.index - subscriber.first_block_index for block in blocks]]
+        their_slots = subscriber.slots[
+            [block.index - subscriber.first_block_index for block in blocks]
+        ]
         local_side = self._context.local_slots(subscriber.heads)
         publish = side_channel.Publish(
             subscriber.transfer.transfer_id, subscriber.generation, blocks, last=False, written=True
         )
         notif = side_channel.encode(publish)
-        return self._agent.make_prepped_xfer("WRITE", local_side, our_slots, remote_side, their_slots, notif)
+        return self._agent.make_prepped_xfer(
+            "WRITE", local_side, our_slots, remote_side, their_slots, notif
+        )
 
     def _end(self, write: _Write, error: str) -> None:
         subscriber = write.subscriber

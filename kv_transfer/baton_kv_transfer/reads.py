@@ -80,7 +80,8 @@ class ReadWindow:
             positions = leg.wanted[: blocks_per_batch(leg, memory)]
             if (
                 self._inflight_bytes
-                and self._inflight_bytes + len(positions) * leg.block_nbytes > self._max_inflight_bytes
+                and self._inflight_bytes + len(positions) * leg.block_nbytes
+                > self._max_inflight_bytes
             ):
                 self._turns.appendleft(leg)
                 return None

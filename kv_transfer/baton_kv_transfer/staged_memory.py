@@ -61,7 +61,9 @@ class StagedKVMemory(KVMemory):
         self.num_slots = num_slots
         self._copy_out = copy_out
         self._copy_in = copy_in
-        self._free = list(range(num_slots))  # a heap: low slots first, as adjacent ones travel as one descriptor
+        self._free = list(
+            range(num_slots)
+        )  # a heap: low slots first, as adjacent ones travel as one descriptor
         self._exposed: set[int] = set()
         self._accepted: dict[int, int] = {}  # slot -> the block it is for
         self._warned = False
@@ -131,4 +133,6 @@ class StagedKVMemory(KVMemory):
     def _check_used(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if slot not in self._exposed and slot not in self._accepted:
-                raise ValueError(f"slot {slot} is not in use: it was never handed out, or was released already")
+                raise ValueError(
+                    f"slot {slot} is not in use: it was never handed out, or was released already"
+                )

@@ -68,22 +68,34 @@ class TransferConnector(KVConnectorWorker):
             UCXError: UCX is missing or does not start.
         """
         if config.mode not in MODES:
-            raise ValueError(f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+            raise ValueError(
+                f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}"
+            )
         if config.role is KVRole.NONE:
-            raise ValueError("kv_transfer.role is none: an engine that transfers nothing needs no connector")
+            raise ValueError(
+                "kv_transfer.role is none: an engine that transfers nothing needs no connector"
+            )
         if config.rdma:
             require_rdma()
-        self._config, self._instance_id, self._compatibility_hash = config, instance_id, compatibility_hash
+        self._config, self._instance_id, self._compatibility_hash = (
+            config,
+            instance_id,
+            compatibility_hash,
+        )
         self._service_key, self._host = service_key, host
         self._agent = create_agent(f"{instance_id}/{rank}", config.transport, host)
         self._lanes_in_use: set[str] = set()
         self._lock = threading.Lock()
-        self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = deque()
+        self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = (
+            deque()
+        )
         self._output = ConnectorOutput()
         self._stats = ConnectorStats()
         self._user_wakeup: Callable[[], None] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fd_lock = threading.Lock()  # the descriptor must not be closed, and reused, under a writer
+        self._fd_lock = (
+            threading.Lock()
+        )  # the descriptor must not be closed, and reused, under a writer
         self._num_blocks = 0
         self._running = False
         self._stopping = False
@@ -113,7 +125,12 @@ class TransferConnector(KVConnectorWorker):
                 f"the {len(ranks)} workers of this engine hold {num_heads} KV heads, the model has {layout.num_model_heads}: "
                 "workers that share a head cannot take part in a hand-off"
             )
-        region = (memory.base_address, memory.num_slots * layout.block_nbytes, memory.device_id, "kv")
+        region = (
+            memory.base_address,
+            memory.num_slots * layout.block_nbytes,
+            memory.device_id,
+            "kv",
+        )
         self._agent.register_memory([region], memory.mem_type)
         context = ConnectorContext(
             self._config,
@@ -126,7 +143,9 @@ class TransferConnector(KVConnectorWorker):
             self._stats,
         )
         if self._config.role is not KVRole.PRODUCER:
-            self._consumer = ConsumerSide(context, finished=self._load_finished, fenced=self._fenced)
+            self._consumer = ConsumerSide(
+                context, finished=self._load_finished, fenced=self._fenced
+            )
         if self._router is not None:
             self._producer = ProducerSide(context, self._router, self._finished_sending)
         self._num_blocks = layout.num_blocks
@@ -138,7 +157,9 @@ class TransferConnector(KVConnectorWorker):
         if (metadata.offers and role is KVRole.CONSUMER) or (
             (metadata.loads or metadata.waits) and role is KVRole.PRODUCER
         ):
-            raise ValueError("kv_transfer.role forbids this: offers need a producer, loads a consumer")
+            raise ValueError(
+                "kv_transfer.role forbids this: offers need a producer, loads a consumer"
+            )
         for load in metadata.loads:
             self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
         if metadata.offers or metadata.loads or metadata.cancels or metadata.waits:
@@ -164,7 +185,10 @@ class TransferConnector(KVConnectorWorker):
         ours = self._stats
         refused = ours.descriptors_refused + self._agent.num_refused
         return msgspec.structs.replace(
-            ours, failures=dict(ours.failures), descriptors_refused=refused, bytes_moved=self._count_bytes()
+            ours,
+            failures=dict(ours.failures),
+            descriptors_refused=refused,
+            bytes_moved=self._count_bytes(),
         )
 
     def _count_bytes(self) -> dict[str, int]:
@@ -189,7 +213,9 @@ class TransferConnector(KVConnectorWorker):
             os.close(self._wake_fd)
             self._wake_fd = -1
 
-    def _check_blocks(self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]) -> None:
+    def _check_blocks(
+        self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]
+    ) -> None:
         """Block ids become addresses: a wrong one must not get further than here."""
         wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks]
         if wrong or len(block_ids) != len(block_hashes):
@@ -200,9 +226,13 @@ class TransferConnector(KVConnectorWorker):
 
     # -- between the threads
 
-    def _command(self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata) -> None:
+    def _command(
+        self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata
+    ) -> None:
         if not self._running or self._stopping:
-            raise ValueError("the connector is not running: call register_kv_cache first, and nothing after shutdown")
+            raise ValueError(
+                "the connector is not running: call register_kv_cache first, and nothing after shutdown"
+            )
         self._commands.append((command, metadata))
         self._wake()
 
@@ -333,6 +363,8 @@ class TransferConnector(KVConnectorWorker):
         try:
             router = open_router(f"tcp://{host}:{port or '*'}", service_key)
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}"
+            ) from error
         self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         return router

@@ -22,7 +22,14 @@ from baton_kv_transfer.agent import (
     pair,
     unknown_peer,
 )
-from baton_kv_transfer.descriptors import XferDescs, check_mem_type, check_pairs, locate, may_merge, merge
+from baton_kv_transfer.descriptors import (
+    XferDescs,
+    check_mem_type,
+    check_pairs,
+    locate,
+    may_merge,
+    merge,
+)
 from baton_kv_transfer.transports import choose_lanes
 from baton_kv_transfer.transports.base import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.lane_thread import LaneThread
@@ -50,7 +57,9 @@ class _Peer:
 
 
 class _Dlist(DlistHandle):
-    def __init__(self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None) -> None:
+    def __init__(
+        self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None
+    ) -> None:
         super().__init__(agent, descs, peer)
         self.regions = regions  # [n], index of the region that holds each row
 
@@ -88,7 +97,9 @@ class TransportAgent(Agent):
         host = host or os.environ.get("POD_IP") or "127.0.0.1"
         try:
             for kind, lane in choose_lanes(transport).items():
-                self._contexts[kind] = LaneContext(self._thread, name, host, self._deliver, self._wake)
+                self._contexts[kind] = LaneContext(
+                    self._thread, name, host, self._deliver, self._wake
+                )
                 self._lanes[kind] = lane(self._contexts[kind])
         except BaseException:
             self._thread.close()
@@ -115,7 +126,9 @@ class TransportAgent(Agent):
     def waiting(self) -> AbstractContextManager[int | None]:
         return self._thread.waiting()
 
-    def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
+    def register_memory(
+        self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
+    ) -> RegDescs:
         check_mem_type(mem_type)
         lanes = [kind for kind, lane in self._lanes.items() if mem_type in lane.mem_types]
         if not lanes:
@@ -156,7 +169,9 @@ class TransportAgent(Agent):
                 f"fetch it again from its agent"
             )
         try:
-            version, _, transport, *_ = msgspec.msgpack.decode(packed, type=tuple[int, str, str, bytes, list[object]])
+            version, _, transport, *_ = msgspec.msgpack.decode(
+                packed, type=tuple[int, str, str, bytes, list[object]]
+            )
             if (version, transport) != (_METADATA_VERSION, self._transport_name):
                 raise ValueError(
                     f"an agent speaks metadata version {version} over {transport}, "
@@ -166,10 +181,14 @@ class TransportAgent(Agent):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed agent metadata: {error}") from error
         regions = [Region(*region) for region in decoded.regions]
-        if not all(0 <= region.address < region.address + region.length < 2**63 for region in regions):
+        if not all(
+            0 <= region.address < region.address + region.length < 2**63 for region in regions
+        ):
             raise ValueError(f"agent {decoded.name} claims memory at addresses that cannot be")
         if decoded.name == self.name:
-            raise ValueError(f"metadata of an agent called {self.name}, as this one is, which knows itself")
+            raise ValueError(
+                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+            )
         with self._lock:
             known = self._peers.get(decoded.name)
             if known is None or known.digest != digest:
@@ -189,7 +208,11 @@ class TransportAgent(Agent):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        descs = xfer_list if isinstance(xfer_list, XferDescs) else self.get_xfer_descs(xfer_list, mem_type)
+        descs = (
+            xfer_list
+            if isinstance(xfer_list, XferDescs)
+            else self.get_xfer_descs(xfer_list, mem_type)
+        )
         if agent_name in ("", INIT_AGENT):
             return _Dlist("", descs, locate(descs, self._regions, INIT_AGENT), None)
         peer = self._peer(agent_name)
@@ -206,13 +229,23 @@ class TransportAgent(Agent):
     ) -> XferHandle:
         assert isinstance(local_xfer_side, _Dlist)
         assert isinstance(remote_xfer_side, _Dlist)
-        ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
+        ours, theirs = (
+            np.asarray(local_indices, dtype=np.int64),
+            np.asarray(remote_indices, dtype=np.int64),
+        )
         local, remote = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
         if may_merge(local, remote):
-            merged = merge(local, local_xfer_side.regions.take(ours), remote, remote_xfer_side.regions.take(theirs))
+            merged = merge(
+                local,
+                local_xfer_side.regions.take(ours),
+                remote,
+                remote_xfer_side.regions.take(theirs),
+            )
         else:
             merged = local, remote, remote_xfer_side.regions.take(theirs)
-        return _Xfer(operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg)
+        return _Xfer(
+            operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg
+        )
 
     def initialize_xfer(
         self,
@@ -225,7 +258,11 @@ class TransportAgent(Agent):
         check_pairs(operation, local_descs.rows, remote_descs.rows)
         locate(local_descs, self._regions, INIT_AGENT)
         peer = self._peer(remote_agent)
-        rows = (local_descs.rows, remote_descs.rows, locate(remote_descs, peer.regions, remote_agent))
+        rows = (
+            local_descs.rows,
+            remote_descs.rows,
+            locate(remote_descs, peer.regions, remote_agent),
+        )
         return _Xfer(operation, remote_agent, peer, rows, notif_msg)
 
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
@@ -234,12 +271,19 @@ class TransportAgent(Agent):
             check_post(handle)
             self._require_open()
             transfer = Transfer(
-                handle.op, handle.peer, handle.local, handle.remote, handle.regions, notif_msg or handle.notif
+                handle.op,
+                handle.peer,
+                handle.local,
+                handle.remote,
+                handle.regions,
+                notif_msg or handle.notif,
             )
             handle.post = transfer
             peer = self._peers.get(handle.peer)
             if peer is None or peer is not handle.known_peer:
-                transfer.end(f"agent {handle.peer} was removed or replaced: make the transfer again")
+                transfer.end(
+                    f"agent {handle.peer} was removed or replaced: make the transfer again"
+                )
             else:
                 self._begin(transfer, peer)
         return transfer.state.value
@@ -247,7 +291,9 @@ class TransportAgent(Agent):
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         self._peer(remote_agent_name)
         if not any(lane.send_notif(remote_agent_name, notif_msg) for lane in self._lanes.values()):
-            raise TransportError(f"agent {remote_agent_name} is gone, or is not reached: add_remote_agent again")
+            raise TransportError(
+                f"agent {remote_agent_name} is gone, or is not reached: add_remote_agent again"
+            )
 
     def fence(self) -> None:
         with self._lock:
@@ -286,17 +332,23 @@ class TransportAgent(Agent):
                 if kind in addresses:
                     lane.add_peer(name, addresses[kind])
         except msgspec.DecodeError as error:
-            raise ValueError(f"agent {name} has no address that this release understands: {error}") from error
+            raise ValueError(
+                f"agent {name} has no address that this release understands: {error}"
+            ) from error
 
     def _begin(self, transfer: Transfer, peer: _Peer) -> None:
         """Over the first lane that moves memory of these types to the peer."""
-        address = int(transfer.local[0, 0])  # rows of one list are of one memory type here; a peer's may be of several
+        address = int(
+            transfer.local[0, 0]
+        )  # rows of one list are of one memory type here; a peer's may be of several
         theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
         on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
         for region in self._regions:
             on_device |= region.mem_type != "DRAM" and 0 <= address - region.address < region.length
         mem_type = "VRAM" if on_device else "DRAM"
-        if not any(mem_type in lane.mem_types and lane.begin(transfer) for lane in self._lanes.values()):
+        if not any(
+            mem_type in lane.mem_types and lane.begin(transfer) for lane in self._lanes.values()
+        ):
             transfer.end(
                 f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of {', '.join(self._lanes)} leads there from "
                 f"{self.name}; both sides need one in common"

@@ -25,7 +25,13 @@ class AskError(Exception):
 
 
 async def ask(
-    endpoint: str, model: str, prompt: str, *, max_tokens: int, on_text: Callable[[str], None], timeout_s: float
+    endpoint: str,
+    model: str,
+    prompt: str,
+    *,
+    max_tokens: int,
+    on_text: Callable[[str], None],
+    timeout_s: float,
 ) -> Answer:
     """Raises AskError."""
     body = {

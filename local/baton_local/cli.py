@@ -35,7 +35,9 @@ def main() -> None:
     """Entry point of the `baton` script."""
     try:
         Path.home()
-    except RuntimeError:  # no HOME and no entry for this user id: libraries ask for it when they are imported
+    except (
+        RuntimeError
+    ):  # no HOME and no entry for this user id: libraries ask for it when they are imported
         os.environ["HOME"] = "/"
     parser = _parser()
     args = parser.parse_args()
@@ -51,7 +53,9 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="baton", description="LLM serving on Kubernetes, and on this one machine.")
+    parser = argparse.ArgumentParser(
+        prog="baton", description="LLM serving on Kubernetes, and on this one machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser(
@@ -61,31 +65,66 @@ def _parser() -> argparse.ArgumentParser:
         epilog="FLAGS are those of `baton serve MODEL --help`, and the engine's own (`baton-engine --help`).",
     )
     serve.add_argument("model", metavar="MODEL", help="checkpoint folder")
-    flags = serve.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL")
+    flags = serve.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL"
+    )
     flags.required = False  # else argparse names FLAGS as missing where MODEL is
     serve.set_defaults(run=_run_serve)
 
     # No abbreviations: --detach is taken out of the command line by name.
-    up = commands.add_parser("up", help="start a local cluster around one LLMService", allow_abbrev=False)
+    up = commands.add_parser(
+        "up", help="start a local cluster around one LLMService", allow_abbrev=False
+    )
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
     up.add_argument("--model", type=Path, help="checkpoint folder; overrides spec.model.uri")
     mode = up.add_mutually_exclusive_group()
-    mode.add_argument("--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed")
-    mode.add_argument("--detach", action="store_true", help="return once Ready, leave the cluster running")
-    up.add_argument("--control-plane", choices=["embedded", "real"], default="embedded", help="default: embedded")
-    up.add_argument(
-        "--ingress-port", type=arguments.port, default=0, help="of the Ingress proxy on 127.0.0.1 (default: a free one)"
+    mode.add_argument(
+        "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"
+    )
+    mode.add_argument(
+        "--detach", action="store_true", help="return once Ready, leave the cluster running"
     )
     up.add_argument(
-        "--timeout", type=arguments.positive, default=180.0, metavar="SECONDS", help="for Ready (default 180)"
+        "--control-plane",
+        choices=["embedded", "real"],
+        default="embedded",
+        help="default: embedded",
+    )
+    up.add_argument(
+        "--ingress-port",
+        type=arguments.port,
+        default=0,
+        help="of the Ingress proxy on 127.0.0.1 (default: a free one)",
+    )
+    up.add_argument(
+        "--timeout",
+        type=arguments.positive,
+        default=180.0,
+        metavar="SECONDS",
+        help="for Ready (default 180)",
     )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
 
-    plan = commands.add_parser("plan", help="print every step of a rollout or resize, without a cluster")
-    plan.add_argument("old", nargs="?", type=Path, metavar="OLD", help="YAML with one LLMService, rolled out and ready")
-    plan.add_argument("new", type=Path, metavar="NEW", help="YAML with the same LLMService, changed; alone: created")
-    plan.add_argument("--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)")
+    plan = commands.add_parser(
+        "plan", help="print every step of a rollout or resize, without a cluster"
+    )
+    plan.add_argument(
+        "old",
+        nargs="?",
+        type=Path,
+        metavar="OLD",
+        help="YAML with one LLMService, rolled out and ready",
+    )
+    plan.add_argument(
+        "new",
+        type=Path,
+        metavar="NEW",
+        help="YAML with the same LLMService, changed; alone: created",
+    )
+    plan.add_argument(
+        "--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)"
+    )
     plan.add_argument(
         "--ready-after",
         type=_simulated_s,
@@ -100,8 +139,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time in which a member finishes its requests (default 5)",
     )
-    plan.add_argument("--never-ready", action="store_true", help="members made from NEW never become ready")
-    plan.add_argument("--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for")
+    plan.add_argument(
+        "--never-ready", action="store_true", help="members made from NEW never become ready"
+    )
+    plan.add_argument(
+        "--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for"
+    )
     plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
     plan.set_defaults(run=_run_plan)
 
@@ -111,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
 
     logs = commands.add_parser("logs", help="log of a pod, or of a component of the local cluster")
     logs.add_argument(
-        "name", nargs="?", help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)"
+        "name",
+        nargs="?",
+        help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)",
     )
     logs.add_argument("-f", "--follow", action="store_true")
     logs.add_argument("--tail", type=int, default=None, metavar="LINES")
@@ -122,8 +167,13 @@ def _parser() -> argparse.ArgumentParser:
 
     checkpoint = commands.add_parser("checkpoint", help="make checkpoints")
     checkpoint_commands = checkpoint.add_subparsers(required=True, metavar="COMMAND")
-    create = checkpoint_commands.add_parser("create", help="write a Hugging Face folder with random weights")
-    if sys.argv[1:3] == ["checkpoint", "create"]:  # importing torch takes seconds: only where it is used
+    create = checkpoint_commands.add_parser(
+        "create", help="write a Hugging Face folder with random weights"
+    )
+    if sys.argv[1:3] == [
+        "checkpoint",
+        "create",
+    ]:  # importing torch takes seconds: only where it is used
         from baton_engine import checkpoint as checkpoint_module
 
         checkpoint_module.add_arguments(create)
@@ -158,14 +208,25 @@ def _detach(timeout_s: float) -> int:
     """Runs the same command line as a background process, until its service is Ready."""
     console, state = Console(), StateDir()
     if (pid := state.supervisor()) is not None:
-        console.print(f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); `baton down` ends it")
+        console.print(
+            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); `baton down` ends it"
+        )
         return 1
     state.make()
     log_path = state.logs / "supervisor.log"
-    command = [sys.executable, "-m", "baton_local.cli", *(arg for arg in sys.argv[1:] if arg != "--detach")]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_local.cli",
+        *(arg for arg in sys.argv[1:] if arg != "--detach"),
+    ]
     with open(log_path, "wb") as log:
         supervisor = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     ready = False
     try:
@@ -212,14 +273,20 @@ async def _status(info: ClusterInfo) -> ServiceStatus | None:
                 return None
             raise
         except OSError as error:
-            raise ServerGoneError(f"the cluster does not answer ({error}); see {StateDir().logs}") from None
+            raise ServerGoneError(
+                f"the cluster does not answer ({error}); see {StateDir().logs}"
+            ) from None
 
 
 def _running(command: str) -> ClusterInfo | None:
     state = StateDir()
     info = state.read_info()
     if info is None:
-        what = "is still starting" if state.supervisor() else f"is not running (no supervisor holds {state.root})"
+        what = (
+            "is still starting"
+            if state.supervisor()
+            else f"is not running (no supervisor holds {state.root})"
+        )
         Console(stderr=True).print(
             f"[red]baton {command}:[/] the local cluster {what}; start one with `baton up -f FILE`"
         )
@@ -244,7 +311,12 @@ def _run_plan(args: argparse.Namespace) -> int:
         never_ready=args.never_ready,
         capacity=args.capacity,
     )
-    return run_plan([path for path in (args.old, args.new) if path is not None], conditions, args.steps, args.output)
+    return run_plan(
+        [path for path in (args.old, args.new) if path is not None],
+        conditions,
+        args.steps,
+        args.output,
+    )
 
 
 def _run_status(args: argparse.Namespace) -> int:
@@ -257,8 +329,12 @@ def _run_status(args: argparse.Namespace) -> int:
     if found is not None:
         status = with_pids(asyncio.run(ask_kv_bytes(found)))
     else:
-        Console(stderr=True).print(f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted")
-        status = ServiceStatus(info.service, info.namespace, "", "", [], [], "", info.kubeconfig, exists=False)
+        Console(stderr=True).print(
+            f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted"
+        )
+        status = ServiceStatus(
+            info.service, info.namespace, "", "", [], [], "", info.kubeconfig, exists=False
+        )
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
         return 0 if status.exists else 1

@@ -81,7 +81,12 @@ class LocalCluster:
         self._networks = claim_networks(self.control_plane)
         self.kubeconfig.unlink(missing_ok=True)
         module = [sys.executable, "-m", f"baton_local.control_plane.{self.control_plane}"]
-        options = ["--state-dir", str(self.kubeconfig.parent), "--service-network", self._networks.services]
+        options = [
+            "--state-dir",
+            str(self.kubeconfig.parent),
+            "--service-network",
+            self._networks.services,
+        ]
         self._spawn(Component("control-plane", [*module, *options], {}))
         deadline = time.monotonic() + timeout_s
         while not self.kubeconfig.exists():
@@ -97,11 +102,19 @@ class LocalCluster:
         assert self._networks is not None, "the control plane is started first"
         module = [sys.executable, "-m"]
         kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
-        kubelet = [*module, "baton_local.kubelet", *kubeconfig, "--state-dir", str(self.state.root / "kubelet")]
+        kubelet = [
+            *module,
+            "baton_local.kubelet",
+            *kubeconfig,
+            "--state-dir",
+            str(self.state.root / "kubelet"),
+        ]
         kubelet += ["--address-pool", self._networks.pods]
         self._spawn(Component("kubelet", [*kubelet, "--node-name", "baton-local"], {}))
         if self.control_plane == "embedded":
-            self._spawn(Component("controllers", [*module, "baton_local.controllers", *kubeconfig], {}))
+            self._spawn(
+                Component("controllers", [*module, "baton_local.controllers", *kubeconfig], {})
+            )
         ingress = ["--ingress-address", "127.0.0.1", "--ingress-port", str(self.ingress_port)]
         self._spawn(Component("proxy", [*module, "baton_local.proxy", *kubeconfig, *ingress], {}))
 
@@ -114,7 +127,9 @@ class LocalCluster:
         """Raises ComponentError if a component ended by itself."""
         for name, process in self._processes.items():
             if process.poll() is not None:
-                raise ComponentError(f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}")
+                raise ComponentError(
+                    f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}"
+                )
 
     def heal(self) -> list[str]:
         """Starts again what ended by itself, with a delay that grows. Returns the names of what it started.

@@ -14,7 +14,16 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
     pids = any(pod.pid for pod in status.pods)
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
-    for column in ("POD", "ROLE", "ADDRESS", "PHASE", "READY", "RESTARTS", *(["PID"] if pids else []), "REASON"):
+    for column in (
+        "POD",
+        "ROLE",
+        "ADDRESS",
+        "PHASE",
+        "READY",
+        "RESTARTS",
+        *(["PID"] if pids else []),
+        "REASON",
+    ):
         pods.add_column(column, overflow="fold")  # a name that is cut cannot be copied
     for pod in status.pods:
         ready = Text("yes", "green") if pod.ready else Text("no", "yellow")

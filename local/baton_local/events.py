@@ -32,7 +32,14 @@ class EventRecorder:
         self._queue: asyncio.Queue[tuple[Object, str, str, str, str]] = asyncio.Queue(maxsize=1000)
 
     def record(
-        self, obj: Object, kind: str, reason: str, message: str, *, field_path: str = "", api_version: str = "v1"
+        self,
+        obj: Object,
+        kind: str,
+        reason: str,
+        message: str,
+        *,
+        field_path: str = "",
+        api_version: str = "v1",
     ) -> None:
         """Queue a `Normal` or `Warning` event (the type follows from `reason`'s nature, see `WARNINGS`)."""
         reference = {
@@ -47,7 +54,13 @@ class EventRecorder:
         event_type = "Warning" if reason in WARNINGS else "Normal"
         try:
             self._queue.put_nowait(
-                ({k: v for k, v in reference.items() if v}, event_type, reason, message[:MESSAGE_LIMIT], timestamp())
+                (
+                    {k: v for k, v in reference.items() if v},
+                    event_type,
+                    reason,
+                    message[:MESSAGE_LIMIT],
+                    timestamp(),
+                )
             )
         except asyncio.QueueFull:
             log.warning("dropping event %s of %s: %s", reason, obj["metadata"]["name"], message)
@@ -61,9 +74,15 @@ class EventRecorder:
             except (KubeError, OSError) as error:
                 log.warning("could not write event %s of %s: %s", reason, reference["name"], error)
 
-    async def _write(self, reference: Object, event_type: str, reason: str, message: str, when: str) -> None:
+    async def _write(
+        self, reference: Object, event_type: str, reason: str, message: str, when: str
+    ) -> None:
         now = time.monotonic()
-        self._series = {key: series for key, series in self._series.items() if now - series.last < REPEAT_WINDOW_S}
+        self._series = {
+            key: series
+            for key, series in self._series.items()
+            if now - series.last < REPEAT_WINDOW_S
+        }
         namespace = reference.get("namespace", "default")
         collection = f"/api/v1/namespaces/{namespace}/events"
         key = "|".join((reference.get("uid", ""), reference.get("fieldPath", ""), reason, message))
@@ -72,7 +91,9 @@ class EventRecorder:
             series.count += 1
             series.last = now
             try:
-                await self._api.merge(f"{collection}/{series.name}", {"count": series.count, "lastTimestamp": when})
+                await self._api.merge(
+                    f"{collection}/{series.name}", {"count": series.count, "lastTimestamp": when}
+                )
                 return
             except KubeError as error:
                 if error.status != 404:  # 404: the event expired; write it anew

@@ -34,12 +34,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         sys.exit(f"parent process {expected} is gone; not starting without it")
 
 
-def run_until_terminated(main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, stop_timeout_s: float) -> None:
+def run_until_terminated(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, stop_timeout_s: float
+) -> None:
     """Run `main(stop)` until it returns; SIGTERM and SIGINT set `stop`.
 
     A `main` that has not returned `stop_timeout_s` after the signal is abandoned: SIGALRM ends the process.
     """
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
+    )
 
     async def supervised() -> None:
         stop = asyncio.Event()

@@ -88,7 +88,11 @@ def _ip(verb: str, address: str) -> str:
     """Run `ip addr add|del`; the error text, empty on success."""
     try:
         done = subprocess.run(
-            ["ip", "addr", verb, f"{address}/32", "dev", "lo"], capture_output=True, text=True, timeout=10, check=False
+            ["ip", "addr", verb, f"{address}/32", "dev", "lo"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

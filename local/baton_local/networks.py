@@ -7,7 +7,10 @@ import socket
 from dataclasses import dataclass
 
 # (pods, services): within 127/8, which is there anyway, or for an API server that refuses 127/8 in Endpoints.
-_RANGES = {"embedded": ("127.77.0.0/16", "127.96.0.0/16"), "real": ("198.18.0.0/16", "198.19.0.0/16")}
+_RANGES = {
+    "embedded": ("127.77.0.0/16", "127.96.0.0/16"),
+    "real": ("198.18.0.0/16", "198.19.0.0/16"),
+}
 _PREFIX = 20
 CLUSTERS = 2 ** (_PREFIX - 16)
 
@@ -34,7 +37,10 @@ def claim_networks(control_plane: str) -> Networks:
     A name in the abstract socket namespace is the claim: it lives in the network namespace, as the loopback device does, it
     counts for all users, and the kernel takes it back when the process ends, however it ends.
     """
-    pods, services = (list(ipaddress.ip_network(text).subnets(new_prefix=_PREFIX)) for text in _RANGES[control_plane])
+    pods, services = (
+        list(ipaddress.ip_network(text).subnets(new_prefix=_PREFIX))
+        for text in _RANGES[control_plane]
+    )
     for index in range(CLUSTERS):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -43,4 +49,6 @@ def claim_networks(control_plane: str) -> Networks:
             claim.close()
             continue
         return Networks(str(pods[index]), str(services[index]), claim)
-    raise NetworksInUseError(f"{CLUSTERS} local clusters run on this machine; end one with `baton down`")
+    raise NetworksInUseError(
+        f"{CLUSTERS} local clusters run on this machine; end one with `baton down`"
+    )

@@ -37,7 +37,9 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
     try:
         targets = [_read(path) for path in files]
         if len({target.owner.name for target in targets}) > 1:
-            raise ValueError(f"the names differ: {' and '.join(target.owner.name for target in targets)}")
+            raise ValueError(
+                f"the names differ: {' and '.join(target.owner.name for target in targets)}"
+            )
     except ValueError as error:
         print(f"baton plan: {error}", file=sys.stderr)
         return 1
@@ -61,11 +63,18 @@ def _read(path: Path) -> Target:
         raise ValueError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
     (service,) = services
     if service["apiVersion"] != names.API_VERSION:
-        raise ValueError(f"{path}: apiVersion must be {names.API_VERSION}, got {service['apiVersion']}")
-    schema = StructuralSchema(custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+        raise ValueError(
+            f"{path}: apiVersion must be {names.API_VERSION}, got {service['apiVersion']}"
+        )
+    schema = StructuralSchema(
+        custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    )
     service, unknown = schema.prune(service)
     service = schema.default(service)
-    if errors := [*(f"{field}: unknown field" for field in unknown), *map(str, schema.validate(service, None))]:
+    if errors := [
+        *(f"{field}: unknown field" for field in unknown),
+        *map(str, schema.validate(service, None)),
+    ]:
         raise ValueError(f"{path}: {'; '.join(errors)}")
     try:
         return target_of(service)
@@ -75,9 +84,14 @@ def _read(path: Path) -> Target:
 
 def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
     """Yield the changed fields and objects, and a table of the groups."""
-    yield Text(f"LLMService {new.owner.name}" + (", created from nothing" if old is None else ""), "bold")
+    yield Text(
+        f"LLMService {new.owner.name}" + (", created from nothing" if old is None else ""), "bold"
+    )
     if old is not None:
-        fields = [(f"  {each.path}", f"{_value(each.before)} -> {_value(each.after)}") for each in result.fields]
+        fields = [
+            (f"  {each.path}", f"{_value(each.before)} -> {_value(each.after)}")
+            for each in result.fields
+        ]
         yield from _table(fields or [("  no field changes",)])
     if result.held_back:
         yield f"  paused: edits of {', '.join(result.held_back)} wait until spec.paused is false"
@@ -88,7 +102,9 @@ def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | 
     rows = [("ROLE", "REPLICAS", "REVISION", "MAXSURGE", "MAXUNAVAILABLE")]
     for group in _used(result):
         strategy = (str(group.max_surge), str(group.max_unavailable))
-        rows.append((group.role, _change(*map(str, group.sizes)), _change(*group.revisions), *strategy))
+        rows.append(
+            (group.role, _change(*map(str, group.sizes)), _change(*group.revisions), *strategy)
+        )
     yield from _table(rows)
 
 

@@ -19,7 +19,11 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
     the process that it is for has bound it, seconds later. Raises OSError: `host` is none of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    candidates = [*random.SystemRandom().sample(range(_FIRST, end), 50 * count)] if (end := _first_handed_out()) else []
+    candidates = (
+        [*random.SystemRandom().sample(range(_FIRST, end), 50 * count)]
+        if (end := _first_handed_out())
+        else []
+    )
     candidates += [0] * count  # any that the system likes, if there are no others
     found: list[int] = []
     with contextlib.ExitStack() as held:

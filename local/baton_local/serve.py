@@ -49,20 +49,40 @@ _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--
 def flags_parser() -> argparse.ArgumentParser:
     """Flags of `serve` itself; the others are the engine's."""
     parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)")
     parser.add_argument(
-        "--port", type=arguments.port, default=8000, help="of the endpoint (default 8000; 0: a free one)"
-    )
-    parser.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the folder's)")
-    parser.add_argument("--max-concurrent-requests", type=int, metavar="N", help="sequences served at once")
-    parser.add_argument(
-        "--request-timeout-s", type=arguments.positive, metavar="SECONDS", help="a request that takes longer fails"
+        "--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)"
     )
     parser.add_argument(
-        "--drain-timeout-s", type=arguments.positive, default=30.0, metavar="SECONDS", help="at the end (default 30)"
+        "--port",
+        type=arguments.port,
+        default=8000,
+        help="of the endpoint (default 8000; 0: a free one)",
     )
     parser.add_argument(
-        "--ready-timeout-s", type=arguments.positive, default=600.0, metavar="SECONDS", help="default 600"
+        "--served-model-name", metavar="NAME", help="name clients use (default: the folder's)"
+    )
+    parser.add_argument(
+        "--max-concurrent-requests", type=int, metavar="N", help="sequences served at once"
+    )
+    parser.add_argument(
+        "--request-timeout-s",
+        type=arguments.positive,
+        metavar="SECONDS",
+        help="a request that takes longer fails",
+    )
+    parser.add_argument(
+        "--drain-timeout-s",
+        type=arguments.positive,
+        default=30.0,
+        metavar="SECONDS",
+        help="at the end (default 30)",
+    )
+    parser.add_argument(
+        "--ready-timeout-s",
+        type=arguments.positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="default 600",
     )
     return parser
 
@@ -82,7 +102,9 @@ def run_serve(model: str, flags: list[str]) -> int:
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:
-        _say(f"cannot listen on {options.host}:{options.port}: {error.strerror}; see --host and --port")
+        _say(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}; see --host and --port"
+        )
         return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
         return asyncio.run(_Server(model, options, engine_flags, Path(folder)).run())
@@ -165,7 +187,9 @@ class _ChildEndedError(Exception):
 
 
 class _Server:
-    def __init__(self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path) -> None:
+    def __init__(
+        self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path
+    ) -> None:
         self._model = model
         self._options = options
         self._engine_flags = engine_flags
@@ -231,7 +255,15 @@ class _Server:
             await asyncio.gather(*watch, ready, return_exceptions=True)
 
     async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
-        command = [sys.executable, "-m", "baton_engine.cli", "--model", self._model, "--served-model-name", self._name]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_engine.cli",
+            "--model",
+            self._model,
+            "--served-model-name",
+            self._name,
+        ]
         command += ["--engine-port", str(engine_port), "--http-port", str(http_port)]
         command += ["--drain-timeout-s", str(self._options.drain_timeout_s), *self._engine_flags]
         child = await _Child.start("engine", command, {"POD_IP": LOOPBACK})
@@ -239,7 +271,9 @@ class _Server:
         return child
 
     async def _start_gateway(self, engine_port: int) -> _Child:
-        endpoint = EngineEndpoint(name="engine", role="decode", host=LOOPBACK, engine_port=engine_port)
+        endpoint = EngineEndpoint(
+            name="engine", role="decode", host=LOOPBACK, engine_port=engine_port
+        )
         discovery = self._folder / "engines.json"
         discovery.write_bytes(msgspec.json.encode(EngineEndpoints(engines=[endpoint])))
         config = GatewayConfig(
@@ -273,7 +307,9 @@ class _Server:
                 now = time.monotonic()
                 if now - started > self._options.ready_timeout_s:
                     timeout_s = self._options.ready_timeout_s
-                    raise TimeoutError(f"not ready within {timeout_s:g} s ({waiting}); see --ready-timeout-s")
+                    raise TimeoutError(
+                        f"not ready within {timeout_s:g} s ({waiting}); see --ready-timeout-s"
+                    )
                 if waiting != said or now - said_at > PROGRESS_S:
                     said, said_at = waiting, now
                     _say(f"{now - started:.0f} s: {waiting}")
@@ -282,13 +318,24 @@ class _Server:
     @property
     def _url(self) -> str:
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._options.host, self._options.host)
-        return f"http://[{host}]:{self._options.port}" if ":" in host else f"http://{host}:{self._options.port}"
+        return (
+            f"http://[{host}]:{self._options.port}"
+            if ":" in host
+            else f"http://{host}:{self._options.port}"
+        )
 
     def _announce(self) -> None:
-        body = {"model": self._name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+        body = {
+            "model": self._name,
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 32,
+        }
         _say(f"ready: {self._url}/v1 serves {self._name}")
         data = shlex.quote(json.dumps(body))
-        print(f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}", flush=True)
+        print(
+            f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}",
+            flush=True,
+        )
 
     async def _drain(self) -> None:
         """The gateway first: it lets running requests end, and they need the engine. A second signal ends it at once."""
@@ -368,14 +415,20 @@ def _free_port(host: str, port: int) -> int:
         [port] = free_ports(1, host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of ended connections are free enough
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # ports of ended connections are free enough
         probe.bind((host, port))
         found: int = probe.getsockname()[1]
         return found
 
 
 def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
 
 
 def _say(text: str) -> None:

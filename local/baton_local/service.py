@@ -120,7 +120,9 @@ class ClusterApi:
         """Request a token of a ServiceAccount, for as long as a local cluster may run."""
         spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
-        answer = await self._kube.create(f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token", request)
+        answer = await self._kube.create(
+            f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token", request
+        )
         return str(answer["status"]["token"])
 
     async def knows_rules(self) -> bool:
@@ -129,15 +131,21 @@ class ClusterApi:
         return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
     async def crd_established(self) -> bool:
-        crd = await self._kube.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}")
+        crd = await self._kube.get(
+            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
+        )
         conditions = (crd.get("status") or {}).get("conditions") or []
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """One LLMService and its pods as they are now."""
-        service = await self._kube.get(f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}")
+        service = await self._kube.get(
+            f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+        )
         selector = f"serving.baton.dev/service={name}"
-        pods, _ = await self._kube.list(f"/api/v1/namespaces/{namespace}/pods", label_selector=selector)
+        pods, _ = await self._kube.list(
+            f"/api/v1/namespaces/{namespace}/pods", label_selector=selector
+        )
         status = service.get("status") or {}
         spec = service["spec"]
         return ServiceStatus(
@@ -145,7 +153,9 @@ class ClusterApi:
             namespace=namespace,
             endpoint=_reachable(status.get("endpoint", "")),
             model=spec["model"].get("servedName") or name,
-            ingress=await self._ingress(((spec.get("gateway") or {}).get("ingress") or {}).get("host", "")),
+            ingress=await self._ingress(
+                ((spec.get("gateway") or {}).get("ingress") or {}).get("host", "")
+            ),
             conditions=[
                 Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
                 for c in status.get("conditions", [])
@@ -214,7 +224,11 @@ def _complaint(document: Any) -> str:
     metadata = document["metadata"]
     if not isinstance(metadata, dict) or "name" not in metadata:
         return f"metadata must be an object with a name, got {metadata!r}"
-    texts = {"apiVersion": document["apiVersion"], "kind": document["kind"], "metadata.name": metadata["name"]}
+    texts = {
+        "apiVersion": document["apiVersion"],
+        "kind": document["kind"],
+        "metadata.name": metadata["name"],
+    }
     for field, value in {**texts, "metadata.namespace": metadata.get("namespace", "")}.items():
         if not isinstance(value, str):
             return f"{field} must be a string, got {value!r}"
@@ -226,7 +240,9 @@ def _complaint(document: Any) -> str:
 def as_kubectl_applies(document: Object) -> Object:
     """`document` with the annotation by which a later `kubectl apply` knows which fields the user has taken out of the file."""
     metadata = {"annotations": {}, **document["metadata"]}
-    said = json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
+    said = (
+        json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
+    )
     annotations = {**(metadata["annotations"] or {}), LAST_APPLIED: said}
     return {**document, "metadata": {**metadata, "annotations": annotations}}
 
@@ -237,14 +253,18 @@ def as_yaml(documents: list[Object]) -> str:
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
     """Whether every gateway pod takes every ready engine for one it may send requests to: a moment after the pods are ready."""
-    ready = {role: sum(pod.ready for pod in pods if pod.role == role) for role in ("prefill", "decode")}
+    ready = {
+        role: sum(pod.ready for pod in pods if pod.role == role) for role in ("prefill", "decode")
+    }
     gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
     try:
         seen = [await _metric_values(pod, ENGINES_READY) for pod in gateways]
     except (aiohttp.ClientError, TimeoutError):  # it restarts, say
         return False
     return bool(seen) and all(
-        values.get(f'{{role="{role}"}}', 0.0) >= count for values in seen for role, count in ready.items()
+        values.get(f'{{role="{role}"}}', 0.0) >= count
+        for values in seen
+        for role, count in ready.items()
     )
 
 
@@ -263,7 +283,11 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
             session.get(f"http://{pod.ip}:{ENGINE_HTTP_PORT}/health") as response,
         ):
             health = msgspec.json.decode(await response.read(), type=Health)
-    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):  # it restarts, or is of another release
+    except (
+        aiohttp.ClientError,
+        TimeoutError,
+        msgspec.DecodeError,
+    ):  # it restarts, or is of another release
         return pod
     return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
 
@@ -275,7 +299,9 @@ def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
 
 def format_lanes(nbytes: Mapping[str, int]) -> str:
     """`1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
-    return ", ".join(f"{count / 2**20:.2f} MiB over {lane}" for lane, count in sorted(nbytes.items()))
+    return ", ".join(
+        f"{count / 2**20:.2f} MiB over {lane}" for lane, count in sorted(nbytes.items())
+    )
 
 
 async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
@@ -312,7 +338,9 @@ def _pod_status(pod: Object) -> PodStatus:
         role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
         ip=status.get("podIP") or "",
         phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
-        ready=any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []),
+        ready=any(
+            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
+        ),
         restarts=sum(c.get("restartCount") or 0 for c in containers),
         reason=": ".join(filter(None, (reason, message))) if reason else "",
         container_id=next((c["containerID"] for c in containers if c.get("containerID")), ""),

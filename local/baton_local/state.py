@@ -82,7 +82,9 @@ class StateDir:
             except FileNotFoundError:
                 return None
         try:
-            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: who asks is no supervisor to others who ask
+            fcntl.flock(
+                lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # shared: who asks is no supervisor to others who ask
             return None
         except BlockingIOError:
             return int(os.pread(lock_file, 32, 0) or b"0") or None

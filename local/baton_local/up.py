@@ -75,14 +75,18 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except (ValueError, OSError, UpError, StateDirError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
-    cluster = LocalCluster(state, control_plane=options.control_plane, ingress_port=options.ingress_port)
+    cluster = LocalCluster(
+        state, control_plane=options.control_plane, ingress_port=options.ingress_port
+    )
     try:
         return asyncio.run(_up(options, state, cluster, documents, service, console))
     except (UpError, ComponentError, AskError, NetworksInUseError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     except (KubeError, ConnectionError, TimeoutError, aiohttp.ClientError) as error:
-        console.print(f"[red]baton up:[/] {escape(str(error) or repr(error))}; see {escape(str(state.logs))}")
+        console.print(
+            f"[red]baton up:[/] {escape(str(error) or repr(error))}; see {escape(str(state.logs))}"
+        )
         return 1
     except KeyboardInterrupt:
         return 1
@@ -104,7 +108,9 @@ async def _up(
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, stopped.set)
-    work = asyncio.create_task(_bring_up(options, state, cluster, documents, service, console, stopped))
+    work = asyncio.create_task(
+        _bring_up(options, state, cluster, documents, service, console, stopped)
+    )
     stop = asyncio.create_task(stopped.wait())
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
@@ -133,11 +139,18 @@ async def _bring_up(
     checkpoint = asyncio.create_task(_provide_model(options.model, service, state, console))
     try:
         await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
-        namespace, name = service["metadata"].setdefault("namespace", "default"), service["metadata"]["name"]
+        namespace, name = (
+            service["metadata"].setdefault("namespace", "default"),
+            service["metadata"]["name"],
+        )
         async with ClusterApi.connect(cluster.kubeconfig) as api:
             # The operator has the rights that it has in a cluster, which a real control plane enforces.
-            await api.apply([custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()])
-            await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
+            await api.apply(
+                [custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()]
+            )
+            await _until(
+                api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established"
+            )
             token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
             write_account_kubeconfig(cluster.kubeconfig, cluster.operator_kubeconfig, token)
             # Only now: so many starting at once would hold up the two requests above by a second or two.
@@ -145,7 +158,9 @@ async def _bring_up(
             cluster.start_node()
             file = options.file.absolute()
             stands_in = await checkpoint
-            if stands_in:  # `kubectl apply` of the user's file would roll out the model that it names
+            if (
+                stands_in
+            ):  # `kubectl apply` of the user's file would roll out the model that it names
                 file = state.root / "served.yaml"
                 file.touch(0o600)  # the user's file may hold Secrets
                 file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
@@ -164,7 +179,9 @@ async def _bring_up(
                 )
             )
             progress = _Progress(console, started)
-            status = await _wait_ready(api, cluster, namespace, name, options.timeout_s, progress, console)
+            status = await _wait_ready(
+                api, cluster, namespace, name, options.timeout_s, progress, console
+            )
             _print_next_steps(status, file, time.monotonic() - started, console)
             await _answer(api, status, options, console)
             if options.once:
@@ -183,18 +200,25 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
     if len(services) != 1:
         raise UpError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
     spec = services[0].get("spec", {})
-    for field, value in (("spec", spec), ("spec.model", spec.get("model", {}) if isinstance(spec, dict) else {})):
+    for field, value in (
+        ("spec", spec),
+        ("spec.model", spec.get("model", {}) if isinstance(spec, dict) else {}),
+    ):
         if not isinstance(value, dict):
             raise UpError(f"{path}: {field} must be an object, got {value!r}")
     return documents, services[0]
 
 
-async def _provide_model(model: Path | None, service: Object, state: StateDir, console: Console) -> bool:
+async def _provide_model(
+    model: Path | None, service: Object, state: StateDir, console: Console
+) -> bool:
     """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder. Returns whether it did."""
     spec_model = service.setdefault("spec", {}).setdefault("model", {})
     if model is not None:
         if not (model / "config.json").is_file():
-            raise UpError(f"--model {model}: no config.json there; name a Hugging Face checkpoint folder")
+            raise UpError(
+                f"--model {model}: no config.json there; name a Hugging Face checkpoint folder"
+            )
         spec_model["uri"] = f"file://{model.resolve()}"
         return True
     if spec_model.get("uri") != DEMO_MODEL_URI:
@@ -204,7 +228,16 @@ async def _provide_model(model: Path | None, service: Object, state: StateDir, c
         console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
         partial = demo.with_name("demo.partial")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton_local.cli", "checkpoint", "create", *DEMO_CHECKPOINT, "--out", str(partial)),
+            *(
+                sys.executable,
+                "-m",
+                "baton_local.cli",
+                "checkpoint",
+                "create",
+                *DEMO_CHECKPOINT,
+                "--out",
+                str(partial),
+            ),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -247,11 +280,15 @@ async def _wait_ready(
             ended = pod.restarts > 0  # the container that runs now has not failed yet
             console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
             try:
-                async for chunk in api.log(namespace, pod.name, follow=False, tail=10, previous=ended):
+                async for chunk in api.log(
+                    namespace, pod.name, follow=False, tail=10, previous=ended
+                ):
                     console.out(chunk.decode(errors="replace"), end="")
             except KubeError as error:
                 console.print(escape(str(error)), style="dim")
-    raise UpError(f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}")
+    raise UpError(
+        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}"
+    )
 
 
 class _Progress:
@@ -298,7 +335,9 @@ async def _watch(
     """Stays until `stopped`: keeps the components running and says what happens to the service."""
     while not stopped.is_set():
         for component in cluster.heal():
-            console.print(f"{component} ended by itself and was started again; see `baton logs {component}`")
+            console.print(
+                f"{component} ended by itself and was started again; see `baton logs {component}`"
+            )
         try:
             progress.show(await api.service(namespace, name))
         except KubeError as error:
@@ -307,7 +346,9 @@ async def _watch(
         await asyncio.sleep(0.5)
 
 
-def _print_next_steps(status: ServiceStatus, file: Path, elapsed_s: float, console: Console) -> None:
+def _print_next_steps(
+    status: ServiceStatus, file: Path, elapsed_s: float, console: Console
+) -> None:
     console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
     lines = [
         f"export KUBECONFIG={status.kubeconfig}",
@@ -323,11 +364,17 @@ def _print_next_steps(status: ServiceStatus, file: Path, elapsed_s: float, conso
         console.out("  " + line, highlight=False)
 
 
-async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, console: Console) -> None:
+async def _answer(
+    api: ClusterApi, status: ServiceStatus, options: UpOptions, console: Console
+) -> None:
     async def all_seen() -> bool:
-        return await gateways_see_all_engines((await api.service(status.namespace, status.service)).pods)
+        return await gateways_see_all_engines(
+            (await api.service(status.namespace, status.service)).pods
+        )
 
-    await _until(all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready")
+    await _until(
+        all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready"
+    )
     before = kv_bytes_received((await ask_kv_bytes(status)).pods)
     console.print(f"\n[bold]> {PROMPT}[/]")
     answer = await ask(
@@ -346,7 +393,9 @@ async def _answer(api: ClusterApi, status: ServiceStatus, options: UpOptions, co
     if any(pod.role == "prefill" for pod in now.pods):
         moved = kv_bytes_received(now.pods) - before
         if not moved:
-            raise UpError("no KV bytes moved between prefill and decode: the hand-off did not happen")
+            raise UpError(
+                "no KV bytes moved between prefill and decode: the hand-off did not happen"
+            )
         console.out(f"KV moved from prefill to decode: {format_lanes(moved)}", highlight=False)
 
 

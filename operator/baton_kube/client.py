@@ -24,7 +24,9 @@ CONNECT_TIMEOUT_S = 10.0
 PAGE_SIZE = 500
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-_READ_BUFFER = 2**21  # bytes, as in kubernetes.aio: a watch event is one line and may exceed aiohttp's default
+_READ_BUFFER = (
+    2**21
+)  # bytes, as in kubernetes.aio: a watch event is one line and may exceed aiohttp's default
 _JSON = "application/json"
 _METADATA_ONLY = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
 
@@ -38,7 +40,9 @@ class KubeError(Exception):
         retry_after_s: how long the server asked clients to wait before the next try; None if it did not.
     """
 
-    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, status: int, reason: str, message: str, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
@@ -70,10 +74,17 @@ class KubeClient:
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
         """Return the object at `path`. With `metadata_only` the server sends a PartialObjectMetadata."""
-        return await self._request("get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON)
+        return await self._request(
+            "get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON
+        )
 
     async def list(
-        self, path: str, *, label_selector: str = "", field_selector: str = "", not_older_than: str | None = None
+        self,
+        path: str,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        not_older_than: str | None = None,
     ) -> tuple[list[Object], str]:
         """Return the objects of a collection and the resource version from which to watch it.
 
@@ -86,7 +97,9 @@ class KubeClient:
         """
         query = _given(labelSelector=label_selector, fieldSelector=field_selector)
         query += [("limit", str(PAGE_SIZE))] if not_older_than is None else []
-        match = _given(resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan")
+        match = _given(
+            resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan"
+        )
         items: list[Object] = []
         while True:
             page = await self._request("list", "GET", path, query=[*query, *match])
@@ -120,10 +133,14 @@ class KubeClient:
         query = _given(watch="true", allowWatchBookmarks="true", resourceVersion=version)
         query += _given(labelSelector=label_selector, fieldSelector=field_selector)
         query.append(("timeoutSeconds", str(max(1, round(timeout_s)))))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s
+        )
         code = 0
         try:
-            with closing(await self._send("GET", path, query, {"Accept": _JSON}, timeout)) as response:
+            with closing(
+                await self._send("GET", path, query, {"Accept": _JSON}, timeout)
+            ) as response:
                 code = response.status
                 if code != 200:
                     raise refusal(code, await response.read(), response.headers)
@@ -131,14 +148,20 @@ class KubeClient:
                     yield _event(path, line)
         except aiohttp.SocketTimeoutError as error:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
-        except (aiohttp.ClientError, config.ConfigException, ValueError) as error:  # ValueError: a line over the buffer
+        except (
+            aiohttp.ClientError,
+            config.ConfigException,
+            ValueError,
+        ) as error:  # ValueError: a line over the buffer
             raise ConnectionError(f"watch {path}: {_reason(error)}") from error
         finally:
             self.on_request("watch", path, code)
 
     async def create(self, path: str, obj: Object, *, field_manager: str = "") -> Object:
         """POST `obj` to its collection. Raises: KubeError, with status 409 if the name is taken."""
-        return await self._request("create", "POST", path, body=obj, query=_given(fieldManager=field_manager))
+        return await self._request(
+            "create", "POST", path, body=obj, query=_given(fieldManager=field_manager)
+        )
 
     async def replace(self, path: str, obj: Object) -> Object:
         """PUT the whole object. Raises: KubeError, with status 409 if its resourceVersion is not the current one."""
@@ -147,19 +170,29 @@ class KubeClient:
     async def merge(self, path: str, patch: Object, *, field_manager: str = "") -> Object:
         """Apply a JSON merge patch (RFC 7386)."""
         query, content_type = _given(fieldManager=field_manager), "application/merge-patch+json"
-        return await self._request("patch", "PATCH", path, body=patch, query=query, content_type=content_type)
+        return await self._request(
+            "patch", "PATCH", path, body=patch, query=query, content_type=content_type
+        )
 
-    async def apply(self, path: str, obj: Object, *, field_manager: str, strict: bool = False) -> Object:
+    async def apply(
+        self, path: str, obj: Object, *, field_manager: str, strict: bool = False
+    ) -> Object:
         """Apply `obj` with server-side apply. `field_manager` takes over fields that other managers own.
 
         Args:
             strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
         """
-        query = _given(fieldManager=field_manager, force="true", fieldValidation="Strict" if strict else "")
+        query = _given(
+            fieldManager=field_manager, force="true", fieldValidation="Strict" if strict else ""
+        )
         content_type = "application/apply-patch+yaml"  # JSON is YAML
-        return await self._request("apply", "PATCH", path, body=obj, query=query, content_type=content_type)
+        return await self._request(
+            "apply", "PATCH", path, body=obj, query=query, content_type=content_type
+        )
 
-    async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None, propagation: str = "") -> Object:
+    async def delete(
+        self, path: str, *, uid: str = "", grace_s: int | None = None, propagation: str = ""
+    ) -> Object:
         """Delete an object; return its last state, or a Status.
 
         Args:
@@ -177,7 +210,9 @@ class KubeClient:
             "propagationPolicy": propagation or None,
         }
         body = {name: value for name, value in options.items() if value is not None}
-        return await self._request("delete", "DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **body})
+        return await self._request(
+            "delete", "DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **body}
+        )
 
     def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         """Return a new session with this client's TLS, proxy and credentials, and no limit on connections.
@@ -217,11 +252,15 @@ class KubeClient:
         if method != "GET":
             timeout_s = min(timeout_s, self.write_timeout_s())
             if timeout_s <= 0:
-                raise WritesForbiddenError(f"{method} {path}: not sent, this process may not write any more")
+                raise WritesForbiddenError(
+                    f"{method} {path}: not sent, this process may not write any more"
+                )
         headers = {"Accept": accept, "Content-Type": content_type}
         code = 0
         try:
-            response = await self._send(method, path, query, headers, aiohttp.ClientTimeout(total=timeout_s), body)
+            response = await self._send(
+                method, path, query, headers, aiohttp.ClientTimeout(total=timeout_s), body
+            )
             async with response:
                 data = await response.read()
             code = response.status
@@ -236,13 +275,26 @@ class KubeClient:
         try:
             return msgspec.json.decode(data, type=Object)
         except ValueError as error:  # for example a proxy's page while the server is away
-            raise ConnectionError(f"{method} {path}: the answer is not a JSON object: {error}") from error
+            raise ConnectionError(
+                f"{method} {path}: the answer is not a JSON object: {error}"
+            ) from error
 
     async def _send(
-        self, method: str, path: str, query: Query, headers: Object, timeout: aiohttp.ClientTimeout, body: Any = None
+        self,
+        method: str,
+        path: str,
+        query: Query,
+        headers: Object,
+        timeout: aiohttp.ClientTimeout,
+        body: Any = None,
     ) -> aiohttp.ClientResponse:
         request = await self._api.param_serialize(
-            method, path, query_params=list(query), header_params=headers, body=body, auth_settings=["BearerToken"]
+            method,
+            path,
+            query_params=list(query),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
         )
         answer = await self._api.call_api(*request, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
@@ -277,7 +329,9 @@ def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
 def _status_error(code: int, status: Object, message: str) -> KubeError:
     details = status.get("details")
     retry_after_s = details.get("retryAfterSeconds") if isinstance(details, dict) else None
-    return KubeError(code, status.get("reason") or "", status.get("message") or message, retry_after_s)
+    return KubeError(
+        code, status.get("reason") or "", status.get("message") or message, retry_after_s
+    )
 
 
 def _event(path: str, line: bytes) -> tuple[str, Object]:
@@ -286,7 +340,9 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
         event = msgspec.json.decode(line)
         kind, obj = event["type"], event["object"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConnectionError(f"watch {path}: the connection ended within an event: {error!r}") from error
+        raise ConnectionError(
+            f"watch {path}: the connection ended within an event: {error!r}"
+        ) from error
     if kind == "ERROR":
         raise _status_error(obj.get("code") or 500, obj, "the watch failed")
     return kind, obj
@@ -313,12 +369,18 @@ async def connect(
     """
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # no limit: every watch has a connection of its own
-    configuration.client_session_kwargs = {"trust_env": False}  # otherwise each request looks up the proxy in a thread
+    configuration.client_session_kwargs = {
+        "trust_env": False
+    }  # otherwise each request looks up the proxy in a thread
     try:
         if kubeconfig is not None:
-            if not any(Path(file).expanduser().is_file() for file in str(kubeconfig).split(os.pathsep)):
+            if not any(
+                Path(file).expanduser().is_file() for file in str(kubeconfig).split(os.pathsep)
+            ):
                 raise config.ConfigException(f"kubeconfig {kubeconfig} does not exist")
-            await config.load_kube_config(str(kubeconfig), client_configuration=configuration, persist_config=False)
+            await config.load_kube_config(
+                str(kubeconfig), client_configuration=configuration, persist_config=False
+            )
         else:
             token, certificate = str(service_account / "token"), str(service_account / "ca.crt")
             InClusterConfigLoader(token, certificate).load_and_set(configuration)
@@ -326,8 +388,14 @@ async def connect(
         api = client.ApiClient(configuration)
     except config.ConfigException:
         raise
-    except Exception as error:  # the library validates neither the file's structure nor its certificates
-        source = f"{kubeconfig} is no kubeconfig" if kubeconfig is not None else "the pod's service account"
+    except (
+        Exception
+    ) as error:  # the library validates neither the file's structure nor its certificates
+        source = (
+            f"{kubeconfig} is no kubeconfig"
+            if kubeconfig is not None
+            else "the pod's service account"
+        )
         raise config.ConfigException(f"{source}: {' '.join(str(error).split())}") from error
     async with api:
         yield KubeClient(api)

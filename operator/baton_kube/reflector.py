@@ -33,7 +33,13 @@ class Reflector:
     """
 
     def __init__(
-        self, kube: KubeClient, path: str, *, label_selector: str = "", field_selector: str = "", relist_s: float = 60.0
+        self,
+        kube: KubeClient,
+        path: str,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        relist_s: float = 60.0,
     ) -> None:
         self.objects: dict[str, Object] = {}
         self.synced = asyncio.Event()
@@ -67,7 +73,9 @@ class Reflector:
                     yield
                 left_s = max(relist_at - loop.time(), 1.0)
                 silence_s = min(SILENCE_S, left_s + END_GRACE_S)
-                watch = self._kube.watch(self._path, version, timeout_s=left_s, silence_s=silence_s, **self._selectors)
+                watch = self._kube.watch(
+                    self._path, version, timeout_s=left_s, silence_s=silence_s, **self._selectors
+                )
                 async with aclosing(watch) as events:
                     async for kind, obj in events:
                         version, backoff_s = obj["metadata"]["resourceVersion"], FIRST_BACKOFF_S
@@ -83,13 +91,17 @@ class Reflector:
                 if isinstance(error, KubeError) and error.status == 410:
                     version = ""
                 else:
-                    log.warning("watching %s failed, trying again in %.1f s: %s", self._path, pause_s, error)
+                    log.warning(
+                        "watching %s failed, trying again in %.1f s: %s", self._path, pause_s, error
+                    )
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> str:
         # The first list may come from the server's watch cache, because many clients may start at once. Later lists are consistent.
         not_older_than = None if self.synced.is_set() else "0"
-        listed, version = await self._kube.list(self._path, **self._selectors, not_older_than=not_older_than)
+        listed, version = await self._kube.list(
+            self._path, **self._selectors, not_older_than=not_older_than
+        )
         # Items of a list carry neither kind nor apiVersion; objects of events carry both.
         items = {key_of(item): item for item in listed}
         for key in [*(self.objects.keys() - items.keys()), *items]:
@@ -103,7 +115,9 @@ class Reflector:
             self.objects.pop(key, None)
         else:
             self.objects[key] = new
-        if old is new or (old and new and old["metadata"]["resourceVersion"] == new["metadata"]["resourceVersion"]):
+        if old is new or (
+            old and new and old["metadata"]["resourceVersion"] == new["metadata"]["resourceVersion"]
+        ):
             return
         for listener in self._listeners:
             try:

@@ -16,14 +16,22 @@ from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, controlled_by
 from baton_operator.plan.plan_group import GroupPlan
-from baton_operator.problems import GatewayAPIMissing, NameConflict, Problem, ServiceKeyUnusable, problem_of
+from baton_operator.problems import (
+    GatewayAPIMissing,
+    NameConflict,
+    Problem,
+    ServiceKeyUnusable,
+    problem_of,
+)
 from baton_operator.revisions import Former
 from baton_operator.status.diagnose import Diagnosis
 from baton_operator.status.refusals import refusal_of
 from baton_protocol.service_key import ServiceKey
 
 
-async def apply_objects(kube: Kube, owner: Owner, desired: Desired, observed: Observation) -> list[Problem]:
+async def apply_objects(
+    kube: Kube, owner: Owner, desired: Desired, observed: Observation
+) -> list[Problem]:
     """Create, update and delete the objects beside the members, if their kind was listed.
 
     Returns:
@@ -95,7 +103,11 @@ def contains(present: Any, wanted: Any) -> bool:
             key in present and contains(present[key], wanted[key]) for key in wanted
         )
     if isinstance(wanted, list):
-        return isinstance(present, list) and len(present) == len(wanted) and all(map(contains, present, wanted))
+        return (
+            isinstance(present, list)
+            and len(present) == len(wanted)
+            and all(map(contains, present, wanted))
+        )
     return bool(present == wanted)
 
 
@@ -121,15 +133,30 @@ async def apply_members(
     errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
-        marks = {names.ANNOTATION_DRAINING: "true", names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds")}
+        marks = {
+            names.ANNOTATION_DRAINING: "true",
+            names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
+        }
         # The uid is a precondition: a successor of the same name is not marked.
         try:
-            await kube.merge("Pod", owner.namespace, name, {"metadata": {"uid": uids[name], "annotations": marks}})
+            await kube.merge(
+                "Pod",
+                owner.namespace,
+                name,
+                {"metadata": {"uid": uids[name], "annotations": marks}},
+            )
         except KubeError as error:
-            if error.status not in (404, 409):  # the pod was deleted or replaced after it was observed
+            if error.status not in (
+                404,
+                409,
+            ):  # the pod was deleted or replaced after it was observed
                 errors.append(error)
             continue
-        await events.emit(observed.service, "Draining", f"pod {name} gets no new requests and finishes running ones")
+        await events.emit(
+            observed.service,
+            "Draining",
+            f"pod {name} gets no new requests and finishes running ones",
+        )
     for deletion in plan.delete:
         if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
             await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
@@ -148,7 +175,12 @@ async def apply_members(
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
-            await events.emit(observed.service, "CreateFailed", f"pod {pod['metadata']['name']}: {error}", warning=True)
+            await events.emit(
+                observed.service,
+                "CreateFailed",
+                f"pod {pod['metadata']['name']}: {error}",
+                warning=True,
+            )
             refusal = refusal_of(error, pod["metadata"]["name"])
             if refusal is not None:
                 break
@@ -172,14 +204,23 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
     if not controlled_by(present, owner.uid):
         raise NameConflict("Pod", name)
     # The desired state does not show the revision of the existing pod.
-    ours = {label: value for label, value in pod["metadata"]["labels"].items() if label != names.LABEL_REVISION}
+    ours = {
+        label: value
+        for label, value in pod["metadata"]["labels"].items()
+        if label != names.LABEL_REVISION
+    }
     if not ours.items() <= (present["metadata"].get("labels") or {}).items():
         await kube.merge(
-            "Pod", owner.namespace, name, {"metadata": {"uid": present["metadata"]["uid"], "labels": ours}}
+            "Pod",
+            owner.namespace,
+            name,
+            {"metadata": {"uid": present["metadata"]["uid"], "labels": ours}},
         )
 
 
-async def collect_config_maps(kube: Kube, owner: Owner, needed: Collection[str], observed: Observation) -> None:
+async def collect_config_maps(
+    kube: Kube, owner: Owner, needed: Collection[str], observed: Observation
+) -> None:
     """Delete ConfigMaps that no pod mounts. Does nothing if ConfigMaps were not listed.
 
     Args:

@@ -57,19 +57,30 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="baton-operator", description="Runs LLMServices on Kubernetes.")
+    parser = argparse.ArgumentParser(
+        prog="baton-operator", description="Runs LLMServices on Kubernetes."
+    )
     add = parser.add_argument
     add("--kubeconfig", metavar="FILE", help="default: the pod's service account")
     every = "watch this one only; repeat for more; default: all"
     add("--namespace", action="append", default=[], metavar="NS", help=every)
-    add("--host", default=pod_ip(), help="address of /health and /metrics; default: $POD_IP, else loopback")
+    add(
+        "--host",
+        default=pod_ip(),
+        help="address of /health and /metrics; default: $POD_IP, else loopback",
+    )
     port = "port of /health and /metrics (default: %(default)s)"
     add("--http-port", type=arguments.port, default=HTTP_PORT, help=port)
     resync = "seconds, more or less, between full looks at everything, beside the watches (default: %(default)s)"
     add("--resync", type=arguments.positive, default=RESYNC_S, metavar="S", help=resync)
     elect = "work only while holding a Lease, so that another operator can stand by; default: in a cluster"
     add("--leader-elect", action=argparse.BooleanOptionalAction, help=elect)
-    add("--lease-namespace", default=os.environ.get("POD_NAMESPACE"), metavar="NS", help="default: $POD_NAMESPACE")
+    add(
+        "--lease-namespace",
+        default=os.environ.get("POD_NAMESPACE"),
+        metavar="NS",
+        help="default: $POD_NAMESPACE",
+    )
     add("--lease-name", default=names.MANAGER, metavar="NAME", help="default: %(default)s")
     takeover = "after which another operator takes over from one that is not heard of (default: %(default)s)"
     add("--lease-duration", type=arguments.positive, default=LEASE_S, metavar="S", help=takeover)

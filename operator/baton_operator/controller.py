@@ -44,7 +44,9 @@ class _Service:
     """One service of which an event, a list or a reconcile is known."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))  # of the next reconcile
+    freshness: Freshness = field(
+        default_factory=lambda: Freshness(versions={})
+    )  # of the next reconcile
     failures: int = 0
     began: float | None = None  # monotonic time at which the running reconcile began
 
@@ -72,7 +74,9 @@ class Controller:
     @property
     def queue_depth(self) -> int:
         """Number of services that are due and whose reconcile has not begun."""
-        return sum(service.due.is_set() and service.began is None for service in self._services.values())
+        return sum(
+            service.due.is_set() and service.began is None for service in self._services.values()
+        )
 
     @property
     def longest_s(self) -> float:
@@ -103,7 +107,9 @@ class Controller:
         service.freshness.record(kind, version)
         if kind not in MOVING_KINDS and not is_own_write:
             service.freshness = msgspec.structs.replace(service.freshness, objects_changed=True)
-        if not (is_own_write and service.failures):  # the status of a failure must not end its backoff
+        if not (
+            is_own_write and service.failures
+        ):  # the status of a failure must not end its backoff
             service.due.set()
 
     def add_all(self, keys: Iterable[Key] = ()) -> None:
@@ -128,7 +134,9 @@ class Controller:
         logs.service.set(key)
         revisit_s: float | None = None
         while self._services.get(key) is service:
-            if service.failures and revisit_s is not None:  # events shorten a backoff, but not below MIN_BACKOFF_S
+            if (
+                service.failures and revisit_s is not None
+            ):  # events shorten a backoff, but not below MIN_BACKOFF_S
                 await asyncio.sleep(min(revisit_s, MIN_BACKOFF_S))
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
@@ -172,5 +180,11 @@ class Controller:
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
         is_defect = not isinstance(error, (KubeError, OSError))
-        log.warning("reconcile of %s failed, retrying in %.1f s: %s", key, delay_s, error, exc_info=is_defect)
+        log.warning(
+            "reconcile of %s failed, retrying in %.1f s: %s",
+            key,
+            delay_s,
+            error,
+            exc_info=is_defect,
+        )
         return delay_s

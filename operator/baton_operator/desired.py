@@ -80,7 +80,10 @@ def desired(
     parts: list[Object | tuple[str, str]] = [config.config_map(owner, role) for role in configured]
     for policy, is_wanted in (
         (network_policy.members_policy(owner, operator_namespace), has_policies),
-        (network_policy.coordinator_policy(owner, operator_namespace), has_policies and has_coordinator),
+        (
+            network_policy.coordinator_policy(owner, operator_namespace),
+            has_policies and has_coordinator,
+        ),
     ):
         parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
     parts.append(engine_account.service_account(owner))

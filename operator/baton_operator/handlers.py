@@ -55,7 +55,9 @@ async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     now = time.monotonic()
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))
     memo.next_login = time.monotonic() + LOGIN_INTERVAL_S
-    return kopf.AiohttpSession(server=memo.runtime.kube.client.server, aiohttp_session=memo.runtime.watch_session())
+    return kopf.AiohttpSession(
+        server=memo.runtime.kube.client.server, aiohttp_session=memo.runtime.watch_session()
+    )
 
 
 @kopf.on.event(names.API_VERSION, names.PLURAL)
@@ -82,9 +84,13 @@ def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
     if kind == names.KIND:
         yield Key(namespace, meta["name"])
         return
-    references = [each for each in meta.get("ownerReferences") or () if each.get("controller")]  # one at most
+    references = [
+        each for each in meta.get("ownerReferences") or () if each.get("controller")
+    ]  # one at most
     owners = {
-        each["name"] for each in references if (each["apiVersion"], each["kind"]) == (names.API_VERSION, names.KIND)
+        each["name"]
+        for each in references
+        if (each["apiVersion"], each["kind"]) == (names.API_VERSION, names.KIND)
     }
     found = owners | {meta.labels.get(names.LABEL_SERVICE, "")}
     yield from (Key(namespace, name) for name in found if names.SERVICE_NAME.fullmatch(name))
@@ -120,7 +126,9 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.process.ultimate_exiting_timeout = STOP_S
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = Backoffs()
-    settings.queueing.idle_timeout = 0.1  # how long the worker of an object waits for its next event
+    settings.queueing.idle_timeout = (
+        0.1  # how long the worker of an object waits for its next event
+    )
     settings.watching.chunk_size = 500
     settings.watching.connect_timeout = REQUEST_TIMEOUT_S
     settings.watching.inactivity_timeout = INACTIVITY_S

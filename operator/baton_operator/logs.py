@@ -10,7 +10,9 @@ from datetime import UTC, datetime
 from baton_operator.names import Key
 
 service: ContextVar[Key | None] = ContextVar("service", default=None)  # that is being reconciled
-operation: ContextVar[str] = ContextVar("operation", default="")  # id of the change of topology under way in it
+operation: ContextVar[str] = ContextVar(
+    "operation", default=""
+)  # id of the change of topology under way in it
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
 
@@ -21,7 +23,9 @@ def configure(log_format: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
-        logging.getLogger("kopf._core.reactor").setLevel(logging.ERROR)  # threads and APIs that are absent by design
+        logging.getLogger("kopf._core.reactor").setLevel(
+            logging.ERROR
+        )  # threads and APIs that are absent by design
 
 
 class JsonFormatter(logging.Formatter):
@@ -29,7 +33,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "ts": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

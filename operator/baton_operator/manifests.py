@@ -31,7 +31,10 @@ def files(folder: Path) -> dict[Path, str]:
     The chart's files are no templates, because a `{{` in a description must stay as it is.
     """
     chart = folder.absolute().parent / "charts/baton/files"
-    crd, rules = custom_resource_definition(), yaml.safe_load((folder / CLUSTER_ROLE).read_text())["rules"]
+    crd, rules = (
+        custom_resource_definition(),
+        yaml.safe_load((folder / CLUSTER_ROLE).read_text())["rules"],
+    )
     return {
         folder / "crd/llmservices.yaml": _render(crd, "operator/baton_operator/api/"),
         chart / "crd-spec.yaml": _render(crd["spec"], "operator/baton_operator/api/"),
@@ -46,8 +49,14 @@ def _render(document: Any, source: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if the files are written or up to date, 1 if `--check` found a stale one."""
     parser = argparse.ArgumentParser(prog="python -m baton_operator.manifests", description=__doc__)
-    parser.add_argument("directory", type=Path, help="folder of the manifests; the chart is beside it")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name the files that are stale")
+    parser.add_argument(
+        "directory", type=Path, help="folder of the manifests; the chart is beside it"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 and name the files that are stale",
+    )
     args = parser.parse_args(argv)
     wanted = files(args.directory)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]

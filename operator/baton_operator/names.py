@@ -26,7 +26,9 @@ ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
 #: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent engine.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"  #: On pods: identifies the service key with which they were created.
+ANNOTATION_SERVICE_KEY = (
+    f"{GROUP}/service-key"  #: On pods: identifies the service key with which they were created.
+)
 #: Hash of the object last applied. It reveals fields that the operator no longer sets.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 
@@ -42,7 +44,9 @@ class Key(NamedTuple):
 
 
 Role = Literal["prefill", "decode", "gateway", "coordinator"]
-ConfiguredRole = Literal["prefill", "decode", "gateway"]  #: Roles whose component reads a configuration file.
+ConfiguredRole = Literal[
+    "prefill", "decode", "gateway"
+]  #: Roles whose component reads a configuration file.
 MemberRole = Literal["prefill", "decode"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
 CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
@@ -82,7 +86,10 @@ def ordinal_of(member: str) -> int:
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
     """Whether `name` is the name of a member of this role."""
-    return role in MEMBER_ROLES and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
+    return (
+        role in MEMBER_ROLES
+        and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
+    )
 
 
 def gateway_name(service: str) -> str:

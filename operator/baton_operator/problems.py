@@ -50,7 +50,9 @@ class GatewayAPIMissing(Problem):
 
     def __init__(self) -> None:
         what = "the cluster has no gateway.networking.k8s.io/v1"
-        super().__init__(f"spec.gateway.httpRoute: {what}; install the Gateway API, or use spec.gateway.ingress")
+        super().__init__(
+            f"spec.gateway.httpRoute: {what}; install the Gateway API, or use spec.gateway.ingress"
+        )
 
 
 class ServiceKeyUnusable(Problem):
@@ -84,7 +86,9 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, KubeError):
         problem = ReconcileError(str(error))
     elif isinstance(error, OSError):
-        problem = ReconcileError(f"the API server did not answer: {str(error) or type(error).__name__}")
+        problem = ReconcileError(
+            f"the API server did not answer: {str(error) or type(error).__name__}"
+        )
     else:
         what = "a defect of the operator, please report it with the traceback in its log"
         problem = InternalError(f"{what}; {type(error).__name__}: {error}")

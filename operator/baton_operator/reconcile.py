@@ -16,7 +16,12 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
 from baton_operator.api.llmservice import Status
-from baton_operator.apply import apply_members, apply_objects, collect_config_maps, ensure_service_key
+from baton_operator.apply import (
+    apply_members,
+    apply_objects,
+    collect_config_maps,
+    ensure_service_key,
+)
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
@@ -45,7 +50,9 @@ log = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
 UNSETTLED_REVISIT_S = 20.0  # deadlines of a service that is not Ready pass without an event
-LOADING_REVISIT_S = 3.0  # poll interval while pods report loading progress: no watch event carries it
+LOADING_REVISIT_S = (
+    3.0  # poll interval while pods report loading progress: no watch event carries it
+)
 
 
 @dataclass(eq=False)
@@ -185,13 +192,19 @@ class Reconciler:
             await self._build(step)
         except Exception as error:
             step.fail(error)
-            kept = await kept_spec(self._kube, observed.service) if step.problems[0].is_of_spec else None
+            kept = (
+                await kept_spec(self._kube, observed.service)
+                if step.problems[0].is_of_spec
+                else None
+            )
             if kept is not None:
                 observed.service = {**observed.service, "spec": kept}
                 try:
                     await self._build(step)
                 except Exception as second:
-                    log.warning("the spec that was rolled out before is not usable either: %s", second)
+                    log.warning(
+                        "the spec that was rolled out before is not usable either: %s", second
+                    )
         owner, _ = step.target
         if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
             step.spec_revision = await record_spec(self._kube, owner, observed.service)
@@ -199,9 +212,14 @@ class Reconciler:
     async def _build(self, step: _Step) -> None:
         """Raises Problem, KubeError."""
         observed = step.observed
-        step.owner, step.desired = self._autoscaler.sized(owner_of(observed), observed.service), None
+        step.owner, step.desired = (
+            self._autoscaler.sized(owner_of(observed), observed.service),
+            None,
+        )
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
-        step.owner = msgspec.structs.replace(step.owner, key_name=service_key.name_of(observed.service_key))
+        step.owner = msgspec.structs.replace(
+            step.owner, key_name=service_key.name_of(observed.service_key)
+        )
         if step.owner.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
@@ -219,7 +237,11 @@ class Reconciler:
         """Write the objects beside the members; return the refusals. Verified kinds without a new event are skipped."""
         owner, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
-        kinds = {"ConfigMap", *(obj["kind"] for obj in desired.objects), *(kind for kind, _ in desired.absent)}
+        kinds = {
+            "ConfigMap",
+            *(obj["kind"] for obj in desired.objects),
+            *(kind for kind, _ in desired.absent),
+        }
         outdated = sorted(observed.mounted_config_maps - desired.config_maps)
         step.content = names.content_hash([desired.objects, desired.absent, outdated])
         may_have_changed = freshness.is_consistent or freshness.objects_changed
@@ -228,9 +250,13 @@ class Reconciler:
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
         else:
-            observed.kinds.update(kinds)  # a new service: `apply` reads each object by name before it creates it
+            observed.kinds.update(
+                kinds
+            )  # a new service: `apply` reads each object by name before it creates it
         refused = await apply_objects(self._kube, owner, desired, observed)
-        if "ConfigMap" in observed.kinds and any(not observed.owned("ConfigMap", name) for name in desired.config_maps):
+        if "ConfigMap" in observed.kinds and any(
+            not observed.owned("ConfigMap", name) for name in desired.config_maps
+        ):
             raise refused[0]  # pods would mount a ConfigMap that is missing or has another owner
         return refused
 
@@ -238,7 +264,9 @@ class Reconciler:
         """Take the next step of each group. Return the problems; a refused pod is reported by its group instead."""
         owner, desired = step.target
         observed = step.observed
-        former = await find_former(self._kube, owner, observed.service, step.spec_revision, desired.members)
+        former = await find_former(
+            self._kube, owner, observed.service, step.spec_revision, desired.members
+        )
         refused: list[Problem] = []
         for role, template in desired.members.items():
             try:
@@ -255,7 +283,9 @@ class Reconciler:
         owner, desired = step.target
         observed, now = step.observed, step.now
         key = observed.key, role, template.revision
-        recorded = recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
+        recorded = (
+            recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
+        )
         plan = plan_members(
             owner,
             role,
@@ -274,7 +304,9 @@ class Reconciler:
             observed.freshness.require_consistent()
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
             await self._ask_for_topology(plan.request, observed)
-        refusal = await apply_members(self._kube, self._events, owner, template, former, plan, observed, now)
+        refusal = await apply_members(
+            self._kube, self._events, owner, template, former, plan, observed, now
+        )
         if plan.restore and former is not None:
             desired.objects.append(former.config_map)
         if plan.create or plan.restore:
@@ -286,7 +318,9 @@ class Reconciler:
         """Send the request to the coordinator, before any pod is changed."""
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
-        observed.topology = await self._coordinators.ask_for(observed.coordinator, request, observed.service_key)
+        observed.topology = await self._coordinators.ask_for(
+            observed.coordinator, request, observed.service_key
+        )
         if observed.topology is not None:
             words = f"operation {request.operation_id}: requested a topology of {', '.join(request.members)}"
             await self._events.emit(observed.service, "TopologyRequested", words)
@@ -338,7 +372,9 @@ class Reconciler:
         await self._probes.ask(self._kube, observed, owner)
         for role, template in desired.members.items():
             refusal = self._refusals.of(observed.key, role)
-            groups[role] = member_group(owner, role, template, observed, self._autoscaler.status(owner, role), refusal)
+            groups[role] = member_group(
+                owner, role, template, observed, self._autoscaler.status(owner, role), refusal
+            )
         has_route = owner.spec.gateway.http_route is not None and self._kube.http_routes
         groups["gateway"] = gateway_group(owner, desired, observed, has_route=has_route)
         self._autoscaler.observe(owner, groups, observed.pods)
@@ -367,7 +403,9 @@ class Reconciler:
         # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
-            return await self._kube.merge("LLMService", metadata["namespace"], metadata["name"], patch, "status")
+            return await self._kube.merge(
+                "LLMService", metadata["namespace"], metadata["name"], patch, "status"
+            )
         except KubeError as error:
             if error.status != 404:  # the service was deleted after it was read
                 raise

@@ -60,7 +60,9 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
         present = None
     if present is None:
         await _create(kube, owner, service, name, newest + 1)
-    for metadata in [known[each]["metadata"] for each in list(known)[: -(LIMIT - 1)] if each != served]:
+    for metadata in [
+        known[each]["metadata"] for each in list(known)[: -(LIMIT - 1)] if each != served
+    ]:
         await kube.delete("ControllerRevision", owner.namespace, metadata["name"], metadata["uid"])
     return name
 
@@ -100,7 +102,11 @@ def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
     for field in kept.keys() | wanted.keys():
         ours, theirs = kept.get(field), wanted.get(field)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            fields |= {f"{field}.{each}" for each in ours.keys() | theirs.keys() if ours.get(each) != theirs.get(each)}
+            fields |= {
+                f"{field}.{each}"
+                for each in ours.keys() | theirs.keys()
+                if ours.get(each) != theirs.get(each)
+            }
         elif ours != theirs:
             fields.add(field)
     return tuple(sorted(fields))
@@ -112,7 +118,11 @@ def recorded_name(service: Object) -> str | None:
 
 
 async def find_former(
-    kube: Kube, owner: Owner, service: Object, newest: str | None, templates: dict[names.MemberRole, MemberTemplate]
+    kube: Kube,
+    owner: Owner,
+    service: Object,
+    newest: str | None,
+    templates: dict[names.MemberRole, MemberTemplate],
 ) -> dict[names.MemberRole, Former]:
     """Return template and ConfigMap of the previous revision by role; see `former_of`.
 
@@ -155,20 +165,32 @@ def _pod_fields(spec: Object) -> Object:
     fields = {field: value for field, value in spec.items() if field not in _OF_NO_POD}
     for group in names.CONFIGURED_ROLES:
         if isinstance(fields.get(group), dict):
-            fields[group] = {field: value for field, value in fields[group].items() if field not in _SIZES}
+            fields[group] = {
+                field: value for field, value in fields[group].items() if field not in _SIZES
+            }
     return fields
 
 
 def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
     """Return those of `fields` that `node` has; none if it is not an object."""
-    return {field: node[field] for field in fields if node.get(field) is not None} if isinstance(node, dict) else {}
+    return (
+        {field: node[field] for field in fields if node.get(field) is not None}
+        if isinstance(node, dict)
+        else {}
+    )
 
 
 async def _records(kube: Kube, service: Object) -> dict[str, Object]:
     """Return the records of the service by name, oldest first."""
     metadata = service["metadata"]
-    found = await kube.list_all("ControllerRevision", metadata["namespace"], {names.LABEL_SERVICE: metadata["name"]})
-    usable = [each for each in found if controlled_by(each, metadata["uid"]) and "spec" in (each.get("data") or {})]
+    found = await kube.list_all(
+        "ControllerRevision", metadata["namespace"], {names.LABEL_SERVICE: metadata["name"]}
+    )
+    usable = [
+        each
+        for each in found
+        if controlled_by(each, metadata["uid"]) and "spec" in (each.get("data") or {})
+    ]
     usable.sort(key=lambda each: (each["revision"], each["metadata"]["name"]))
     return {each["metadata"]["name"]: each for each in usable}
 
@@ -186,5 +208,7 @@ async def _create(kube: Kube, owner: Owner, service: Object, name: str, revision
     except KubeError as error:
         if error.reason != "AlreadyExists":
             raise
-        if name not in await _records(kube, service):  # of another owner, such as a deleted service of the same name
+        if name not in await _records(
+            kube, service
+        ):  # of another owner, such as a deleted service of the same name
             raise NameConflict("ControllerRevision", name) from error

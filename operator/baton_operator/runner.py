@@ -106,7 +106,9 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
         runtime.answered_at = time.monotonic()
         why = "kopf ended"
         try:
-            await _run_first_of(_check(runtime, runtime.kube.http_routes), run_kopf(runtime, namespaces))
+            await _run_first_of(
+                _check(runtime, runtime.kube.http_routes), run_kopf(runtime, namespaces)
+            )
         except RestartError as error:
             why = str(error)
         except KopfHangsError:
@@ -133,15 +135,21 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
     signals of the main thread. A thread that hangs ends with the process.
     """
     kopf_loop = asyncio.new_event_loop()
-    stop = asyncio.Event()  # of kopf's loop: for any other kind of flag kopf starts a thread that never ends
+    stop = (
+        asyncio.Event()
+    )  # of kopf's loop: for any other kind of flag kopf starts a thread that never ends
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
-    ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop))
+    ended = asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop)
+    )
     try:
         await asyncio.shield(ended)
     finally:
         kopf_loop.call_soon_threadsafe(stop.set)
         await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
-        kopf_loop.call_soon_threadsafe(kopf_loop.stop)  # only now, because closing the loop may hang
+        kopf_loop.call_soon_threadsafe(
+            kopf_loop.stop
+        )  # only now, because closing the loop may hang
         if not ended.done():
             raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
         if not ended.cancelled() and isinstance(error := ended.exception(), KopfHangsError):
@@ -165,7 +173,9 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
     ignored = asyncio.all_tasks()
     try:
         memo = kopf.Memo(runtime=runtime)
-        tasks = await kopf.spawn_tasks(memo=memo, clusterwide=not namespaces, namespaces=namespaces, stop_flag=stop)
+        tasks = await kopf.spawn_tasks(
+            memo=memo, clusterwide=not namespaces, namespaces=namespaces, stop_flag=stop
+        )
         running = asyncio.ensure_future(kopf.run_tasks(tasks, ignored=ignored))
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for _ in range(STOP_TRIES):  # a watch that is being opened swallows the first cancellation

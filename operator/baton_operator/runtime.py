@@ -54,7 +54,9 @@ class Runtime:
         self.kube = kube
         self.metrics = metrics
         self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
-        self.answered_at = time.monotonic()  # when the API server last answered a request of the watches
+        self.answered_at = (
+            time.monotonic()
+        )  # when the API server last answered a request of the watches
         self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
@@ -95,7 +97,9 @@ class Runtime:
             try:
                 if await self.kube.discover():
                     return
-                state = "the CRD of LLMService is not installed; apply manifests/crd/llmservices.yaml"
+                state = (
+                    "the CRD of LLMService is not installed; apply manifests/crd/llmservices.yaml"
+                )
             except (KubeError, OSError) as error:
                 state = f"the API server does not answer: {error}"
             if state != logged:
@@ -107,14 +111,18 @@ class Runtime:
         """A watch showed `version` of an object of `kind` that belongs to the service. May be called from any thread."""
 
         def observe() -> None:
-            self.controller.observe(key, kind, version, is_own_write=self.kube.is_own_write(version))
+            self.controller.observe(
+                key, kind, version, is_own_write=self.kube.is_own_write(version)
+            )
 
         self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
         """Return an HTTP session for the watches. After a list every service is due, because events may be missing."""
 
-        async def record(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        async def record(
+            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+        ) -> aiohttp.ClientResponse:
             path, code = request.url.path, 0
             verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
             if request.url.query.get("watch") == "true":
@@ -146,7 +154,9 @@ class Runtime:
             except (KubeError, OSError) as error:
                 log.warning("LLMServices could not be listed for the resync: %s", error)
                 continue
-            found |= {Key(each["metadata"]["namespace"], each["metadata"]["name"]) for each in services}
+            found |= {
+                Key(each["metadata"]["namespace"], each["metadata"]["name"]) for each in services
+            }
         self.controller.add_all(found)
 
     def stuck(self) -> str:
@@ -167,12 +177,19 @@ async def open_runtime(
     Raises:
         ConfigException: no cluster is configured.
     """
-    unlimited = aiohttp.TCPConnector(limit=0)  # a wait for a connection to a pod would count into timeouts
+    unlimited = aiohttp.TCPConnector(
+        limit=0
+    )  # a wait for a connection to a pod would count into timeouts
     async with connect(kubeconfig) as client, aiohttp.ClientSession(connector=unlimited) as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
         drainer, coordinators = Drainer(session), CoordinatorClient(session)
         reconciler = Reconciler(
-            kube, drainer, coordinators, operator_namespace, autoscaler, probes=StatusProbes(session)
+            kube,
+            drainer,
+            coordinators,
+            operator_namespace,
+            autoscaler,
+            probes=StatusProbes(session),
         )
         autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
         yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)

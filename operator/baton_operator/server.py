@@ -9,7 +9,23 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 
 
 class Metrics:
@@ -17,18 +33,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.reconciles = Counter("baton_operator_reconciles", "Reconciles by result", ["result"], registry=registry)
-        self.seconds = Histogram(
-            "baton_operator_reconcile_seconds", "Duration of one reconcile", buckets=_BUCKETS_S, registry=registry
+        self.reconciles = Counter(
+            "baton_operator_reconciles", "Reconciles by result", ["result"], registry=registry
         )
-        labels, meaning = ["verb", "resource", "code"], "Requests to the API server; code 0: no answer"
+        self.seconds = Histogram(
+            "baton_operator_reconcile_seconds",
+            "Duration of one reconcile",
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        labels, meaning = (
+            ["verb", "resource", "code"],
+            "Requests to the API server; code 0: no answer",
+        )
         self.requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
-        self.retries = Counter("baton_operator_retries", "Reconciles that failed and are retried", registry=registry)
-        self.services = Gauge("baton_operator_services", "LLMServices that the operator reconciles", registry=registry)
-        self.queue = Gauge("baton_operator_queue_depth", "Services that wait to be reconciled", registry=registry)
+        self.retries = Counter(
+            "baton_operator_retries", "Reconciles that failed and are retried", registry=registry
+        )
+        self.services = Gauge(
+            "baton_operator_services", "LLMServices that the operator reconciles", registry=registry
+        )
+        self.queue = Gauge(
+            "baton_operator_queue_depth", "Services that wait to be reconciled", registry=registry
+        )
         meaning = "Scrapes of pods for the autoscaler by result"
         self.scrapes = Counter("baton_operator_scrapes", meaning, ["result"], registry=registry)
-        self.leader = Gauge("baton_operator_leader", "1 if this process reconciles", registry=registry)
+        self.leader = Gauge(
+            "baton_operator_leader", "1 if this process reconciles", registry=registry
+        )
 
 
 class AddressError(Exception):
@@ -36,7 +68,9 @@ class AddressError(Exception):
 
 
 @asynccontextmanager
-async def serve(host: str, port: int, metrics: Metrics, stuck: Callable[[], str]) -> AsyncIterator[int]:
+async def serve(
+    host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
+) -> AsyncIterator[int]:
     """Serve inside the context. Yield the port, which is `port` unless that is 0. Raises AddressError.
 
     Args:

@@ -26,7 +26,16 @@ LAYOUTS = {
     "tp2": ["--tensor-parallel-size", "2"],
     "pp2": ["--pipeline-parallel-size", "2"],
 }
-ENGINE_FLAGS = ["--device", "cpu", "--num-threads", "1", "--dtype", "float32", "--num-blocks", "512"]
+ENGINE_FLAGS = [
+    "--device",
+    "cpu",
+    "--num-threads",
+    "1",
+    "--dtype",
+    "float32",
+    "--num-blocks",
+    "512",
+]
 
 
 class Tree:
@@ -37,7 +46,11 @@ class Tree:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "POD_IP": HOST, **env}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
             )
         self._members: set[psutil.Process] = {psutil.Process(self.process.pid)}
 
@@ -53,7 +66,9 @@ class Tree:
 
     def find(self, module: str) -> list[psutil.Process]:
         """Those that run `python -m module`, in the order of their start."""
-        return sorted((p for p in self.members() if module in _command_line(p)), key=lambda p: p.create_time())
+        return sorted(
+            (p for p in self.members() if module in _command_line(p)), key=lambda p: p.create_time()
+        )
 
     def wait_for(self, line: str) -> None:
         def said() -> bool:
@@ -92,7 +107,16 @@ def tree(command: list[str], log: Path, **env: str) -> Iterator[Tree]:
 
 def engine_command(checkpoint: Path, layout: str, port: int, *flags: str) -> list[str]:
     return [
-        *("-m", "baton_engine.cli", "--model", str(checkpoint), "--engine-port", str(port), "--http-port", "0"),
+        *(
+            "-m",
+            "baton_engine.cli",
+            "--model",
+            str(checkpoint),
+            "--engine-port",
+            str(port),
+            "--http-port",
+            "0",
+        ),
         *(*ENGINE_FLAGS, *LAYOUTS[layout], *flags),
     ]
 

@@ -82,7 +82,9 @@ def new_prompt() -> list[int]:
 class Clients:
     """Of the two engines that a request goes to."""
 
-    def __init__(self, prefill: EngineClient | None, decode: EngineClient, kv_address: tuple[str, int]) -> None:
+    def __init__(
+        self, prefill: EngineClient | None, decode: EngineClient, kv_address: tuple[str, int]
+    ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._kv_address = kv_address
@@ -92,7 +94,9 @@ class Clients:
         assert self._prefill is not None
         return self._prefill.instance_id
 
-    async def hand_off(self, prompt: list[int], *, transfer_id: str = "", producer: str = "") -> Answer:
+    async def hand_off(
+        self, prompt: list[int], *, transfer_id: str = "", producer: str = ""
+    ) -> Answer:
         """One request over both; ends by DEADLINE_S.
 
         Args:
@@ -101,23 +105,31 @@ class Clients:
         assert self._prefill is not None
         transfer_id, request_id = transfer_id or uuid.uuid4().hex, uuid.uuid4().hex
         host, port = self._kv_address
-        consume = KVTransferParams(KVSide.CONSUME, transfer_id, producer or self._prefill.instance_id, host, port)
+        consume = KVTransferParams(
+            KVSide.CONSUME, transfer_id, producer or self._prefill.instance_id, host, port
+        )
         produce = KVTransferParams(KVSide.PRODUCE, transfer_id, self._decode.instance_id)
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         answer = Answer([])
         try:
             async with asyncio.timeout(DEADLINE_S):
-                rest = self._decode.add(EngineCoreRequest(request_id, prompt, params, kv_transfer=consume))
+                rest = self._decode.add(
+                    EngineCoreRequest(request_id, prompt, params, kv_transfer=consume)
+                )
                 result = PrefillResult(request_id)
                 try:
                     async with asyncio.timeout(LEG_S):
-                        leg = self._prefill.add(EngineCoreRequest(request_id, prompt, one, kv_transfer=produce))
+                        leg = self._prefill.add(
+                            EngineCoreRequest(request_id, prompt, one, kv_transfer=produce)
+                        )
                         first = await anext(leg)
                         assert not first.error, first.error
                         answer.token_ids = result.token_ids = first.new_token_ids
                 except (TimeoutError, EngineDeadError) as error:
-                    result.error = answer.prefill_error = str(error) or f"no first token within {LEG_S} s"
+                    result.error = answer.prefill_error = (
+                        str(error) or f"no first token within {LEG_S} s"
+                    )
                 self._decode.prefill_result(result)
                 async for output in rest:
                     _take(answer, output)
@@ -132,13 +144,18 @@ class Clients:
         answer = Answer([])
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         async with asyncio.timeout(DEADLINE_S):
-            async for output in client.add(EngineCoreRequest(uuid.uuid4().hex, new_prompt(), params)):
+            async for output in client.add(
+                EngineCoreRequest(uuid.uuid4().hex, new_prompt(), params)
+            ):
                 _take(answer, output)
         assert len(answer.token_ids) == 4, answer
 
 
 def _take(answer: Answer, output: EngineCoreOutput) -> None:
-    assert output.token_offset == len(answer.token_ids) or not output.new_token_ids, (answer, output)
+    assert output.token_offset == len(answer.token_ids) or not output.new_token_ids, (
+        answer,
+        output,
+    )
     answer.token_ids = answer.token_ids + output.new_token_ids
     if output.error:
         answer.error, answer.error_code = output.error, output.error_code
@@ -158,7 +175,9 @@ class Pair:
         async with contextlib.AsyncExitStack() as stack:
             ready: list[EngineClient] = []
             for pod in [self.prefill, self.decoders[mode]] if prefill else [self.decoders[mode]]:
-                client = EngineClient(pod.address, ENGINE_PORT, client_id="chaos", heartbeat_timeout_s=60.0)
+                client = EngineClient(
+                    pod.address, ENGINE_PORT, client_id="chaos", heartbeat_timeout_s=60.0
+                )
                 await stack.enter_async_context(client)
                 await client.connect(10)
                 await client.wait_ready(10)
@@ -204,7 +223,9 @@ class Pair:
             return True
 
         for pod in pods:
-            await asyncio.to_thread(eventually, lambda pod=pod: clean(pod), timeout_s=CLEAN_S, what=f"{pod.name} clean")
+            await asyncio.to_thread(
+                eventually, lambda pod=pod: clean(pod), timeout_s=CLEAN_S, what=f"{pod.name} clean"
+            )
 
     async def assert_works(self, mode: str) -> None:
         """An undisturbed request: its KV comes from the prefill engine, its tokens are right."""
@@ -296,7 +317,9 @@ class At:
         return self.verdict
 
     async def reached(self, what: str) -> None:
-        await asyncio.to_thread(eventually, lambda: self.reached_at, timeout_s=10, what=what, every_s=0.01)
+        await asyncio.to_thread(
+            eventually, lambda: self.reached_at, timeout_s=10, what=what, every_s=0.01
+        )
 
 
 class AtPush(At):
@@ -314,7 +337,12 @@ class AtPush(At):
         return Verdict.PASS
 
     def _watch(self) -> None:
-        eventually(lambda: self._computed() >= self._enough, timeout_s=10, what="a part of the prompt", every_s=0.001)
+        eventually(
+            lambda: self._computed() >= self._enough,
+            timeout_s=10,
+            what="a part of the prompt",
+            every_s=0.001,
+        )
         self.act()
         self.reached_at = time.monotonic()
 

@@ -44,7 +44,9 @@ def model(experts: Path) -> torch.nn.Module:
     return reference_model(experts)
 
 
-def loaded(group: ExpertGroup, model: torch.nn.Module, width: int) -> AbstractAsyncContextManager[Load]:
+def loaded(
+    group: ExpertGroup, model: torch.nn.Module, width: int
+) -> AbstractAsyncContextManager[Load]:
     assert group.gateway is not None
     url = f"http://{group.gateway.address}:8080"
     return under_load(url, model, width=width, vocab_size=VOCAB_SIZE, tails=group.tails)
@@ -53,9 +55,13 @@ def loaded(group: ExpertGroup, model: torch.nn.Module, width: int) -> AbstractAs
 async def pick_up(load: Load, since: float, what: str) -> None:
     """Until a token has come since then on every stream that was open."""
     waiting = [stream for stream in load.streams if not stream.finished]
-    while pending := [s for s in waiting if not s.finished and not s.error and s.times[-1] <= since]:
+    while pending := [
+        s for s in waiting if not s.finished and not s.error and s.times[-1] <= since
+    ]:
         took = time.monotonic() - since
-        assert took < SERVES_AGAIN_S, f"{what}: {len(pending)} of {len(waiting)} streams stand still for {took:.1f} s"
+        assert took < SERVES_AGAIN_S, (
+            f"{what}: {len(pending)} of {len(waiting)} streams stand still for {took:.1f} s"
+        )
         await asyncio.sleep(0.02)
     print(f"{what}: all streams go on after {time.monotonic() - since:.2f} s")
 
@@ -92,7 +98,10 @@ async def test_deaths_at_random_moments(
                 if rng.random() < 0.5:  # an operation is under way
                     members = await change(group, members, rng)
                 await asyncio.sleep(rng.uniform(0.0, 1.0))  # the random moment
-                hit = [group.coordinator if v == "coordinator" else group.ranks[rng.choice(members)] for v in victims]
+                hit = [
+                    group.coordinator if v == "coordinator" else group.ranks[rng.choice(members)]
+                    for v in victims
+                ]
                 since = time.monotonic()
                 for pod in hit:
                     pod.process.send_signal(how)

@@ -16,7 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_processes import HOST, LAYOUTS, START_S, TOLD_S, assert_port_is_free, engine_command, free_port, tree
+from chaos_processes import (
+    HOST,
+    LAYOUTS,
+    START_S,
+    TOLD_S,
+    assert_port_is_free,
+    engine_command,
+    free_port,
+    tree,
+)
 
 from baton_protocol.client import EngineClient, EngineDeadError
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
@@ -29,7 +38,13 @@ WORKER = "baton_engine.executor.worker_process"
 CASES = list(
     itertools.islice(
         itertools.cycle(
-            [("tp2", "worker"), ("pp2", "worker"), ("uniproc", "engine"), ("tp2", "engine"), ("pp2", "engine")]
+            [
+                ("tp2", "worker"),
+                ("pp2", "worker"),
+                ("uniproc", "engine"),
+                ("tp2", "engine"),
+                ("pp2", "engine"),
+            ]
         ),
         ROUNDS,
     )
@@ -54,7 +69,9 @@ class Load:
                 length = self._chance.randint(1, 300)
                 prompt = [self._chance.randrange(3, 900) for _ in range(length)]
                 params = SamplingParams(max_tokens=self._chance.randint(1, 200), ignore_eos=True)
-                async for output in self._client.add(EngineCoreRequest(next(self._ids), prompt, params)):
+                async for output in self._client.add(
+                    EngineCoreRequest(next(self._ids), prompt, params)
+                ):
                     self.tokens += len(output.new_token_ids)
                     if output.error:
                         self.errors.append(output)
@@ -86,8 +103,12 @@ async def assert_all_are_told(loads: list[Load], reason: str, within_s: float) -
             assert re.search(reason, str(error)), error
 
 
-@pytest.mark.parametrize(("number", "layout", "victim"), [(n, *case) for n, case in enumerate(CASES)])
-async def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, number: int, layout: str, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "layout", "victim"), [(n, *case) for n, case in enumerate(CASES)]
+)
+async def test_kill_9_under_load(
+    checkpoint: Path, tmp_path: Path, number: int, layout: str, victim: str
+) -> None:
     chance = random.Random(SEED * 1000 + number)
     print(f"BATON_CHAOS_SEED={SEED}")
     port = free_port()
@@ -135,20 +156,27 @@ async def test_a_stopped_worker_is_given_up_in_the_configured_time(
         await asyncio.to_thread(engine.wait_for, "serves on port")
         loads = await start_loads(port, random.Random(rank))
         engine.find(WORKER)[rank].suspend()
-        await assert_all_are_told(loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + TOLD_S)
+        await assert_all_are_told(
+            loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + TOLD_S
+        )
         await asyncio.to_thread(engine.assert_nobody_survives)
         assert engine.process.wait(1) == 1
         assert_port_is_free(port)
 
 
-async def test_an_engine_that_was_stopped_and_continued_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+async def test_an_engine_that_was_stopped_and_continued_goes_on(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     port = free_port()
     timeouts = ("--collective-timeout-s", "2", "--step-timeout-s", "3")
     with tree(engine_command(checkpoint, "tp2", port, *timeouts), tmp_path / "log") as engine:
         await asyncio.to_thread(engine.wait_for, "serves on port")
         loads = await start_loads(port, random.Random(7))
         everybody = list(engine.members())
-        for stopped in ([psutil.Process(engine.process.pid)], everybody):  # alone, and as a frozen container does
+        for stopped in (
+            [psutil.Process(engine.process.pid)],
+            everybody,
+        ):  # alone, and as a frozen container does
             for process in stopped:
                 process.suspend()
             await asyncio.sleep(5)
@@ -156,7 +184,9 @@ async def test_an_engine_that_was_stopped_and_continued_goes_on(checkpoint: Path
             for process in reversed(stopped):
                 process.resume()
             async with asyncio.timeout(TOLD_S):
-                while not all(load.tokens > count for load, count in zip(loads, before, strict=True)):
+                while not all(
+                    load.tokens > count for load, count in zip(loads, before, strict=True)
+                ):
                     await asyncio.sleep(0.05)
         assert not [error for load in loads for error in load.errors], engine.text
         engine.process.kill()

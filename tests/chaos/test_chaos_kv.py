@@ -123,7 +123,9 @@ async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request
                 asked = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached(point)
                 await pair.assert_clean(pair.prefill)
-                await asyncio.sleep(max(0.0, FROZEN_S + trigger.reached_at - asyncio.get_running_loop().time()))
+                await asyncio.sleep(
+                    max(0.0, FROZEN_S + trigger.reached_at - asyncio.get_running_loop().time())
+                )
                 await clients.alone(on_prefill=True)
                 thaw(decode)
                 answer = await asked
@@ -160,7 +162,9 @@ async def test_both_frozen_go_on_where_they_were(pair: Pair, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [side_channel.Release, side_channel.Released, side_channel.Publish])
+@pytest.mark.parametrize(
+    "kind", [side_channel.Release, side_channel.Released, side_channel.Publish]
+)
 async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
     pair: Pair, mode: str, kind: type[object]
 ) -> None:
@@ -168,12 +172,16 @@ async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
     trigger = At(is_message(kind), lambda: None, Verdict.DROP)
     with pair.middle(trigger):
         async with pair.clients(mode) as clients:
-            pair.assert_right(prompt, await clients.hand_off(prompt), f"{mode}, lost {kind.__name__}")
+            pair.assert_right(
+                prompt, await clients.hand_off(prompt), f"{mode}, lost {kind.__name__}"
+            )
             await pair.assert_clean(pair.prefill, pair.decoders[mode])
     await pair.assert_works(mode)
 
 
-async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again(pair: Pair) -> None:
+async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again(
+    pair: Pair,
+) -> None:
     """Push: the request ends while blocks may still be written, and RELEASED does not come."""
     decode, prompt = pair.decoders["push"], new_prompt()
     fences = decode.metric("baton:kv_transfer_memory_fences_total")
@@ -191,7 +199,9 @@ async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again
     await pair.assert_works("push")
 
 
-async def test_with_policy_fail_a_lost_prefill_engine_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:
+async def test_with_policy_fail_a_lost_prefill_engine_is_a_clear_error(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     with pods(tmp_path, 32) as group:
         pair = start_pair(group, checkpoint, {"fail": {"load_failure_policy": "fail"}})
         trigger = at(pair, "mid_transfer", "pull", lambda: kill(pair.prefill))

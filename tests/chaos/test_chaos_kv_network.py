@@ -39,7 +39,12 @@ class MidTransfer:
         if not isinstance(passing.message, side_channel.Publish) or _has_first_block(passing):
             return False
         if self._wait:
-            eventually(lambda: self._received() > self._before, timeout_s=5, what="the first blocks", every_s=0.01)
+            eventually(
+                lambda: self._received() > self._before,
+                timeout_s=5,
+                what="the first blocks",
+                every_s=0.01,
+            )
             self._wait = False
         return True
 
@@ -80,7 +85,10 @@ class Apart:
 @pytest.fixture(scope="module")
 def apart(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
-    with namespaces(3, environment) as net, pods(tmp_path_factory.mktemp("kv-network"), 34) as group:
+    with (
+        namespaces(3, environment) as net,
+        pods(tmp_path_factory.mktemp("kv-network"), 34) as group,
+    ):
         pair = start_pair(
             group,
             checkpoint,
@@ -94,7 +102,9 @@ def apart(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", ENGINE_POINTS)
-async def test_a_prefill_engine_that_cannot_be_reached_holds_up_nobody(apart: Apart, point: str, mode: str) -> None:
+async def test_a_prefill_engine_that_cannot_be_reached_holds_up_nobody(
+    apart: Apart, point: str, mode: str
+) -> None:
     pair, prompt = apart.pair, new_prompt()
     trigger = at(pair, point, mode, lambda: apart.net.cut(PREFILL))
     try:
@@ -123,7 +133,9 @@ async def test_a_decode_engine_cut_off_for_longer_than_the_lease_ends_its_reques
                 asked = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached(point)
                 await pair.assert_clean(pair.prefill)
-                await asyncio.sleep(max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time()))
+                await asyncio.sleep(
+                    max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time())
+                )
                 apart.net.heal()
                 pair.assert_right(prompt, await asked, f"{mode}, {point}")
     finally:
@@ -134,7 +146,9 @@ async def test_a_decode_engine_cut_off_for_longer_than_the_lease_ends_its_reques
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", ["subscribed", "mid_transfer"])
-async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(apart: Apart, point: str, mode: str) -> None:
+async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(
+    apart: Apart, point: str, mode: str
+) -> None:
     """The side channel goes through the test, which both still reach."""
     pair, prompt, decode = apart.pair, new_prompt(), apart.pair.decoders[mode]
     before = decode.metric("baton:prompt_tokens_remote_total")
@@ -154,7 +168,9 @@ async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(apart: A
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_an_interface_that_goes_down_and_comes_back_is_used_again(apart: Apart, side: str, mode: str) -> None:
+async def test_an_interface_that_goes_down_and_comes_back_is_used_again(
+    apart: Apart, side: str, mode: str
+) -> None:
     pair, prompt = apart.pair, new_prompt()
     where = PREFILL if side == "prefill" else DECODE[mode]
     trigger = at(pair, "mid_transfer", mode, lambda: apart.net.unplug(where))
@@ -164,7 +180,9 @@ async def test_an_interface_that_goes_down_and_comes_back_is_used_again(apart: A
                 asked = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached("mid_transfer")
                 if side == "decode":
-                    await asyncio.sleep(max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time()))
+                    await asyncio.sleep(
+                        max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time())
+                    )
                     apart.net.heal()
                 pair.assert_right(prompt, await asked, f"{mode}, {side}")
     finally:

@@ -29,7 +29,14 @@ from kv_pair import (
 )
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.side_channel import Describe, Description, Hello, MemoryDescription, Publish, Subscribe
+from baton_kv_transfer.side_channel import (
+    Describe,
+    Description,
+    Hello,
+    MemoryDescription,
+    Publish,
+    Subscribe,
+)
 from baton_protocol.config import KV_PORT
 from baton_protocol.messages import ErrorCode
 from support.pods import Pod, pods
@@ -45,7 +52,11 @@ DAMAGE = Path(__file__).parent / "damage"
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("kv-wire")
-    decoders = {"pull": {"mode": "pull"}, "push": {"mode": "push"}, "fail": {"load_failure_policy": "fail"}}
+    decoders = {
+        "pull": {"mode": "pull"},
+        "push": {"mode": "push"},
+        "fail": {"load_failure_policy": "fail"},
+    }
     with pods(folder, 33) as group, pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(DAMAGE))
         environment.setenv("BATON_TEST_DAMAGE", str(folder))
@@ -97,7 +108,9 @@ class Corruption:
                     if self._at_consumer:
                         assert self._subscription.push_slots is not None
                         offset = block.index - self._subscription.first_block_index
-                        self._change(self._decode, self._memory[True], self._subscription.push_slots[offset])
+                        self._change(
+                            self._decode, self._memory[True], self._subscription.push_slots[offset]
+                        )
                 passing.connection.release()
         return Verdict.PASS
 
@@ -113,7 +126,9 @@ class Corruption:
                 flip_bit(pod, address)
 
 
-async def corrupted(pair: Pair, mode: str, *, at_producer: bool, at_consumer: bool, prompt: list[int]) -> object:
+async def corrupted(
+    pair: Pair, mode: str, *, at_producer: bool, at_consumer: bool, prompt: list[int]
+) -> object:
     decode = pair.decoders[mode]
     before = failures(decode)
     corruption = Corruption(pair, decode, at_producer=at_producer, at_consumer=at_consumer)
@@ -239,7 +254,9 @@ async def test_a_decode_engine_that_came_back_is_another_peer(pair: Pair) -> Non
     await pair.assert_works("pull")
 
 
-async def recorded(pair: Pair, clients: Clients, proxy: SideChannelProxy, transfer_id: str) -> list[Passing]:
+async def recorded(
+    pair: Pair, clients: Clients, proxy: SideChannelProxy, transfer_id: str
+) -> list[Passing]:
     """All messages of a hand-off that ended well."""
     prompt, before = new_prompt(), len(proxy.seen)
     pair.assert_right(prompt, await clients.hand_off(prompt, transfer_id=transfer_id), "recorded")
@@ -248,7 +265,9 @@ async def recorded(pair: Pair, clients: Clients, proxy: SideChannelProxy, transf
 
 @pytest.mark.parametrize("same_id", [False, True], ids=["other_transfer", "same_transfer_id"])
 @pytest.mark.parametrize("mode", MODES)
-async def test_messages_of_an_ended_load_do_nothing_when_they_come_again(pair: Pair, mode: str, same_id: bool) -> None:
+async def test_messages_of_an_ended_load_do_nothing_when_they_come_again(
+    pair: Pair, mode: str, same_id: bool
+) -> None:
     decode, transfer_id = pair.decoders[mode], uuid.uuid4().hex
     old: list[Passing] = []
 
@@ -283,7 +302,9 @@ async def test_a_handshake_that_comes_again_learns_nothing_about_memory(pair: Pa
         async with pair.clients("pull") as clients:
             prompt = new_prompt()
             pair.assert_right(prompt, await clients.hand_off(prompt), "recorded")
-        frames = [passing.frame for passing in proxy.seen if isinstance(passing.message, Hello | Describe)]
+        frames = [
+            passing.frame for passing in proxy.seen if isinstance(passing.message, Hello | Describe)
+        ]
         assert len(frames) == 2
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -296,7 +317,10 @@ async def test_a_handshake_that_comes_again_learns_nothing_about_memory(pair: Pa
     assert [type(answer) for answer in answers] == [side_channel.Welcome, side_channel.Refused]
     name = "baton:kv_transfer_handshakes_refused_total"
     await asyncio.to_thread(
-        eventually, lambda: pair.prefill.metric(name) == refused + 1, timeout_s=5, what="the refusal is counted"
+        eventually,
+        lambda: pair.prefill.metric(name) == refused + 1,
+        timeout_s=5,
+        what="the refusal is counted",
     )
     await pair.assert_works("pull")
 
@@ -318,7 +342,9 @@ def with_blocks(publish: Publish, **fields: int) -> Publish:
 LIES: dict[str, Callable[[Passing], Verdict]] = {
     "slot_below_zero": lying(lambda publish: with_blocks(publish, slot=-1)),
     "slot_far_out": lying(lambda publish: with_blocks(publish, slot=2**62)),
-    "slot_of_another_block": lying(lambda publish: with_blocks(publish, slot=publish.blocks[0].slot ^ 1)),
+    "slot_of_another_block": lying(
+        lambda publish: with_blocks(publish, slot=publish.blocks[0].slot ^ 1)
+    ),
     "index_below_zero": lying(lambda publish: with_blocks(publish, index=-(2**63))),
     "checksum_too_long": lying(lambda publish: with_blocks(publish, checksum=2**64 - 1)),
     "last_too_early": lying(lambda publish: msgspec.structs.replace(publish, last=True)),
@@ -347,7 +373,10 @@ async def test_a_producer_that_lies_costs_a_recomputation(pair: Pair, mode: str,
 async def test_many_at_once_while_the_connection_breaks_again_and_again(pair: Pair) -> None:
     async with pair.clients("pull") as one, pair.clients("push") as two:
         prompts = [new_prompt() for _ in range(8)]
-        asked = [asyncio.create_task((one, two)[i % 2].hand_off(prompt)) for i, prompt in enumerate(prompts)]
+        asked = [
+            asyncio.create_task((one, two)[i % 2].hand_off(prompt))
+            for i, prompt in enumerate(prompts)
+        ]
         while not all(task.done() for task in asked):
             await asyncio.wait(asked, timeout=0.1)
             pair.proxy.reset()

@@ -27,7 +27,9 @@ class Asker(threading.Thread):
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
-        self._client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        self._client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        )
         self.num_chunks = 0
         self.error: Exception | None = None
         self.start()
@@ -36,7 +38,11 @@ class Asker(threading.Thread):
         try:
             while True:
                 for _ in self._client.completions.create(
-                    model="m", prompt="hello", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+                    model="m",
+                    prompt="hello",
+                    max_tokens=200,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
                 ):
                     self.num_chunks += 1
         except Exception as error:
@@ -56,20 +62,38 @@ class Asker(threading.Thread):
 )
 def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, layout: str, victim: str) -> None:
     port = free_port()
-    command = ["-m", "baton_local.cli", "serve", str(checkpoint), "--port", str(port), "--served-model-name", "m"]
+    command = [
+        "-m",
+        "baton_local.cli",
+        "serve",
+        str(checkpoint),
+        "--port",
+        str(port),
+        "--served-model-name",
+        "m",
+    ]
     with tree([*command, *ENGINE_FLAGS, *LAYOUTS[layout]], tmp_path / "log") as serve:
         serve.wait_for("baton serve: ready")
         askers = [Asker(port) for _ in range(6)]
-        eventually(lambda: all(asker.num_chunks for asker in askers), timeout_s=60, what="every client has had a token")
-        killed = psutil.Process(serve.process.pid) if victim == "serve" else serve.find(MODULES[victim])[-1]
+        eventually(
+            lambda: all(asker.num_chunks for asker in askers),
+            timeout_s=60,
+            what="every client has had a token",
+        )
+        killed = (
+            psutil.Process(serve.process.pid)
+            if victim == "serve"
+            else serve.find(MODULES[victim])[-1]
+        )
         killed.kill()
         deadline = time.monotonic() + TOLD_S
         for asker in askers:
             asker.join(max(0.0, deadline - time.monotonic()))
             assert asker.error is not None, f"a client still waits\n{serve.text[-3000:]}"
             if victim in ("worker", "engine"):  # somebody is left who can say why
-                assert re.search(r"worker \d|engine was lost|engine serving this request was lost", str(asker.error)), (
-                    asker.error
-                )
+                assert re.search(
+                    r"worker \d|engine was lost|engine serving this request was lost",
+                    str(asker.error),
+                ), asker.error
         serve.assert_nobody_survives()
         assert_port_is_free(port)

@@ -35,10 +35,21 @@ class Apart:
         self.net = net
         network = net.networks[0]
         self.owner = subprocess.Popen(
-            [*network.command, sys.executable, "-m", "support.memory_owner", "tcp", network.address, str(LARGE)],
+            [
+                *network.command,
+                sys.executable,
+                "-m",
+                "support.memory_owner",
+                "tcp",
+                network.address,
+                str(LARGE),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+            },
         )
         assert self.owner.stdout is not None
         hello = json.loads(self.owner.stdout.readline())
@@ -59,7 +70,9 @@ class Apart:
     def outcome(self, handle: XferHandle) -> str:
         return str(
             eventually(
-                lambda: state if (state := self._agent.check_xfer_state(handle)) != "PROC" else None,
+                lambda: (
+                    state if (state := self._agent.check_xfer_state(handle)) != "PROC" else None
+                ),
                 timeout_s=SILENT_S + MARGIN_S,
                 what="an end of the transfer",
             )
@@ -85,7 +98,9 @@ def apart() -> Iterator[Apart]:
 
 
 @pytest.mark.parametrize(("op", "num_bytes"), [("READ", SMALL), ("WRITE", SMALL), ("WRITE", LARGE)])
-def test_a_host_that_falls_silent_ends_what_is_under_way(apart: Apart, op: str, num_bytes: int) -> None:
+def test_a_host_that_falls_silent_ends_what_is_under_way(
+    apart: Apart, op: str, num_bytes: int
+) -> None:
     apart.net.cut(0)
     assert apart.outcome(apart.begin(op, num_bytes)) == "ERR"
     apart.net.heal()

@@ -17,8 +17,19 @@ pytestmark = pytest.mark.chaos
 @pytest.mark.parametrize("victim", [0, 1])
 def test_kill_9_of_a_rank(checkpoint: Path, tmp_path: Path, victim: int) -> None:
     command = [
-        *("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"),
-        *("--local-addr=127.0.0.1", str(Path(__file__).with_name("torchrun_rank.py")), str(checkpoint), str(tmp_path)),
+        *(
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",
+        ),
+        *(
+            "--local-addr=127.0.0.1",
+            str(Path(__file__).with_name("torchrun_rank.py")),
+            str(checkpoint),
+            str(tmp_path),
+        ),
     ]
     with tree(command, tmp_path / "log") as launcher:
 
@@ -31,7 +42,9 @@ def test_kill_9_of_a_rank(checkpoint: Path, tmp_path: Path, victim: int) -> None
         os.kill(int((tmp_path / f"{victim}.pid").read_text()), signal.SIGKILL)
         report = tmp_path / f"{1 - victim}.error"
         reason = eventually(
-            lambda: report.exists() and report.read_text(), timeout_s=TOLD_S, what="the other rank has noticed"
+            lambda: report.exists() and report.read_text(),
+            timeout_s=TOLD_S,
+            what="the other rank has noticed",
         )
         assert f"a member is gone (rank {victim} has died)" in str(reason)
         assert launcher.process.wait(60) != 0

@@ -15,11 +15,18 @@ if __name__ == "__main__":
     )  # torchrun's, when another rank has ended: we want to see what we notice ourselves
     checkpoint, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
     llm = LLM(
-        checkpoint, tensor_parallel_size=2, executor="external_launcher", device="cpu", num_threads=1, num_blocks=64
+        checkpoint,
+        tensor_parallel_size=2,
+        executor="external_launcher",
+        device="cpu",
+        num_threads=1,
+        num_blocks=64,
     )
     for round_number in range(10**6):
         try:
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+            llm.generate(
+                [[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False
+            )
         except RuntimeError as error:
             (folder / f"{rank}.error").write_text(str(error))
             sys.exit(3)

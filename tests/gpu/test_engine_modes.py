@@ -59,7 +59,9 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("compile-cache"))
 
 
-def generate(checkpoint: Path, nap: bool = False, **options: Any) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
+def generate(
+    checkpoint: Path, nap: bool = False, **options: Any
+) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
     """(token ids, log-probabilities of the best two at each place) of each prompt, in chunks and with preemption."""
     llm = LLM(
         str(checkpoint), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, num_blocks=24, max_model_len=160, **options
@@ -75,7 +77,9 @@ def generate(checkpoint: Path, nap: bool = False, **options: Any) -> tuple[list[
         assert metrics["baton:num_preemptions_total"] > 0, "nothing was preempted"
     finally:
         llm.close()
-    return [list(result.token_ids) for result in results], [list(result.logprobs) for result in results]
+    return [list(result.token_ids) for result in results], [
+        list(result.logprobs) for result in results
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,9 @@ def on_cpu(checkpoint: Path) -> tuple[list[list[int]], list[list[dict[int, Any]]
     return generate(checkpoint, device="cpu")
 
 
-def assert_same(actual: list[list[int]], on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]) -> None:
+def assert_same(
+    actual: list[list[int]], on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]
+) -> None:
     """A sequence may leave the CPU's only where its two best tokens were a tie; after that it is another sequence."""
     for prompt, (tokens, expected, logprobs) in enumerate(zip(actual, *on_cpu, strict=True)):
         for place, (token, best) in enumerate(zip(tokens, expected, strict=True)):
@@ -103,7 +109,9 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     caplog: pytest.LogCaptureFixture,
     mode: str,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")  # checks that arguments stay where they were
+    caplog.set_level(
+        logging.DEBUG, "baton_engine.compilation.graphs"
+    )  # checks that arguments stay where they were
     options = MODES[mode]
     tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
     assert_same(tokens, on_cpu)
@@ -111,8 +119,13 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
 
 @pytest.mark.parametrize("mode", ["full-graphs", "compiled-graphs"])
 def test_graphs_are_right_after_a_nap(
-    checkpoint: Path, on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]], cache_dir: str, mode: str
+    checkpoint: Path,
+    on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]],
+    cache_dir: str,
+    mode: str,
 ) -> None:
     """Weights and KV may lie elsewhere then."""
-    tokens, _ = generate(checkpoint, nap=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode])
+    tokens, _ = generate(
+        checkpoint, nap=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode]
+    )
     assert_same(tokens, on_cpu)

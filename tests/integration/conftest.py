@@ -10,7 +10,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole, KVTransferConfig, SchedulerConfig
+from baton_protocol.config import (
+    ENGINE_HTTP_PORT,
+    GATEWAY_PORT,
+    KVRole,
+    KVTransferConfig,
+    SchedulerConfig,
+)
 from support.parity import reference_model
 from support.pods import Pod, Pods, pods
 
@@ -46,7 +52,9 @@ class Stack:
 def start_stack(arch: str, checkpoint: Path, group: Pods) -> Stack:
     chunked = SchedulerConfig(max_num_batched_tokens=48)  # prompts of several chunks
     prefill = group.engine("prefill", checkpoint, KVRole.PRODUCER, scheduler=chunked)
-    loads = KVTransferConfig(role=KVRole.CONSUMER, mode=KV_MODES[arch], lease_s=10.0, load_timeout_s=10.0)
+    loads = KVTransferConfig(
+        role=KVRole.CONSUMER, mode=KV_MODES[arch], lease_s=10.0, load_timeout_s=10.0
+    )
     decode = group.engine("decode", checkpoint, kv_transfer=loads)
     gateway = group.gateway("gateway", checkpoint, {prefill: "prefill", decode: "decode"})
     for pod in (prefill, decode):

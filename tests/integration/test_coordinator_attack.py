@@ -96,10 +96,17 @@ class Attacker:
         name = min(self._group.ranks)
         forged = Member(name, "forged", self._group.coordinator.address, 1, 2, 3)
         generation = Generation(
-            10**9, "1000000000.x", (forged,), (((*range(NUM_EXPERTS),),),) * NUM_LAYERS, "127.0.0.1", 3
+            10**9,
+            "1000000000.x",
+            (forged,),
+            (((*range(NUM_EXPERTS),),),) * NUM_LAYERS,
+            "127.0.0.1",
+            3,
         )
         status = Status(forged, RankPhase.SERVING, NUM_EXPERTS, NUM_LAYERS, generation=generation)
-        return self._is_let_in(self._group.coordinator.address, COORDINATOR_PORT, msgspec.msgpack.encode(status))
+        return self._is_let_in(
+            self._group.coordinator.address, COORDINATOR_PORT, msgspec.msgpack.encode(status)
+        )
 
     def sends_waves(self, rank: Pod) -> bool:
         ports = link_ports(rank)
@@ -157,7 +164,12 @@ class Serving:
 
     def __init__(self, group: ExpertGroup) -> None:
         assert group.gateway is not None
-        self._load = Load(f"http://{group.gateway.address}:8080", width=3, vocab_size=VOCAB_SIZE, max_tokens=(8, 40))
+        self._load = Load(
+            f"http://{group.gateway.address}:8080",
+            width=3,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=(8, 40),
+        )
         self._stopped = threading.Event()
         self.streams: list[Stream] = []
         self._thread = threading.Thread(target=self._run)
@@ -212,7 +224,11 @@ def test_without_the_key_nobody_gets_in_and_the_group_serves_and_grows(
         names = [*group.ranks, group.add_rank()]
         group.scale(names)
         served = len(serving.streams)
-        eventually(lambda: len(serving.streams) > served, timeout_s=DEADLINE_S, what="streams of three ranks")
+        eventually(
+            lambda: len(serving.streams) > served,
+            timeout_s=DEADLINE_S,
+            what="streams of three ranks",
+        )
     finally:
         streams = serving.stop()
     assert_all_right(streams, model, group)

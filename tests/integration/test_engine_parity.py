@@ -38,7 +38,9 @@ class Case:
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request, tmp_path_factory) -> Case:
     arguments = dict(VARIANTS[request.param])
-    path = create_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, arguments.pop("arch"), **arguments)
+    path = create_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / request.param, arguments.pop("arch"), **arguments
+    )
     return Case(request.param, path, reference_model(path))
 
 
@@ -56,10 +58,14 @@ def metric(llm: LLM, name: str) -> float:
 
 
 @torch.inference_mode()
-def check(case: Case, llm: LLM, what: str, *, count: int = 14, longest: int = 90, n: int = 1) -> None:
+def check(
+    case: Case, llm: LLM, what: str, *, count: int = 14, longest: int = 90, n: int = 1
+) -> None:
     """Greedy tokens by the tie rule, their log-probabilities within LOGPROB_TOLERANCE."""
     some = prompts(count, VOCAB_SIZE, longest=longest, seed=7)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, n=n)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, n=n
+    )
     results = llm.generate(some, params, use_tqdm=False)
     for sample in range(n):
         outputs = [list(result.outputs[sample].token_ids) for result in results]
@@ -68,18 +74,25 @@ def check(case: Case, llm: LLM, what: str, *, count: int = 14, longest: int = 90
         for output in result.outputs:
             ids = torch.tensor([prompt + list(output.token_ids)])
             reference = case.reference(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            for position, (token_id, logprobs) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+            for position, (token_id, logprobs) in enumerate(
+                zip(output.token_ids, output.logprobs, strict=True)
+            ):
                 gap = abs(logprobs[token_id].logprob - reference[position, token_id].item())
                 assert gap <= LOGPROB_TOLERANCE, (
                     f"{case.name}, {what}: token {position}: log-probability off by {gap:.1e}"
                 )
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+@pytest.mark.parametrize(
+    "enable_prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"]
+)
 @pytest.mark.parametrize("chunk", [1, 5, 16, 512])
 def test_one_worker_in_chunks(case, chunk, enable_prefix_caching):
     with engine(
-        case, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16), enable_prefix_caching=enable_prefix_caching
+        case,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=min(chunk, 16),
+        enable_prefix_caching=enable_prefix_caching,
     ) as llm:
         count = 4 if chunk == 1 else 14
         check(case, llm, f"chunks of {chunk}", count=count)
@@ -91,7 +104,9 @@ def test_one_worker_in_chunks(case, chunk, enable_prefix_caching):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_under_forced_preemption(case, mode):
     # Room for the longest request and little more: those that run together push each other out.
-    with engine(case, num_blocks=10, max_num_batched_tokens=64, max_model_len=128, preemption_mode=mode) as llm:
+    with engine(
+        case, num_blocks=10, max_num_batched_tokens=64, max_model_len=128, preemption_mode=mode
+    ) as llm:
         check(case, llm, f"preemption by {mode}", longest=60)
         check(case, llm, f"preemption by {mode}, two samples", longest=40, n=2)
         assert metric(llm, "baton:num_preemptions_total") > 0, "nothing was preempted"
@@ -106,7 +121,11 @@ def test_asynchronous_scheduling(case):
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tensor-2", "pipeline-2"])
 def test_several_workers(case, tensor, pipeline):
     with engine(
-        case, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, max_num_batched_tokens=64, num_blocks=24
+        case,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        max_num_batched_tokens=64,
+        num_blocks=24,
     ) as llm:
         check(case, llm, f"tensor {tensor}, pipeline {pipeline}")
         assert metric(llm, "baton:num_preemptions_total") > 0, "nothing was preempted"

@@ -22,7 +22,9 @@ from support.token_rule import assert_right_tokens
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(tmp_path_factory.mktemp("experts") / request.param, request.param, **SHAPE)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("experts") / request.param, request.param, **SHAPE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,18 @@ def group(checkpoint: Path, tmp_path: Path) -> Iterator[ExpertGroup]:
 
 def ask(group: ExpertGroup, numbers: list[int], width: int) -> list[Stream]:
     assert group.gateway is not None
-    load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE, max_tokens=(8, 40))
+    load = Load(
+        f"http://{group.gateway.address}:8080",
+        width=width,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=(8, 40),
+    )
     return list(asyncio.run(load.replay(numbers)).values())
 
 
-def assert_all_right(streams: list[Stream], model: torch.nn.Module, group: ExpertGroup, what: str) -> None:
+def assert_all_right(
+    streams: list[Stream], model: torch.nn.Module, group: ExpertGroup, what: str
+) -> None:
     for stream in streams:
         assert not stream.error, f"{what}: {stream.error}\n{group.tails()}"
         assert len(stream.token_ids) == stream.max_tokens, f"{what}: {stream}"
@@ -80,7 +89,9 @@ async def six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
     return streams
 
 
-def test_a_group_that_is_deleted_ends_its_requests_and_goes(group: ExpertGroup, model: torch.nn.Module) -> None:
+def test_a_group_that_is_deleted_ends_its_requests_and_goes(
+    group: ExpertGroup, model: torch.nn.Module
+) -> None:
     """All ranks are told to shut down at once, long before their drain timeout of 30 s."""
     group.start(3)
 
@@ -139,4 +150,6 @@ def test_tokens_of_every_size(
                 ("some idle", range(100 * size + 30, 100 * size + 33), 3),
                 ("one stream", range(100 * size + 40, 100 * size + 42), 1),
             ):
-                assert_all_right(ask(group, list(numbers), width), model, group, f"{size} ranks, {what}")
+                assert_all_right(
+                    ask(group, list(numbers), width), model, group, f"{size} ranks, {what}"
+                )

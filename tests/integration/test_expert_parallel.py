@@ -29,7 +29,9 @@ LONG = 200
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_experts": 8, "moe_intermediate_size": 32, "vocab_size": VOCAB_SIZE}
-    return create_checkpoint(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", **shape, seed=3)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", **shape, seed=3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,9 @@ async def clients(group: ExpertGroup, names: list[str]) -> AsyncIterator[dict[st
 
 
 def request(request_id: str, prompt: list[int], length: int) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True))
+    return EngineCoreRequest(
+        request_id, prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    )
 
 
 async def collect(stream: AsyncIterator[EngineCoreOutput]) -> list[EngineCoreOutput]:
@@ -74,7 +78,9 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
 async def serve(client: EngineClient, asked: list[list[int]], name: str) -> list[list[int]]:
     """The more is asked of a rank, the longer are the answers, too."""
     length = LENGTH * len(asked) // 4
-    streams = [client.add(request(f"{name}-{index}", prompt, length)) for index, prompt in enumerate(asked)]
+    streams = [
+        client.add(request(f"{name}-{index}", prompt, length)) for index, prompt in enumerate(asked)
+    ]
     return [token_ids(await collect(stream)) for stream in streams]
 
 
@@ -83,17 +89,23 @@ async def scale(group: ExpertGroup, names: list[str]) -> None:
     await asyncio.to_thread(group.wait_for, names, timeout_s=DEADLINE_S)
 
 
-async def test_tokens_are_those_of_one_engine_for_one_two_and_three_ranks(checkpoint, model, processes):
+async def test_tokens_are_those_of_one_engine_for_one_two_and_three_ranks(
+    checkpoint, model, processes
+):
     group = ExpertGroup(processes, checkpoint)
     names = [group.add_rank() for _ in range(3)]
     asked = prompts(12, VOCAB_SIZE, longest=60)
     for size in (1, 2, 3):
         await scale(group, names[:size])
         async with clients(group, names[:size]) as ranks:
-            assert sorted(client.ready.data_parallel_rank for client in ranks.values()) == list(range(size))
+            assert sorted(client.ready.data_parallel_rank for client in ranks.values()) == list(
+                range(size)
+            )
             # The first rank gets the most; the last one, alone, next to nothing.
             shares = {name: asked[: 12 // (index + 1) ** 2] for index, name in enumerate(ranks)}
-            answers = await asyncio.gather(*(serve(ranks[name], share, name) for name, share in shares.items()))
+            answers = await asyncio.gather(
+                *(serve(ranks[name], share, name) for name, share in shares.items())
+            )
         for (name, share), outputs in zip(shares.items(), answers, strict=True):
             assert_greedy(model, share, outputs, f"{name} of {size} ranks")
     lent = group.ranks[names[2]].metric("baton:topology_num_steps_without_tokens_total")
@@ -136,13 +148,18 @@ async def test_requests_in_flight_stay_where_they_are_while_the_group_grows_shri
     assert pauses == 4, "formed, grown, shrunk and recovered"
 
 
-async def test_ranks_of_two_workers_each_go_on_when_one_of_them_is_killed(checkpoint, model, processes):
+async def test_ranks_of_two_workers_each_go_on_when_one_of_them_is_killed(
+    checkpoint, model, processes
+):
     group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
     names = [group.add_rank() for _ in range(2)]
     await scale(group, names)
     asked = prompts(2, VOCAB_SIZE, longest=40, seed=2)
     async with clients(group, names) as ranks:
-        streams = [client.add(request("r", prompt, LONG)) for client, prompt in zip(ranks.values(), asked, strict=True)]
+        streams = [
+            client.add(request("r", prompt, LONG))
+            for client, prompt in zip(ranks.values(), asked, strict=True)
+        ]
         outputs = [[await anext(stream)] for stream in streams]
         group.ranks[names[1]].kill()
         outputs[0] += await collect(streams[0])

@@ -18,9 +18,13 @@ from support.pods import pods
 VOCAB = 500  # ids below it exist in every test checkpoint
 
 
-async def complete(url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object) -> list[int]:
+async def complete(
+    url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object
+) -> list[int]:
     """Token ids of a completion. temperature 0, EOS ignored, unless `extra` says otherwise."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120.0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url, api_key="unused", max_retries=0, timeout=120.0
+    ) as client:
         body = {"temperature": 0, **extra}
         extra_body = {"ignore_eos": True, "return_token_ids": True}
         answer = await client.completions.create(
@@ -45,7 +49,10 @@ async def test_engine_alone_is_greedy_equal_to_transformers(stack):
         await client.connect(60)
         await client.wait_ready(60)
         outputs = await asyncio.gather(
-            *(generate(client, EngineCoreRequest(f"alone-{i}", prompt, params)) for i, prompt in enumerate(asked))
+            *(
+                generate(client, EngineCoreRequest(f"alone-{i}", prompt, params))
+                for i, prompt in enumerate(asked)
+            )
         )
     assert_greedy(stack.reference, asked, list(outputs), f"{stack.arch} engine alone")
 
@@ -68,7 +75,10 @@ async def test_whole_path_is_greedy_equal_and_decode_computes_no_prompt_token(st
 async def test_a_seed_gives_the_same_tokens_again_whatever_runs_beside(stack):
     prompt = list(range(20, 60))
     alone = await complete(stack.url, prompt, temperature=1.0, seed=1234)
-    crowd = [complete(stack.url, other, temperature=1.0) for other in prompts(6, VOCAB, longest=90, seed=3)]
+    crowd = [
+        complete(stack.url, other, temperature=1.0)
+        for other in prompts(6, VOCAB, longest=90, seed=3)
+    ]
     again, other, *_ = await asyncio.gather(
         complete(stack.url, prompt, temperature=1.0, seed=1234),
         complete(stack.url, prompt, temperature=1.0, seed=1235),
@@ -80,7 +90,9 @@ async def test_a_seed_gives_the_same_tokens_again_whatever_runs_beside(stack):
 
 async def test_any_engine_continues_what_another_began(stack):
     """Prompt + generated ids + seed are all that a pod needs to go on."""
-    params = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True
+    )
     prompt = list(range(100, 141))
     async with (
         EngineClient(stack.prefill.address, ENGINE_PORT, client_id="a") as one,
@@ -92,7 +104,8 @@ async def test_any_engine_continues_what_another_began(stack):
         whole = await generate(one, EngineCoreRequest("whole", prompt, params))
         for cut in (1, 7, 39):
             rest = await generate(
-                two, EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut])
+                two,
+                EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
             )
             assert rest == whole
 
@@ -133,9 +146,16 @@ async def test_decode_death_is_survived_by_running_requests(own_stack):
 
 
 async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
-    async with openai.AsyncOpenAI(base_url=own_stack.url, api_key="unused", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=own_stack.url, api_key="unused", max_retries=0
+    ) as client:
         stream = await client.completions.create(
-            model="m", prompt="relay", max_tokens=150, stream=True, temperature=0, extra_body={"ignore_eos": True}
+            model="m",
+            prompt="relay",
+            max_tokens=150,
+            stream=True,
+            temperature=0,
+            extra_body={"ignore_eos": True},
         )
         first = await anext(aiter(stream))
         own_stack.gateway.process.send_signal(signal.SIGTERM)
@@ -147,7 +167,9 @@ async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
     assert own_stack.decode.process.wait(timeout=60) == 0
 
 
-async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(checkpoints, stack, tmp_path):
+async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(
+    checkpoints, stack, tmp_path
+):
     if stack.arch != "qwen3":
         pytest.skip("one architecture is enough here")
     with pods(tmp_path, 20) as group:
@@ -159,7 +181,10 @@ async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(
             await client.connect(60)
             await client.wait_ready(60)
             outputs = await asyncio.gather(
-                *(generate(client, EngineCoreRequest(f"r{i}", prompt, params)) for i, prompt in enumerate(asked))
+                *(
+                    generate(client, EngineCoreRequest(f"r{i}", prompt, params))
+                    for i, prompt in enumerate(asked)
+                )
             )
         assert_greedy(stack.reference, asked, list(outputs), "tiny pool")
         assert engine.metric("baton:num_preemptions_total") > 0

@@ -28,7 +28,13 @@ from baton_protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.messages import EngineCoreRequest, FinishReason, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
 from baton_protocol.sampling import SamplingParams
 from support.parity import assert_greedy, prompts, reference_model
 
@@ -82,11 +88,15 @@ class Engines:
             cache=CacheConfig(num_blocks=num_blocks, offload_memory_bytes=2**24),
             scheduler=SchedulerConfig(max_num_batched_tokens=48),  # prompts of several chunks
             parallel=ParallelConfig(tensor_parallel_size=ranks, worker_class=worker),
-            kv_transfer=KVTransferConfig(role=KVRole.BOTH, mode=mode, port=self._ports[name], load_timeout_s=20.0),
+            kv_transfer=KVTransferConfig(
+                role=KVRole.BOTH, mode=mode, port=self._ports[name], load_timeout_s=20.0
+            ),
             device="cpu",
             num_threads=1,
         )
-        return EngineCore(config, load_executor_class(executor_name(config))(config, name, self._awake.set))
+        return EngineCore(
+            config, load_executor_class(executor_name(config))(config, name, self._awake.set)
+        )
 
     def hand_over(
         self,
@@ -111,7 +121,9 @@ class Engines:
             name = f"{transfers}{producer}-{consumer}-{number}"
             texts[name] = []
             produce = KVTransferParams(KVSide.PRODUCE, name, consumer)
-            consume = KVTransferParams(KVSide.CONSUME, name, producer, "127.0.0.1", self._ports[producer])
+            consume = KVTransferParams(
+                KVSide.CONSUME, name, producer, "127.0.0.1", self._ports[producer]
+            )
             for engine, given, side in ((producer, first, produce), (consumer, params, consume)):
                 request = EngineCoreRequest(name, prompt, given, kv_transfer=side)
                 assert self.cores[engine].add_request(request) is None
@@ -137,7 +149,9 @@ class Engines:
             if not progress:
                 self._awake.wait(IDLE_S)
                 self._awake.clear()
-        raise AssertionError(f"unfinished after {STEPS} steps: {[core.get_stats() for core in self.cores.values()]}")
+        raise AssertionError(
+            f"unfinished after {STEPS} steps: {[core.get_stats() for core in self.cores.values()]}"
+        )
 
     def close(self) -> None:
         with ThreadPoolExecutor() as ending:
@@ -157,13 +171,19 @@ def reference(checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("producer", "consumer"), [("one", "left"), ("one", "right"), ("left", "one"), ("left", "right"), ("right", "left")]
+    ("producer", "consumer"),
+    [("one", "left"), ("one", "right"), ("left", "one"), ("left", "right"), ("right", "left")],
 )
 def test_tokens_are_the_references_whatever_the_sizes_of_the_two_sides(
     engines: Engines, reference, producer: str, consumer: str
 ) -> None:
     """Greedy, and computed from KV that came from the other engine, all of it, of which nothing is held afterwards."""
-    asked = prompts(6, VOCAB, longest=150, seed=list(ENGINES).index(producer) * 10 + list(ENGINES).index(consumer))
+    asked = prompts(
+        6,
+        VOCAB,
+        longest=150,
+        seed=list(ENGINES).index(producer) * 10 + list(ENGINES).index(consumer),
+    )
     before = engines.cores[consumer].get_stats()
     received, failures = before.kv_transfer.blocks_received, before.kv_transfer.failures
     computed = before.prompt_tokens_computed
@@ -190,24 +210,32 @@ def test_what_both_ranks_evicted_comes_back_from_host_memory(engines: Engines, r
 
 
 @pytest.mark.parametrize("consumer", ["left", "right"])
-def test_what_one_rank_did_not_get_is_computed_on_both(engines: Engines, reference, consumer: str) -> None:
+def test_what_one_rank_did_not_get_is_computed_on_both(
+    engines: Engines, reference, consumer: str
+) -> None:
     asked = prompts(4, VOCAB, longest=90, seed=100 + list(ENGINES).index(consumer))
     computed = engines.cores[consumer].get_stats().prompt_tokens_computed
     outputs = engines.hand_over("one", consumer, asked, transfers=SPOILED)
     assert_greedy(reference, asked, outputs, f"spoiled on one rank of {consumer}")
-    assert engines.cores[consumer].get_stats().prompt_tokens_computed == computed + sum(map(len, asked))
+    assert engines.cores[consumer].get_stats().prompt_tokens_computed == computed + sum(
+        map(len, asked)
+    )
     for core in engines.cores.values():
         assert core.get_stats().kv_cache_usage == 0
 
 
-@pytest.mark.parametrize(("producer", "consumer"), [("left", "right"), ("right", "left"), ("one", "left")])
+@pytest.mark.parametrize(
+    ("producer", "consumer"), [("left", "right"), ("right", "left"), ("one", "left")]
+)
 @pytest.mark.parametrize("transfers", ["", SPOILED])
 def test_nothing_is_held_after_aborts_at_any_time_on_either_side(
     engines: Engines, reference, producer: str, consumer: str, transfers: str
 ) -> None:
     asked = prompts(12, VOCAB, longest=120, seed=200 + list(ENGINES).index(producer))
     aborts = {number: (number, producer if number % 3 else consumer) for number in range(10)}
-    outputs = engines.hand_over(producer, consumer, asked, transfers=f"{transfers}aborted-", aborts=aborts)
+    outputs = engines.hand_over(
+        producer, consumer, asked, transfers=f"{transfers}aborted-", aborts=aborts
+    )
     assert_greedy(reference, asked[10:], outputs[10:], f"{producer} to {consumer}")
     for core in engines.cores.values():
         stats = core.get_stats()

@@ -28,7 +28,8 @@ def output_of(script: str, *arguments: str) -> str:
     """Of a run that succeeds."""
     process = subprocess.run(
         [sys.executable, BENCHMARKS / "kernels" / script, "--quick", *arguments],
-        env=os.environ | {"PYTHONPATH": str(BENCHMARKS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"PYTHONPATH": str(BENCHMARKS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

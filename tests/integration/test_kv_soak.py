@@ -36,7 +36,9 @@ def run(soak: Soak) -> None:
     try:
         soak.run()
     finally:
-        print(f"BATON_SOAK_SEED={SEED}, {time.monotonic() - started:.0f} s: {dict(sorted(soak.counts.items()))}")
+        print(
+            f"BATON_SOAK_SEED={SEED}, {time.monotonic() - started:.0f} s: {dict(sorted(soak.counts.items()))}"
+        )
     assert soak.counts["blocks right"]
     assert soak.counts["loads whole"] > soak.counts["loads cut short"]
     # These producers die and are cut off, but say nothing that cannot be; and all engines fit each other.
@@ -57,7 +59,10 @@ def test_soak(tmp_path: Path) -> None:
     ]
     apart = [
         [producer("p1", "ucx", 4, **keyed)],
-        [consumer("pull1", "ucx", "pull", 2, 2, **keyed), consumer("push1", "ucx", "push", 4, **keyed)],
+        [
+            consumer("pull1", "ucx", "pull", 2, 2, **keyed),
+            consumer("push1", "ucx", "push", 4, **keyed),
+        ],
     ]
     run(Soak([one_process, *apart], seed=SEED, num_transfers=300, kills=3, freezes=1))
 

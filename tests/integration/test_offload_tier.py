@@ -34,12 +34,15 @@ def expected(checkpoint) -> list[list[int]]:
 def prompts(turn: int) -> list[list[int]]:
     """Each with a long beginning that it has in common with one of the other turns."""
     return [
-        [3 + (7 * prefix + 11 * position) % (VOCAB_SIZE - 3) for position in range(PREFIX_TOKENS)] + [5 + turn, 9]
+        [3 + (7 * prefix + 11 * position) % (VOCAB_SIZE - 3) for position in range(PREFIX_TOKENS)]
+        + [5 + turn, 9]
         for prefix in range(NUM_PREFIXES)
     ]
 
 
-def generate(checkpoint, *, max_tokens: int, **options: Any) -> tuple[list[list[int]], dict[str, float]]:
+def generate(
+    checkpoint, *, max_tokens: int, **options: Any
+) -> tuple[list[list[int]], dict[str, float]]:
     """The tokens of all turns, and the engine's metrics."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     llm = LLM(str(checkpoint), dtype="float32", num_threads=1, max_model_len=128, **options)
@@ -49,7 +52,9 @@ def generate(checkpoint, *, max_tokens: int, **options: Any) -> tuple[list[list[
             for turn in range(NUM_TURNS)
             for result in llm.generate(prompts(turn), params, use_tqdm=False)
         ]
-        return outputs, {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        return outputs, {
+            metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+        }
     finally:
         llm.close()
 
@@ -57,7 +62,9 @@ def generate(checkpoint, *, max_tokens: int, **options: Any) -> tuple[list[list[
 @pytest.mark.parametrize("name", OPTIONS)
 def test_restored_prefixes_give_the_same_tokens(checkpoint, expected, name):
     options = {"max_tokens": 6, **OPTIONS[name]}
-    got, metrics = generate(checkpoint, num_blocks=12, max_num_seqs=4, offload_memory_bytes=2**24, **options)
+    got, metrics = generate(
+        checkpoint, num_blocks=12, max_num_seqs=4, offload_memory_bytes=2**24, **options
+    )
     assert got == [tokens[: options["max_tokens"]] for tokens in expected]
     assert metrics["baton:offload_blocks_restored_total"] > NUM_PREFIXES
     assert metrics["baton:prompt_tokens_cached_total"] >= NUM_PREFIXES * 64

@@ -44,7 +44,9 @@ Tokens = list[list[list[int]]]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("purity") / "tiny"
-    return create_checkpoint(path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3)
+    return create_checkpoint(
+        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,14 @@ def make_llm(checkpoint: Path, **options: Any) -> LLM:
 
 
 def arguments(**options: Any) -> EngineArgs:
-    return {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 256, "max_model_len": 256, **options}
+    return {
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        "num_blocks": 256,
+        "max_model_len": 256,
+        **options,
+    }
 
 
 def sampled(llm: LLM, indices: list[int]) -> Tokens:
@@ -69,14 +78,22 @@ def sampled(llm: LLM, indices: list[int]) -> Tokens:
 
 
 def preemptions(llm: LLM) -> float:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == "baton:num_preemptions_total")
+    return sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "baton:num_preemptions_total"
+    )
 
 
-def test_samples_of_one_prompt_differ_and_the_first_is_the_only_one(checkpoint: Path, alone: Tokens):
+def test_samples_of_one_prompt_differ_and_the_first_is_the_only_one(
+    checkpoint: Path, alone: Tokens
+):
     three = alone[5]
     assert len({tuple(tokens) for tokens in three}) == 3
     with make_llm(checkpoint) as llm:
-        one = llm.generate([PROMPTS[5]], SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False)
+        one = llm.generate(
+            [PROMPTS[5]],
+            SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+            use_tqdm=False,
+        )
     assert one[0].outputs[0].token_ids == three[0]
 
 
@@ -92,17 +109,23 @@ def test_samples_of_one_prompt_differ_and_the_first_is_the_only_one(checkpoint: 
         pytest.param({"tensor_parallel_size": 2}, id="on two tensor ranks"),
     ],
 )
-def test_tokens_do_not_depend_on_the_engine(checkpoint: Path, alone: Tokens, options: dict[str, Any]):
+def test_tokens_do_not_depend_on_the_engine(
+    checkpoint: Path, alone: Tokens, options: dict[str, Any]
+):
     with make_llm(checkpoint, **options) as llm:
         assert sampled(llm, list(range(len(PROMPTS)))) == alone
         backwards = list(reversed(range(len(PROMPTS))))
-        assert sampled(llm, backwards) == [alone[index] for index in backwards], "the second time, others beside them"
+        assert sampled(llm, backwards) == [alone[index] for index in backwards], (
+            "the second time, others beside them"
+        )
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_tokens_do_not_depend_on_preemption(checkpoint: Path, alone: Tokens, mode: str):
     # The largest group alone has room.
-    with make_llm(checkpoint, preemption_mode=mode, num_blocks=20, swap_memory_bytes=2**22, watermark=0.0) as llm:
+    with make_llm(
+        checkpoint, preemption_mode=mode, num_blocks=20, swap_memory_bytes=2**22, watermark=0.0
+    ) as llm:
         assert sampled(llm, list(range(len(PROMPTS)))) == alone
         assert preemptions(llm) > 0, "memory was to be short"
 
@@ -111,13 +134,17 @@ def test_tokens_do_not_depend_on_preemption(checkpoint: Path, alone: Tokens, mod
 def another_core(checkpoint: Path) -> Iterator[EngineCore]:
     """An engine that has not seen the first tokens."""
     config = engine_config(checkpoint, arguments(max_num_batched_tokens=32))
-    executor = load_executor_class(executor_name(config))(config, uuid.uuid4().hex, threading.Event().set)
+    executor = load_executor_class(executor_name(config))(
+        config, uuid.uuid4().hex, threading.Event().set
+    )
     core = EngineCore(config, executor)
     yield core
     core.shutdown()
 
 
-def test_another_engine_continues_as_the_first_would_have(checkpoint: Path, alone: Tokens, another_core: EngineCore):
+def test_another_engine_continues_as_the_first_would_have(
+    checkpoint: Path, alone: Tokens, another_core: EngineCore
+):
     with make_llm(checkpoint) as llm:
         wires = [params.to_wire(llm.get_tokenizer(), seed=0) for params in PARAMS]
     continued: dict[str, list[int]] = {}
@@ -130,7 +157,11 @@ def test_another_engine_continues_as_the_first_would_have(checkpoint: Path, alon
                 request_id = f"{index}-{sample_index}-{known}"
                 refusal = another_core.add_request(
                     EngineCoreRequest(
-                        request_id, prompt, wire, generated_token_ids=tokens[:known], sample_index=sample_index
+                        request_id,
+                        prompt,
+                        wire,
+                        generated_token_ids=tokens[:known],
+                        sample_index=sample_index,
                     )
                 )
                 assert refusal is None

@@ -128,11 +128,15 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(checkpoints: dict[str, Path], key_file: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(
+    checkpoints: dict[str, Path], key_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
     checkpoint = checkpoints["qwen3"]
     with pods(tmp_path_factory.mktemp("attacked"), 31) as group:
         prefill = group.engine("prefill", checkpoint, KVRole.PRODUCER, service_key_file=key_file)
-        loads = KVTransferConfig(role=KVRole.CONSUMER, mode="push", lease_s=10.0, load_timeout_s=10.0)
+        loads = KVTransferConfig(
+            role=KVRole.CONSUMER, mode="push", lease_s=10.0, load_timeout_s=10.0
+        )
         decode = group.engine("decode", checkpoint, kv_transfer=loads, service_key_file=key_file)
         engines = {prefill: "prefill", decode: "decode"}
         gateway = group.gateway("gateway", checkpoint, engines, service_key_file=key_file)
@@ -144,7 +148,11 @@ def service(checkpoints: dict[str, Path], key_file: str, tmp_path_factory: pytes
 
 def refused(pod: Pod, door: str) -> float:
     _, body = pod.get(ENGINE_HTTP_PORT, "/metrics")
-    (line,) = [line for line in body.splitlines() if line.startswith(f'baton:access_refused_total{{door="{door}"}}')]
+    (line,) = [
+        line
+        for line in body.splitlines()
+        if line.startswith(f'baton:access_refused_total{{door="{door}"}}')
+    ]
     return float(line.split()[-1])
 
 
@@ -176,7 +184,9 @@ async def test_an_engine_does_not_take_a_stranger_for_a_client(service: Service,
     async with service.serving():
         for pod in service.engines:
             before = refused(pod, "engine")
-            client = EngineClient(pod.address, ENGINE_PORT, client_id="stranger", service_key=STRANGERS[who])
+            client = EngineClient(
+                pod.address, ENGINE_PORT, client_id="stranger", service_key=STRANGERS[who]
+            )
             with pytest.raises(EngineDeadError, match=r"cannot connect: tcp://.*"):
                 await client.connect(DEADLINE_S)
             await asyncio.to_thread(
@@ -193,7 +203,9 @@ async def test_work_that_a_stranger_sends_without_asking_is_never_done(service: 
     """Not even if it knows the instance id and does not wait for any answer."""
     request_id = f"stolen-{uuid.uuid4().hex}"
     for pod in service.engines:
-        async with EngineClient(pod.address, ENGINE_PORT, client_id="friend", service_key=KEY) as friend:
+        async with EngineClient(
+            pod.address, ENGINE_PORT, client_id="friend", service_key=KEY
+        ) as friend:
             await friend.connect(DEADLINE_S)
             await friend.wait_ready(DEADLINE_S)
             before = pod.metric("baton:generation_tokens_total")
@@ -204,19 +216,33 @@ async def test_work_that_a_stranger_sends_without_asking_is_never_done(service: 
                 dealer.connect(f"tcp://{pod.address}:{ENGINE_PORT}")
                 for kind, payload in (
                     (EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, "thief", kv_events=True)),
-                    (EngineCoreRequestType.ADD, EngineCoreRequest(request_id, list(range(50)), greedy(5))),
+                    (
+                        EngineCoreRequestType.ADD,
+                        EngineCoreRequest(request_id, list(range(50)), greedy(5)),
+                    ),
                     (EngineCoreRequestType.ABORT, None),
                     (EngineCoreRequestType.UTILITY, UtilityRequest(1, "pause", ["abort"])),
                     (EngineCoreRequestType.UTILITY, UtilityRequest(2, "sleep", [2])),
                 ):
                     with contextlib.suppress(zmq.Again):  # turned away already
-                        parts = [kind.value, friend.instance_id.encode(), msgspec.msgpack.encode(payload)]
+                        parts = [
+                            kind.value,
+                            friend.instance_id.encode(),
+                            msgspec.msgpack.encode(payload),
+                        ]
                         dealer.send_multipart(parts, zmq.NOBLOCK)
                 assert not await asyncio.to_thread(dealer.poll, int(SILENCE_S * 1000))
             assert pod.metric("baton:generation_tokens_total") == before
             assert await friend.call("is_paused") is False
             assert await friend.call("is_sleeping") is False
-            assert len(await generate(friend, EngineCoreRequest(uuid.uuid4().hex, [1, 2, 3], greedy(4)))) == 4
+            assert (
+                len(
+                    await generate(
+                        friend, EngineCoreRequest(uuid.uuid4().hex, [1, 2, 3], greedy(4))
+                    )
+                )
+                == 4
+            )
         assert request_id not in pod.log.read_text()
         assert "thief" not in pod.log.read_text()
 
@@ -224,12 +250,22 @@ async def test_work_that_a_stranger_sends_without_asking_is_never_done(service: 
 # HTTP: what changes something
 
 
-@pytest.mark.parametrize("authorization", [None, "Bearer", f"Bearer {KEY_TEXT}", STRANGERS["another key"].bearer])  # type: ignore[union-attr]
-async def test_admin_requests_of_strangers_change_nothing(service: Service, authorization: str | None):
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer", f"Bearer {KEY_TEXT}", STRANGERS["another key"].bearer]
+)  # type: ignore[union-attr]
+async def test_admin_requests_of_strangers_change_nothing(
+    service: Service, authorization: str | None
+):
     async with service.serving():
         for pod in service.engines:
             before = refused(pod, "http")
-            paths = ["/drain", "/pause?mode=abort", "/sleep?level=2", "/reset_prefix_cache", "/start_profile"]
+            paths = [
+                "/drain",
+                "/pause?mode=abort",
+                "/sleep?level=2",
+                "/reset_prefix_cache",
+                "/start_profile",
+            ]
             for path in paths:
                 assert await asyncio.to_thread(post, pod, path, authorization) == 401
             assert refused(pod, "http") == before + len(paths)
@@ -245,7 +281,9 @@ def test_the_gateway_changes_nothing_for_anyone(service: Service):
         for authorization in (None, KEY.bearer):
             headers = {} if authorization is None else {"Authorization": authorization}
             with pytest.raises(urllib.error.HTTPError) as error:
-                urllib.request.urlopen(urllib.request.Request(url, data=b"", headers=headers), timeout=10)
+                urllib.request.urlopen(
+                    urllib.request.Request(url, data=b"", headers=headers), timeout=10
+                )
             assert error.value.code in (404, 405)
 
 
@@ -255,9 +293,13 @@ def test_the_gateway_changes_nothing_for_anyone(service: Service):
 @pytest.mark.parametrize("who", STRANGERS)
 async def test_the_kv_side_channel_does_not_speak_with_strangers(service: Service, who: str):
     """They know the protocol, the instance id and the compatibility hash, and hear not even WELCOME."""
-    async with EngineClient(service.prefill.address, ENGINE_PORT, client_id="friend", service_key=KEY) as friend:
+    async with EngineClient(
+        service.prefill.address, ENGINE_PORT, client_id="friend", service_key=KEY
+    ) as friend:
         init = await friend.connect(DEADLINE_S)
-    hello = side_channel.Hello(side_channel.VERSION, init.config_hash, "D", init.instance_id, auth.new_nonce())
+    hello = side_channel.Hello(
+        side_channel.VERSION, init.config_hash, "D", init.instance_id, auth.new_nonce()
+    )
     before = service.prefill.metric("baton:kv_transfer_handshakes_refused_total")
 
     def counted() -> bool:
@@ -274,10 +316,16 @@ async def test_the_kv_side_channel_does_not_speak_with_strangers(service: Servic
                     with contextlib.suppress(zmq.Again):
                         dealer.send(side_channel.encode(hello), zmq.NOBLOCK)
                     timeout_s = DEADLINE_S if hears else SILENCE_S
-                    assert bool(await asyncio.to_thread(dealer.poll, int(timeout_s * 1000))) == hears
+                    assert (
+                        bool(await asyncio.to_thread(dealer.poll, int(timeout_s * 1000))) == hears
+                    )
                     if hears:
-                        assert isinstance(side_channel.decode_to_consumer(dealer.recv()), side_channel.Welcome)
-        await asyncio.to_thread(eventually, counted, timeout_s=DEADLINE_S, what="the refusal is counted")
+                        assert isinstance(
+                            side_channel.decode_to_consumer(dealer.recv()), side_channel.Welcome
+                        )
+        await asyncio.to_thread(
+            eventually, counted, timeout_s=DEADLINE_S, what="the refusal is counted"
+        )
 
 
 @pytest.mark.parametrize("who", ["no key", "another key"])
@@ -289,7 +337,9 @@ async def test_an_engine_of_another_service_gets_no_kv(service: Service, tmp_pat
         key_file = str(tmp_path / "key")
     loads = KVTransferConfig(role=KVRole.CONSUMER, mode="pull", lease_s=10.0, load_timeout_s=10.0)
     with pods(tmp_path, 32) as group:
-        thief = group.engine("thief", service.checkpoint, kv_transfer=loads, service_key_file=key_file)
+        thief = group.engine(
+            "thief", service.checkpoint, kv_transfer=loads, service_key_file=key_file
+        )
         thief.wait_ready(ENGINE_HTTP_PORT, DEADLINE_S)
         async with service.serving():
             assert len(await hand_off(service.prefill, thief, ServiceKey.load(key_file))) == 8
@@ -308,7 +358,9 @@ async def hand_off(prefill: Pod, decode: Pod, decode_key: ServiceKey | None) -> 
         for client in (one, two):
             await client.connect(DEADLINE_S)
             await client.wait_ready(DEADLINE_S)
-        consume = KVTransferParams(KVSide.CONSUME, transfer_id, one.instance_id, prefill.address, KV_PORT)
+        consume = KVTransferParams(
+            KVSide.CONSUME, transfer_id, one.instance_id, prefill.address, KV_PORT
+        )
         produce = KVTransferParams(KVSide.PRODUCE, transfer_id, two.instance_id)
         stream = two.add(EngineCoreRequest("r", prompt, greedy(8), kv_transfer=consume))
         first = await generate(one, EngineCoreRequest("r", prompt, greedy(1), kv_transfer=produce))
@@ -332,7 +384,9 @@ async def test_with_the_key_the_same_hand_off_brings_the_kv(service: Service):
 
 
 @pytest.mark.parametrize("who", ["no key", "another key"])
-def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(service: Service, tmp_path: Path, who: str):
+def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(
+    service: Service, tmp_path: Path, who: str
+):
     key_file = ""
     if who == "another key":
         (tmp_path / "key").write_text("another service's key")
@@ -348,7 +402,11 @@ def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(service
         eventually(tried_often, timeout_s=DEADLINE_S, what="five attempts of the gateway")
         log = gateway.log.read_text()
         for pod in engines:
-            warnings = [line for line in log.splitlines() if "WARNING" in line and f"engine {pod.name} " in line]
+            warnings = [
+                line
+                for line in log.splitlines()
+                if "WARNING" in line and f"engine {pod.name} " in line
+            ]
             assert len(warnings) == 1, log
             assert "service key" in warnings[0]
         assert gateway.get(GATEWAY_PORT, "/ready")[0] == 503
@@ -360,10 +418,16 @@ def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(service
 
 
 @pytest.mark.parametrize("who", [*STRANGERS, "silence"])
-async def test_two_hundred_connections_of_strangers_leave_nothing_behind(service: Service, who: str):
+async def test_two_hundred_connections_of_strangers_leave_nothing_behind(
+    service: Service, who: str
+):
     await complete(service.url, list(range(20)), 4)
     before = {pod: num_descriptors(pod) for pod in service.engines}
-    ports = [(service.prefill, ENGINE_PORT), (service.prefill, KV_PORT), (service.decode, ENGINE_PORT)]
+    ports = [
+        (service.prefill, ENGINE_PORT),
+        (service.prefill, KV_PORT),
+        (service.decode, ENGINE_PORT),
+    ]
     async with service.serving():
         with contextlib.ExitStack() as stack, zmq.Context() as context:
             context.linger = 0
@@ -381,11 +445,17 @@ async def test_two_hundred_connections_of_strangers_leave_nothing_behind(service
 
             def gone() -> bool:
                 now = {pod: num_descriptors(pod) for pod in before}
-                left = {pod.name: now[pod] - before[pod] for pod in before if now[pod] > before[pod] + SPARE}
+                left = {
+                    pod.name: now[pod] - before[pod]
+                    for pod in before
+                    if now[pod] > before[pod] + SPARE
+                }
                 assert not left, f"descriptors more than before: {left}"
                 return True
 
             # While the strangers still hold their ends open.
-            await asyncio.to_thread(eventually, gone, timeout_s=DEADLINE_S, what="descriptors given back")
+            await asyncio.to_thread(
+                eventually, gone, timeout_s=DEADLINE_S, what="descriptors given back"
+            )
     for pod in service.engines:
         assert pod.process.poll() is None

@@ -79,14 +79,18 @@ def api_proxy(kubeconfig: Path, folder: Path) -> Iterator[ApiProxy]:
         thread.join(20)
 
 
-async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, stop: asyncio.Event) -> None:
+async def _serve(
+    kubeconfig: Path, proxy: ApiProxy, started: threading.Event, stop: asyncio.Event
+) -> None:
     upstream = client.Configuration()
     await config.load_kube_config(str(kubeconfig), client_configuration=upstream)
     context = ssl.create_default_context(cafile=upstream.ssl_ca_cert)
     if upstream.cert_file:
         context.load_cert_chain(upstream.cert_file, upstream.key_file)
     connector = aiohttp.TCPConnector(limit=0, ssl=context)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
             body = await request.read()
@@ -103,9 +107,12 @@ async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, st
             if fault := proxy.fault(request):
                 return await _go_wrong(request, fault, session, headers, upstream.host)
             url = f"{upstream.host}{request.rel_url}"
-            async with session.request(request.method, url, headers=headers, data=body or None) as answer:
+            async with session.request(
+                request.method, url, headers=headers, data=body or None
+            ) as answer:
                 response = web.StreamResponse(
-                    status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")}
+                    status=answer.status,
+                    headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")},
                 )
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
@@ -115,11 +122,15 @@ async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, st
 
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", forward)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         document = yaml.safe_load(kubeconfig.read_text())
-        document["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+        document["clusters"][0]["cluster"] = {
+            "server": f"http://127.0.0.1:{runner.addresses[0][1]}"
+        }
         proxy.kubeconfig.write_text(yaml.safe_dump(document))
         started.set()
         await stop.wait()
@@ -127,12 +138,21 @@ async def _serve(kubeconfig: Path, proxy: ApiProxy, started: threading.Event, st
 
 
 async def _go_wrong(
-    request: web.Request, fault: Fault, session: aiohttp.ClientSession, headers: dict[str, str], host: str
+    request: web.Request,
+    fault: Fault,
+    session: aiohttp.ClientSession,
+    headers: dict[str, str],
+    host: str,
 ) -> web.StreamResponse:
     """Only GET requests go wrong here: they have no body."""
     if fault.status != 200:
         retry = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
-        status = {"kind": "Status", "code": fault.status, "message": "of the test", "reason": "Fault"}
+        status = {
+            "kind": "Status",
+            "code": fault.status,
+            "message": "of the test",
+            "reason": "Fault",
+        }
         return web.json_response(status, status=fault.status, headers=retry)
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)

@@ -22,7 +22,9 @@ class Audit:
 
     def __init__(self, log: Path, user: str) -> None:
         events = (json.loads(line) for line in log.read_text().splitlines() if line.endswith("}"))
-        self._events: list[Object] = [event for event in events if event["user"]["username"] == user]
+        self._events: list[Object] = [
+            event for event in events if event["user"]["username"] == user
+        ]
 
     @property
     def forbidden(self) -> list[str]:
@@ -37,7 +39,9 @@ class Audit:
             if (reference := event.get("objectRef")) is None or _code(event) in (0, 403):
                 continue
             resource = "/".join(filter(None, (reference["resource"], reference.get("subresource"))))
-            verbs = {event["verb"]} | ({"create"} if event["verb"] == "patch" and _code(event) == 201 else set())
+            verbs = {event["verb"]} | (
+                {"create"} if event["verb"] == "patch" and _code(event) == 201 else set()
+            )
             found |= {Right(reference.get("apiGroup", ""), resource, verb) for verb in verbs}
         return found
 

@@ -26,7 +26,12 @@ from baton_protocol.messages import (
     FinishReason,
     TokenLogprobs,
 )
-from baton_protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import (
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 
 VOCAB_SIZE = 1024
 MAX_MODEL_LEN = 96
@@ -39,7 +44,8 @@ IDLE_STEPS = 20_000
 def make_core(checkpoint: Path, **options: Any) -> EngineCore:
     """An engine core with one worker in this process; `options` as those of `LLM`."""
     config = engine_config(
-        checkpoint, {"max_model_len": MAX_MODEL_LEN, "num_threads": 1, "dtype": "float32", **options}
+        checkpoint,
+        {"max_model_len": MAX_MODEL_LEN, "num_threads": 1, "dtype": "float32", **options},
     )
     return EngineCore(config, UniProcExecutor(config, uuid.uuid4().hex, lambda: None))
 
@@ -56,7 +62,9 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "swap_memory_bytes": rng.choice([0, 2**18, 2**24, 2**24]),
         "watermark": rng.choice([0.0, 0.01, 0.1]),
         "max_num_seqs": rng.choice([4, 8, 16, 16]),
-        "max_num_batched_tokens": rng.choice([4, 7, 16, 33, 128]) if chunked else rng.choice([40, 128]),
+        "max_num_batched_tokens": rng.choice([4, 7, 16, 33, 128])
+        if chunked
+        else rng.choice([40, 128]),
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": rng.choice([0, 0, 3, 16]),
         "scheduling_policy": rng.choice(["priority", "fcfs"]),
@@ -75,18 +83,26 @@ def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
         prompt += [kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(0, 8))]
     else:
         prompt = [kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(1, 70))]
-    params = SamplingParams(temperature=0.0, max_tokens=kind.choice([1, 2, 5, 12, 24, None]), ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=kind.choice([1, 2, 5, 12, 24, None]), ignore_eos=True
+    )
     fields: dict[str, Any] = {}
-    match kind.choice(["plain", "plain", "plain", "stop", "regex", "choice", "beams", "prompt", "sampled", "more"]):
+    match kind.choice(
+        ["plain", "plain", "plain", "stop", "regex", "choice", "beams", "prompt", "sampled", "more"]
+    ):
         case "stop":
             params.stop_token_ids = [kind.randrange(VOCAB_SIZE) for _ in range(200)]
             params.min_tokens = kind.randint(0, params.max_tokens or 3)
         case "regex":
-            spec = kind.choice([r"[0-9]{3,12}", r"(ab|cd)+x", r"[a-z]{1,30}", r"a", r"-?[0-9]+(\.[0-9]+)?"])
+            spec = kind.choice(
+                [r"[0-9]{3,12}", r"(ab|cd)+x", r"[a-z]{1,30}", r"a", r"-?[0-9]+(\.[0-9]+)?"]
+            )
             params.structured_output = StructuredOutput(StructuredOutputKind.REGEX, spec)
             params.ignore_eos = False
         case "choice":
-            params.structured_output = StructuredOutput(StructuredOutputKind.CHOICE, '["yes", "no", "perhaps"]')
+            params.structured_output = StructuredOutput(
+                StructuredOutputKind.CHOICE, '["yes", "no", "perhaps"]'
+            )
             params.ignore_eos = False
         case "beams":
             params.beam_width = kind.randint(1, 4)
@@ -96,11 +112,17 @@ def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
         case "prompt":
             params.prompt_logprobs = kind.randint(0, 3)
         case "sampled":
-            params.temperature, params.seed, params.top_p = 1.0, kind.randrange(2**32), kind.choice([1.0, 0.9])
+            params.temperature, params.seed, params.top_p = (
+                1.0,
+                kind.randrange(2**32),
+                kind.choice([1.0, 0.9]),
+            )
         case "more":
             params.repetition_penalty = 1.3
             params.repetition_detection = RepetitionDetection(8, min_count=3)
-            fields["generated_token_ids"] = [kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(0, 5))]
+            fields["generated_token_ids"] = [
+                kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(0, 5))
+            ]
             if params.max_tokens is not None:
                 params.max_tokens += len(fields["generated_token_ids"])
     return EngineCoreRequest(request_id, prompt, params, **fields)
@@ -118,7 +140,11 @@ class Alone:
         params = msgspec.convert(msgspec.to_builtins(request.sampling_params), SamplingParams)
         params.logprobs = params.logprobs or 20  # for near ties
         alone = EngineCoreRequest(
-            "alone", request.prompt_token_ids, params, request.generated_token_ids, request.sample_index
+            "alone",
+            request.prompt_token_ids,
+            params,
+            request.generated_token_ids,
+            request.sample_index,
         )
         key = msgspec.msgpack.encode(alone)
         if key not in self._answers:
@@ -143,12 +169,18 @@ def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
     last = first
     for part in rest:
         assert not last.finished, f"{part} after the last output of the request"
-        assert part.token_offset == whole.token_offset + len(whole.new_token_ids), f"a gap or a repeat: {part}"
+        assert part.token_offset == whole.token_offset + len(whole.new_token_ids), (
+            f"a gap or a repeat: {part}"
+        )
         whole.new_token_ids += part.new_token_ids
         whole.new_logprobs += part.new_logprobs or []
         whole.prompt_logprobs = whole.prompt_logprobs or part.prompt_logprobs
         last = part
-    whole.finish_reason, whole.error, whole.error_code = last.finish_reason, last.error, last.error_code
+    whole.finish_reason, whole.error, whole.error_code = (
+        last.finish_reason,
+        last.error,
+        last.error_code,
+    )
     whole.beams = last.beams
     return whole
 
@@ -267,7 +299,11 @@ class Soak:
             idle += 1
             left = list(self._core.scheduler.requests.values())
             # Only the compilation of grammars may be waited for here.
-            limit = IDLE_STEPS if any(request.sampling_params.structured_output for request in left) else 3
+            limit = (
+                IDLE_STEPS
+                if any(request.sampling_params.structured_output for request in left)
+                else 3
+            )
             assert idle < limit, f"stuck: {left}, {self._core.scheduler.stats()}"
         assert all(future.done() for future in self._futures), "somebody still waits for a pause"
 
@@ -277,9 +313,16 @@ class Soak:
         for request_id, request in self._requests.items():
             parts = self._outputs.get(request_id)
             assert parts, f"{request_id} was never answered"
-            assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True], (request_id, parts)
+            assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True], (
+                request_id,
+                parts,
+            )
             events = [event.type for part in parts for event in part.events or []]
-            assert [event is EngineCoreEventType.QUEUED for event in events[:2]] in ([], [True], [True, False]), events
+            assert [event is EngineCoreEventType.QUEUED for event in events[:2]] in (
+                [],
+                [True],
+                [True, False],
+            ), events
             got = join(parts)
             if got.error:
                 assert got.error_code is ErrorCode.LENGTH, (request, got)
@@ -290,7 +333,12 @@ class Soak:
             self.num_compared += 1
 
     def _compare_one(
-        self, request: EngineCoreRequest, got: EngineCoreOutput, wanted: EngineCoreOutput, *, aborted: bool
+        self,
+        request: EngineCoreRequest,
+        got: EngineCoreOutput,
+        wanted: EngineCoreOutput,
+        *,
+        aborted: bool,
     ) -> None:
         where = f"{request}\n got {got}\n wanted {wanted}\n options {self.options}"
         if request.sampling_params.prompt_logprobs is not None and got.new_token_ids:
@@ -312,12 +360,15 @@ class Soak:
             assert index < len(wanted.new_token_ids), where
             if token_id != wanted.new_token_ids[index]:
                 self.num_near_ties += 1
-                assert _is_near_tie(token_id, wanted.new_logprobs[index]), f"token {index} differs: {where}"
+                assert _is_near_tie(token_id, wanted.new_logprobs[index]), (
+                    f"token {index} differs: {where}"
+                )
                 return  # what follows continues another text
         if not aborted:
-            assert (len(got.new_token_ids), got.finish_reason) == (len(wanted.new_token_ids), wanted.finish_reason), (
-                where
-            )
+            assert (len(got.new_token_ids), got.finish_reason) == (
+                len(wanted.new_token_ids),
+                wanted.finish_reason,
+            ), where
 
     def _check_nothing_left(self) -> None:
         scheduler = self._core.scheduler
@@ -341,7 +392,9 @@ class Soak:
         left = {name: value for name, value in leftovers.items() if value}
         assert not left, f"left over: {left}\n options {self.options}"
         rows = set(self._core.executor._worker._runner._input_batch._row_of)  # type: ignore[attr-defined]
-        assert rows <= set(scheduler._worker.forgotten_ids), f"the worker is never told to forget {rows}"
+        assert rows <= set(scheduler._worker.forgotten_ids), (
+            f"the worker is never told to forget {rows}"
+        )
 
 
 def _is_near_tie(token_id: int, wanted: TokenLogprobs) -> bool:

@@ -69,7 +69,9 @@ class ExpertGroup:
     def start(self, size: int, *, timeout_s: float = 120.0) -> None:
         """Ranks, then a gateway, then waits until it serves."""
         names = [self.add_rank() for _ in range(size)]
-        self.gateway = self._pods.gateway("gateway", self._checkpoint, self._roles(), service_key_file=self._key_file)
+        self.gateway = self._pods.gateway(
+            "gateway", self._checkpoint, self._roles(), service_key_file=self._key_file
+        )
         self.put(names)
         self.wait_for(names, timeout_s=timeout_s)
         self.gateway.wait_ready(8080, timeout_s=timeout_s)
@@ -83,7 +85,9 @@ class ExpertGroup:
             cache=CacheConfig(memory_bytes=32 * 2**20),
             scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
             parallel=msgspec.structs.replace(
-                self._parallel, coordinator=f"{self.coordinator.address}:{COORDINATOR_PORT}", rank_name=name
+                self._parallel,
+                coordinator=f"{self.coordinator.address}:{COORDINATOR_PORT}",
+                rank_name=name,
             ),
             service_key_file=self._key_file if service_key_file is None else service_key_file,
         )
@@ -106,7 +110,9 @@ class ExpertGroup:
 
     def put(self, names: list[str]) -> None:
         """A new operation."""
-        self._request = TopologyRequest(operation_id=f"operation-{next(self._operations)}", members=names)
+        self._request = TopologyRequest(
+            operation_id=f"operation-{next(self._operations)}", members=names
+        )
         eventually(self._send, timeout_s=30.0, what="the coordinator takes the topology")
 
     def _send(self) -> bool:
@@ -139,11 +145,18 @@ class ExpertGroup:
             if set(status.desired) != set(self._request.members):
                 self._send()
             members = {member.name: member for member in status.members if member.rank is not None}
-            assert set(members) == set(names), f"{msgspec.json.encode(status).decode()}\n{self.tails()}"
+            assert set(members) == set(names), (
+                f"{msgspec.json.encode(status).decode()}\n{self.tails()}"
+            )
             assert all(member.phase is RankPhase.SERVING for member in members.values()), status
             return status
 
-        return eventually(reached, timeout_s=timeout_s, what=f"a topology of {', '.join(sorted(names))}", every_s=0.05)
+        return eventually(
+            reached,
+            timeout_s=timeout_s,
+            what=f"a topology of {', '.join(sorted(names))}",
+            every_s=0.05,
+        )
 
     def tails(self) -> str:
         pods = [self.coordinator, *self.ranks.values()]

@@ -64,7 +64,9 @@ class ExpertService:
             raise AssertionError(f"{url}: {error!r}") from error
 
     def restarts(self, pod: str) -> int:
-        (found,) = [each for each in self._cluster.pods(NAME, "decode") if each["metadata"]["name"] == pod]
+        (found,) = [
+            each for each in self._cluster.pods(NAME, "decode") if each["metadata"]["name"] == pod
+        ]
         return int(found["status"]["containerStatuses"][0]["restartCount"])
 
     def wait_at_rest(self, *ordinals: int) -> dict[str, Any]:
@@ -82,7 +84,10 @@ class ExpertService:
             return topology
 
         topology = eventually(
-            reached, timeout_s=SCALED_S, what=f"a topology of {', '.join(names)} at rest", every_s=0.5
+            reached,
+            timeout_s=SCALED_S,
+            what=f"a topology of {', '.join(names)} at rest",
+            every_s=0.5,
         )
         self._cluster.wait_ready(NAME)
         return topology
@@ -114,8 +119,12 @@ class ExpertService:
                 for line in process.stdout:
                     name, deletion = line.split()
                     if deletion != "<none>" and name not in deleted:
-                        topology = eventually(self.topology, timeout_s=30, what="an answer of the coordinator")
-                        ranks = {member.name for member in topology.members if member.rank is not None}
+                        topology = eventually(
+                            self.topology, timeout_s=30, what="an answer of the coordinator"
+                        )
+                        ranks = {
+                            member.name for member in topology.members if member.rank is not None
+                        }
                         deleted[name] = name in ranks
 
             thread = threading.Thread(target=follow)

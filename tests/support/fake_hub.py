@@ -50,7 +50,9 @@ class FakeHub:
         if name.endswith(LFS_SUFFIX):
             return hashlib.sha256(self.files[name]).hexdigest()
         content = self.files[name]
-        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        return hashlib.sha1(
+            b"blob %d\0" % len(content) + content, usedforsecurity=False
+        ).hexdigest()
 
     def siblings(self) -> list[dict[str, object]]:
         result: list[dict[str, object]] = []
@@ -109,7 +111,11 @@ class _Handler(BaseHTTPRequestHandler):
         content = hub.files[name]
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         first = int(asked[1]) if asked else 0
-        headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hub.etag(name)}"',
+            "X-Repo-Commit": hub.commit,
+            "Accept-Ranges": "bytes",
+        }
         if asked:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
         body = content[first:]

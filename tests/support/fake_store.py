@@ -92,9 +92,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(206 if asked else 200, content[first:], headers, cut=cut)
 
     def _refuse(self, status: int, code: str) -> None:
-        self._answer(status, f"<Error><Code>{code}</Code></Error>".encode(), {"Content-Type": "application/xml"})
+        self._answer(
+            status,
+            f"<Error><Code>{code}</Code></Error>".encode(),
+            {"Content-Type": "application/xml"},
+        )
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

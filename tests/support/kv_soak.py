@@ -35,7 +35,10 @@ def _serve(pipe: Connection, specs: Sequence[EngineSpec], seed: str, ports: dict
     """A process with engines in it."""
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     wakeup = lambda: os.eventfd_write(wake_fd, 1)  # noqa: E731
-    engines = {spec.name: SoakEngine(spec, f"{seed}/{spec.name}", ports.get(spec.name, 0), wakeup) for spec in specs}
+    engines = {
+        spec.name: SoakEngine(spec, f"{seed}/{spec.name}", ports.get(spec.name, 0), wakeup)
+        for spec in specs
+    }
     pipe.send({name: (engine.instance_id, engine.port) for name, engine in engines.items()})
     while True:
         lively = any(engine.lively for engine in engines.values())
@@ -154,13 +157,17 @@ class Soak:
         process.engines, process.thaws_at, process.started_at = {}, 0.0, time.monotonic()
         process.pipe, theirs = self._context.Pipe()
         seed = f"{self._seed}/{process.incarnation}"
-        process.process = self._context.Process(target=_serve, args=(theirs, process.specs, seed, ports), daemon=True)
+        process.process = self._context.Process(
+            target=_serve, args=(theirs, process.specs, seed, ports), daemon=True
+        )
         process.process.start()
         theirs.close()
 
     def _begin(self) -> None:
         """New transfers, as many as there is room for."""
-        while self._num_started < self._num_transfers and len(self._transfers) < self._num_at_a_time:
+        while (
+            self._num_started < self._num_transfers and len(self._transfers) < self._num_at_a_time
+        ):
             pair = self._pick()
             if pair is None:
                 return
@@ -174,7 +181,11 @@ class Soak:
         """A producer and a consumer that reach each other; None while those whose turn it is start."""
         transport = self._rng.choice(self._transports)
         engines = [(process, spec) for process in self._processes for spec in process.specs]
-        engines = [(process, spec) for process, spec in engines if process.up and spec.transport == transport]
+        engines = [
+            (process, spec)
+            for process, spec in engines
+            if process.up and spec.transport == transport
+        ]
         producers = [engine for engine in engines if engine[1].role is KVRole.PRODUCER]
         consumers = [engine for engine in engines if engine[1].role is KVRole.CONSUMER]
         if not producers or not consumers:
@@ -182,7 +193,12 @@ class Soak:
         return self._rng.choice(producers), self._rng.choice(consumers)
 
     def _transfer(
-        self, name: str, producing: _Process, producer: EngineSpec, consuming: _Process, consumer: EngineSpec
+        self,
+        name: str,
+        producing: _Process,
+        producer: EngineSpec,
+        consuming: _Process,
+        consumer: EngineSpec,
     ) -> None:
         rng = self._rng
         sequence, num_blocks = rng.randrange(2**32), rng.randint(1, rng.choice([2, MAX_BLOCKS]))
@@ -193,20 +209,32 @@ class Soak:
         acts = [
             (
                 producing,
-                ("offer", producer.name, (name, consuming.engines[consumer.name][0], sequence, num_blocks)),
+                (
+                    "offer",
+                    producer.name,
+                    (name, consuming.engines[consumer.name][0], sequence, num_blocks),
+                ),
                 True,
             ),
-            (consuming, ("load", consumer.name, (name, port, instance, wanted, first, num_blocks - first)), False),
+            (
+                consuming,
+                ("load", consumer.name, (name, port, instance, wanted, first, num_blocks - first)),
+                False,
+            ),
         ]
         if rng.random() < 0.02:
             del acts[rng.randrange(2)]  # the other side never hears of it
         rng.shuffle(acts)
         waits_for = {(command[1], process.incarnation, sends) for process, command, sends in acts}
         commands = [command for _, command, _ in acts]
-        self._transfers[name] = _Transfer(waits_for, time.monotonic() + END_S, other_prompt, commands)
+        self._transfers[name] = _Transfer(
+            waits_for, time.monotonic() + END_S, other_prompt, commands
+        )
         for process, command, _ in acts:
             self._send(process, command)
-        self.counts[f"{producer.transport} {consumer.mode} {len(producer.heads)} to {len(consumer.heads)}"] += 1
+        self.counts[
+            f"{producer.transport} {consumer.mode} {len(producer.heads)} to {len(consumer.heads)}"
+        ] += 1
 
     def _chaos(self) -> None:
         now = time.monotonic()
@@ -260,7 +288,9 @@ class Soak:
                 heard = pipe.recv()
             except (EOFError, ConnectionError):
                 process.process.join(5)
-                raise AssertionError(f"a process died: {[spec.name for spec in process.specs]}") from None
+                raise AssertionError(
+                    f"a process died: {[spec.name for spec in process.specs]}"
+                ) from None
             if isinstance(heard, dict):
                 process.engines = heard
                 continue
@@ -272,7 +302,9 @@ class Soak:
         now = time.monotonic()
         for process in self._processes:
             assert process.up or now < process.started_at + START_S, "a process does not start"
-        late = {name: transfer for name, transfer in self._transfers.items() if now > transfer.deadline}
+        late = {
+            name: transfer for name, transfer in self._transfers.items() if now > transfer.deadline
+        }
         assert not late, f"never ended: {late}"
 
     def _ended(self, process: _Process, ended: Ended) -> None:
@@ -284,7 +316,9 @@ class Soak:
         transfer.history.append(ended)
         if not ended.sent:
             told = "other tokens" in ended.error
-            assert transfer.other_prompt or not told, f"the engines were given the same prompt: {transfer}"
+            assert transfer.other_prompt or not told, (
+                f"the engines were given the same prompt: {transfer}"
+            )
             self.counts["loads of another prompt"] += told
             before = self._failures.get((ended.name, process.incarnation), {})
             if any(ended.failures.get(reason, 0) > before.get(reason, 0) for reason in UNEXPECTED):
@@ -304,7 +338,9 @@ class Soak:
         for process in self._processes:
             if process.thaws_at:
                 os.kill(process.process.pid, signal.SIGCONT)
-        while not all(process.up for process in self._processes):  # one of the last kills may have been a moment ago
+        while not all(
+            process.up for process in self._processes
+        ):  # one of the last kills may have been a moment ago
             self._listen(0.05)
         names = {spec.name for process in self._processes for spec in process.specs}
         while True:
@@ -331,4 +367,6 @@ class Soak:
         for process in self._processes:
             self._send(process, ("stop", "", ()))
             process.process.join(30)
-            assert process.process.exitcode == 0, f"{process.specs}: exit code {process.process.exitcode}"
+            assert process.process.exitcode == 0, (
+                f"{process.specs}: exit code {process.process.exitcode}"
+            )

@@ -66,9 +66,13 @@ def chain_hash(sequence: int, index: int) -> bytes:
 
 def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uint64]:
     """What a head of a block holds: [num_words]."""
-    key = int.from_bytes(hashlib.blake2b(block_hash + bytes([head]), digest_size=8).digest(), "little")
+    key = int.from_bytes(
+        hashlib.blake2b(block_hash + bytes([head]), digest_size=8).digest(), "little"
+    )
     with np.errstate(over="ignore"):
-        return np.arange(key & 0xFFFF, (key & 0xFFFF) + num_words, dtype=np.uint64) * np.uint64(key | 1)
+        return np.arange(key & 0xFFFF, (key & 0xFFFF) + num_words, dtype=np.uint64) * np.uint64(
+            key | 1
+        )
 
 
 class SoakMemory(HostKVMemory):
@@ -80,8 +84,14 @@ class SoakMemory(HostKVMemory):
     def __init__(self, spec: EngineSpec, layout: KVCacheLayout, rng: random.Random) -> None:
         num_slots = spec.num_slots or layout.num_blocks
         words = layout.head_nbytes // 8
-        self.blocks = np.full((layout.num_blocks, layout.num_kv_heads, words), POISON, dtype=np.uint64)
-        self.slots = self.blocks if not spec.num_slots else np.full((num_slots, *self.blocks.shape[1:]), POISON)
+        self.blocks = np.full(
+            (layout.num_blocks, layout.num_kv_heads, words), POISON, dtype=np.uint64
+        )
+        self.slots = (
+            self.blocks
+            if not spec.num_slots
+            else np.full((num_slots, *self.blocks.shape[1:]), POISON)
+        )
         super().__init__(self.slots.ctypes.data, layout)
         self.num_slots = num_slots
         self.out: dict[int, int] = {}
@@ -106,7 +116,9 @@ class SoakMemory(HostKVMemory):
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
         if self._spec.num_slots:
             first = heads.first - self.layout.first_kv_head
-            self.blocks[block_ids, first : first + heads.count] = self.slots[slots, first : first + heads.count]
+            self.blocks[block_ids, first : first + heads.count] = self.slots[
+                slots, first : first + heads.count
+            ]
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -152,7 +164,9 @@ class SoakMemory(HostKVMemory):
             return
         head = self._rng.randrange(heads.first, heads.end) - self.layout.first_kv_head
         word = self._rng.randrange(self.slots.shape[2])
-        if self._spec.role is KVRole.PRODUCER:  # a consumer fetches the block again, over the damage
+        if (
+            self._spec.role is KVRole.PRODUCER
+        ):  # a consumer fetches the block again, over the damage
             self._damaged[slot] = head, word, self.slots[slot, head, word]
         self.slots[slot, head, word] ^= np.uint64(1 << self._rng.randrange(64))
         self.num_damaged += 1
@@ -257,7 +271,8 @@ class SoakEngine:
         self._outputs = OutputAggregator(len(ranges))
         self.port = self._connectors[0].port
         ranks = [
-            RankAddress(HOST, connector.port, heads) for connector, heads in zip(self._connectors, ranges, strict=True)
+            RankAddress(HOST, connector.port, heads)
+            for connector, heads in zip(self._connectors, ranges, strict=True)
         ]
         for rank, (connector, heads) in enumerate(zip(self._connectors, ranges, strict=True)):
             layout = KVCacheLayout(
@@ -278,14 +293,18 @@ class SoakEngine:
     @property
     def lively(self) -> bool:
         """`step` would do something without a wakeup."""
-        return bool(self._backlog or self._loads) or any(not send.done for send in self._sends.values())
+        return bool(self._backlog or self._loads) or any(
+            not send.done for send in self._sends.values()
+        )
 
     def offer(self, transfer_id: str, consumer: str, sequence: int, num_blocks: int) -> None:
         self._tell(ConnectorMetadata(offers={transfer_id: consumer}))
         self._sends[transfer_id] = _Send(sequence, num_blocks, [])
         self._backlog.append(("send", (transfer_id,)))
 
-    def load(self, transfer_id: str, port: int, producer: str, sequence: int, first: int, num_blocks: int) -> None:
+    def load(
+        self, transfer_id: str, port: int, producer: str, sequence: int, first: int, num_blocks: int
+    ) -> None:
         self._backlog.append(("load", (transfer_id, port, producer, sequence, first, num_blocks)))
 
     def step(self) -> list[Ended]:
@@ -301,22 +320,34 @@ class SoakEngine:
             self._outputs.add(rank, connector.get_finished())
         output = self._outputs.take()
         ended = [self._sent(transfer_id) for transfer_id in output.finished_sending]
-        return ended + [self._loaded(transfer_id, result) for transfer_id, result in output.load_results.items()]
+        return ended + [
+            self._loaded(transfer_id, result) for transfer_id, result in output.load_results.items()
+        ]
 
     def report(self) -> Report:
         stats = [connector.stats() for connector in self._connectors]
-        busy = [f"send {transfer_id}" for transfer_id in self._sends] + [f"load {name}" for name in self._loads]
+        busy = [f"send {transfer_id}" for transfer_id in self._sends] + [
+            f"load {name}" for name in self._loads
+        ]
         busy += [f"backlog {wish}" for wish in self._backlog]
         for rank, (memory, stat) in enumerate(zip(self._memories, stats, strict=True)):
             if memory.out:
                 busy.append(f"worker {rank}: slots {memory.out}")
             if stat.queued_bytes or stat.inflight_bytes:
-                busy.append(f"worker {rank}: {stat.queued_bytes} bytes queued, {stat.inflight_bytes} in flight")
+                busy.append(
+                    f"worker {rank}: {stat.queued_bytes} bytes queued, {stat.inflight_bytes} in flight"
+                )
         if not busy:
             for memory in self._memories:
-                if (memory.blocks[self._free] != POISON).any() or len(set(self._free)) != NUM_BLOCKS:
-                    self._problems.append("at the end blocks are missing or were written to while they were free")
-        problems = self._problems + [problem for memory in self._memories for problem in memory.problems]
+                if (memory.blocks[self._free] != POISON).any() or len(
+                    set(self._free)
+                ) != NUM_BLOCKS:
+                    self._problems.append(
+                        "at the end blocks are missing or were written to while they were free"
+                    )
+        problems = self._problems + [
+            problem for memory in self._memories for problem in memory.problems
+        ]
         problems += [stat.failure for stat in stats if stat.failure]
         return Report(
             self.spec.name,
@@ -356,7 +387,9 @@ class SoakEngine:
             self._loads[transfer_id] = _Load(sequence, first, block_ids)
             hashes = [chain_hash(sequence, first + i) for i in range(num_blocks)]
             self._tell(
-                ConnectorMetadata(loads=[BlockLoad(transfer_id, HOST, port, producer, first, block_ids, hashes)])
+                ConnectorMetadata(
+                    loads=[BlockLoad(transfer_id, HOST, port, producer, first, block_ids, hashes)]
+                )
             )
 
     def _advance(self, transfer_id: str, send: _Send) -> None:
@@ -401,20 +434,35 @@ class SoakEngine:
             self._problems.append(f"{transfer_id} has two results, or never began")
             return Ended(self.spec.name, transfer_id, sent=False)
         wanted = len(load.block_ids)
-        if not 0 <= result.num_valid_blocks <= wanted or (not result.error and result.num_valid_blocks < wanted):
+        if not 0 <= result.num_valid_blocks <= wanted or (
+            not result.error and result.num_valid_blocks < wanted
+        ):
             self._problems.append(f"{transfer_id}: {result} of {wanted} blocks")
         for position, block_id in enumerate(load.block_ids[: result.num_valid_blocks]):
             block_hash = chain_hash(load.sequence, load.first + position)
             for rank, memory in enumerate(self._memories):
                 for head in range(memory.layout.num_kv_heads):
                     block = memory.blocks[block_id, head]
-                    if (block != head_content(block_hash, memory.layout.first_kv_head + head, len(block))).any():
+                    if (
+                        block
+                        != head_content(block_hash, memory.layout.first_kv_head + head, len(block))
+                    ).any():
                         self._problems.append(
                             f"{transfer_id}: block {position} of {wanted} is wrong at worker {rank}, head {head}: {result}"
                         )
         self._give_back(load.block_ids)
-        failures = ConnectorStats.total([connector.stats() for connector in self._connectors]).failures
-        return Ended(self.spec.name, transfer_id, False, result.num_valid_blocks, wanted, result.error, failures)
+        failures = ConnectorStats.total(
+            [connector.stats() for connector in self._connectors]
+        ).failures
+        return Ended(
+            self.spec.name,
+            transfer_id,
+            False,
+            result.num_valid_blocks,
+            wanted,
+            result.error,
+            failures,
+        )
 
     def _take(self, num_blocks: int) -> list[int]:
         self._rng.shuffle(self._free)

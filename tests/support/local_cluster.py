@@ -19,7 +19,9 @@ import pytest
 from support.waiting import eventually
 
 BATON = [sys.executable, "-m", "baton_local.cli"]
-ASSETS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton/control-plane/v1.20.2"
+ASSETS = (
+    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton/control-plane/v1.20.2"
+)
 
 
 def require_control_plane(kind: str) -> None:
@@ -27,7 +29,11 @@ def require_control_plane(kind: str) -> None:
     missing = ""
     if shutil.which("kubectl") is None:
         missing = "no kubectl on this machine: install 1.32 or newer"
-    elif kind == "real" and not os.environ.get("KUBEBUILDER_ASSETS") and not (ASSETS / "kube-apiserver").exists():
+    elif (
+        kind == "real"
+        and not os.environ.get("KUBEBUILDER_ASSETS")
+        and not (ASSETS / "kube-apiserver").exists()
+    ):
         missing = "no real control plane on this machine: run `make control-plane` once, or set KUBEBUILDER_ASSETS"
     if missing and os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
         pytest.fail(missing)
@@ -41,9 +47,9 @@ def processes_with_home(home: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
-            ours = environment.get("BATON_HOME") == str(home) or environment.get("BATON_POD_ROOT", "").startswith(
-                f"{home}/"
-            )
+            ours = environment.get("BATON_HOME") == str(home) or environment.get(
+                "BATON_POD_ROOT", ""
+            ).startswith(f"{home}/")
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -57,7 +63,12 @@ class LocalClusterUnderTest:
 
     def baton(self, *args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*BATON, *args], env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False
+            [*BATON, *args],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
 
     def up(self, manifest: dict[str, Any]) -> None:
@@ -75,7 +86,9 @@ class LocalClusterUnderTest:
             for log in sorted(self.home.glob("logs/*.log"))
         )
 
-    def kubectl(self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0) -> str:
+    def kubectl(
+        self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0
+    ) -> str:
         """stdout, or with check=False stdout and stderr of the failed command."""
         done = subprocess.run(
             ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args],
@@ -86,15 +99,25 @@ class LocalClusterUnderTest:
             input=stdin,
         )
         if check:
-            assert done.returncode == 0, f"kubectl {' '.join(args)}: {done.stderr}\n{self.component_logs()}"
+            assert done.returncode == 0, (
+                f"kubectl {' '.join(args)}: {done.stderr}\n{self.component_logs()}"
+            )
             return done.stdout
         return done.stdout + done.stderr
 
     @contextlib.contextmanager
     def following(self, *args: str) -> Iterator[Callable[[], str]]:
         """Runs a kubectl command that does not end by itself; yields what it has printed so far."""
-        command = ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args]
-        with tempfile.TemporaryFile("w+b") as output, subprocess.Popen(command, stdout=output) as process:
+        command = [
+            "kubectl",
+            "--kubeconfig",
+            str(self.home / "control-plane" / "kubeconfig"),
+            *args,
+        ]
+        with (
+            tempfile.TemporaryFile("w+b") as output,
+            subprocess.Popen(command, stdout=output) as process,
+        ):
             try:
                 yield lambda: os.pread(output.fileno(), 2**20, 0).decode()
             finally:
@@ -109,7 +132,10 @@ class LocalClusterUnderTest:
 
     def condition(self, name: str, kind: str = "Ready") -> dict[str, Any]:
         conditions = self.get("llms", name).get("status", {}).get("conditions", [])
-        return next((c for c in conditions if c["type"] == kind), {"status": None, "reason": None, "message": None})
+        return next(
+            (c for c in conditions if c["type"] == kind),
+            {"status": None, "reason": None, "message": None},
+        )
 
     def wait_ready(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
         """The service's status once Ready=True for its current generation."""
@@ -118,7 +144,9 @@ class LocalClusterUnderTest:
             service = self.get("llms", name)
             status = service.get("status", {})
             ready = next((c for c in status.get("conditions", []) if c["type"] == "Ready"), {})
-            assert ready.get("status") == "True", f"{status} {self.kubectl('get', 'pods', '-o', 'wide')}"
+            assert ready.get("status") == "True", (
+                f"{status} {self.kubectl('get', 'pods', '-o', 'wide')}"
+            )
             assert ready.get("observedGeneration") == service["metadata"]["generation"]
             return status
 
@@ -157,7 +185,9 @@ def local_cluster(control_plane: str) -> Iterator[LocalClusterUnderTest]:
             cluster.down()
 
 
-def manifest(name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, **spec: Any) -> dict[str, Any]:
+def manifest(
+    name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, **spec: Any
+) -> dict[str, Any]:
     """An LLMService small enough for several on two cores."""
     return {
         "apiVersion": "serving.baton.dev/v1alpha1",
@@ -167,7 +197,10 @@ def manifest(name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, 
             "model": {"uri": f"file://{checkpoint}", "servedName": name, "dtype": "float32"},
             **({"prefill": {"replicas": prefill}} if prefill else {}),
             "decode": {"replicas": decode},
-            "engine": {"numThreads": 1, "maxNumBatchedTokens": 64},  # so that longer prompts are prefilled in chunks
+            "engine": {
+                "numThreads": 1,
+                "maxNumBatchedTokens": 64,
+            },  # so that longer prompts are prefilled in chunks
             **spec,
         },
     }

@@ -18,7 +18,10 @@ def main() -> None:
     agent = create_agent("owner", transport, host)
     words = np.arange(num_bytes // 8, dtype=np.int64)
     agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")])
-    print(json.dumps({"metadata": agent.get_agent_metadata().hex(), "address": words.ctypes.data}), flush=True)
+    print(
+        json.dumps({"metadata": agent.get_agent_metadata().hex(), "address": words.ctypes.data}),
+        flush=True,
+    )
     sys.stdin.read()
     agent.close()
 

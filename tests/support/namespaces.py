@@ -84,5 +84,7 @@ def namespaces(num: int, environment: dict[str, str]) -> Iterator[Namespaces]:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=10, check=False
+    )
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -25,7 +25,13 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """Of the container, by name."""
 
 
-def admits(policies: list[Object], namespaces: dict[str, dict[str, str]], source: Pod, target: Pod, port: int) -> bool:
+def admits(
+    policies: list[Object],
+    namespaces: dict[str, dict[str, str]],
+    source: Pod,
+    target: Pod,
+    port: int,
+) -> bool:
     """Whether `source` can open a TCP connection to `port` of `target`.
 
     Args:
@@ -37,22 +43,31 @@ def admits(policies: list[Object], namespaces: dict[str, dict[str, str]], source
         return True
     rules = [rule for spec in selecting for rule in spec.get("ingress") or []]
     return any(
-        _from(rule, target.namespace, namespaces, source) and _to(rule.get("ports"), target, port) for rule in rules
+        _from(rule, target.namespace, namespaces, source) and _to(rule.get("ports"), target, port)
+        for rule in rules
     )
 
 
 def _selects(policy: Object, pod: Pod) -> bool:
     spec = policy["spec"]
     incoming = "Ingress" in spec.get("policyTypes", ["Ingress"])
-    return incoming and policy["metadata"]["namespace"] == pod.namespace and _match(spec["podSelector"], pod.labels)
+    return (
+        incoming
+        and policy["metadata"]["namespace"] == pod.namespace
+        and _match(spec["podSelector"], pod.labels)
+    )
 
 
-def _from(rule: Object, own_namespace: str, namespaces: dict[str, dict[str, str]], source: Pod) -> bool:
+def _from(
+    rule: Object, own_namespace: str, namespaces: dict[str, dict[str, str]], source: Pod
+) -> bool:
     peers = rule.get("from")
     return not peers or any(_is_peer(peer, own_namespace, namespaces, source) for peer in peers)
 
 
-def _is_peer(peer: Object, own_namespace: str, namespaces: dict[str, dict[str, str]], source: Pod) -> bool:
+def _is_peer(
+    peer: Object, own_namespace: str, namespaces: dict[str, dict[str, str]], source: Pod
+) -> bool:
     if block := peer.get("ipBlock"):
         address = ipaddress.ip_address(source.ip)
         excepted = any(address in ipaddress.ip_network(cidr) for cidr in block.get("except") or [])
@@ -83,7 +98,11 @@ def _match(selector: Object, labels: dict[str, str]) -> bool:
     if not (selector.get("matchLabels") or {}).items() <= labels.items():
         return False
     for expression in selector.get("matchExpressions") or []:
-        key, operator, values = expression["key"], expression["operator"], expression.get("values") or []
+        key, operator, values = (
+            expression["key"],
+            expression["operator"],
+            expression.get("values") or [],
+        )
         right = {
             "In": labels.get(key) in values,
             "NotIn": key not in labels or labels[key] not in values,

@@ -24,7 +24,9 @@ def reference_model(checkpoint: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-def prompts(count: int, vocab_size: int, *, longest: int, seed: int = 0, first_id: int = 3) -> list[list[int]]:
+def prompts(
+    count: int, vocab_size: int, *, longest: int, seed: int = 0, first_id: int = 3
+) -> list[list[int]]:
     """`count` prompts of 1 to `longest` tokens: the shortest, the longest and everything around block boundaries among them."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, longest][:count]
@@ -33,7 +35,9 @@ def prompts(count: int, vocab_size: int, *, longest: int, seed: int = 0, first_i
 
 
 @torch.inference_mode()
-def assert_greedy(model: torch.nn.Module, prompts: list[list[int]], outputs: list[list[int]], what: str) -> None:
+def assert_greedy(
+    model: torch.nn.Module, prompts: list[list[int]], outputs: list[list[int]], what: str
+) -> None:
     """Fails where an output is not the reference's greedy continuation of its prompt."""
     ties: list[str] = []
     total = 0
@@ -48,6 +52,8 @@ def assert_greedy(model: torch.nn.Module, prompts: list[list[int]], outputs: lis
             assert gap <= TIE, where
             ties.append(where)
     for tie in ties:
-        warnings.warn(f"near-tie {tie}", stacklevel=2)  # pytest lists warnings of tests that pass, too
+        warnings.warn(
+            f"near-tie {tie}", stacklevel=2
+        )  # pytest lists warnings of tests that pass, too
     print(f"{what}: {total} tokens, {len(ties)} near-ties")
     assert len(ties) <= MAX_TIE_SHARE * total, f"{len(ties)} near-ties in {total} tokens"

@@ -37,10 +37,17 @@ def uids(cluster: LocalClusterUnderTest, service: str, role: str) -> set[str]:
 
 def delete_pod(cluster: LocalClusterUnderTest, service: str, role: str, *flags: str) -> Loss:
     """Deletes one pod of the role and waits for another; no other pod may go. `flags`: of `kubectl delete`."""
-    return lose_pod(cluster, service, role, lambda pod: cluster.kubectl("delete", "pod", pod, "--wait=false", *flags))
+    return lose_pod(
+        cluster,
+        service,
+        role,
+        lambda pod: cluster.kubectl("delete", "pod", pod, "--wait=false", *flags),
+    )
 
 
-def lose_pod(cluster: LocalClusterUnderTest, service: str, role: str, take: Callable[[str], object]) -> Loss:
+def lose_pod(
+    cluster: LocalClusterUnderTest, service: str, role: str, take: Callable[[str], object]
+) -> Loss:
     """Has `take` remove one pod of the role, by name, and waits until another serves instead; no other pod may go."""
     before = cluster.pods(service, role)
     known = {pod["metadata"]["uid"] for pod in before}
@@ -53,7 +60,9 @@ def lose_pod(cluster: LocalClusterUnderTest, service: str, role: str, take: Call
         pods: list[dict[str, Any]] = cluster.pods(service, role)
         passed = time.monotonic() - began
         now = {pod["metadata"]["uid"] for pod in pods}
-        assert known - now <= {victim["uid"]}, f"pods that nobody deleted are gone, too: {known - now}"
+        assert known - now <= {victim["uid"]}, (
+            f"pods that nobody deleted are gone, too: {known - now}"
+        )
         if loss.gone_s is None and victim["uid"] not in now:
             loss.gone_s = passed
         if loss.made_s is None and now - known:
@@ -61,7 +70,9 @@ def lose_pod(cluster: LocalClusterUnderTest, service: str, role: str, take: Call
         ready = [pod["metadata"]["name"] for pod in pods if is_ready(pod)]
         if loss.short_s is None and now - known and len(ready) >= len(before):
             loss.short_s = passed
-        assert len(ready) == len(pods) == len(before), f"ready are {ready} of {[p['metadata']['name'] for p in pods]}"
+        assert len(ready) == len(pods) == len(before), (
+            f"ready are {ready} of {[p['metadata']['name'] for p in pods]}"
+        )
         return victim["uid"] not in now
 
     eventually(whole, timeout_s=REPLACED_S, what=f"another pod instead of {loss.pod}", every_s=0.3)

@@ -56,7 +56,11 @@ def _pod(metadata: Object, spec: Object) -> Iterator[str]:
         if sysctl["name"] not in SYSCTLS:
             yield f"sysctl {sysctl['name']} is set"
     for name, value in (metadata.get("annotations") or {}).items():
-        if name.startswith(APPARMOR) and value != "runtime/default" and not value.startswith("localhost/"):
+        if (
+            name.startswith(APPARMOR)
+            and value != "runtime/default"
+            and not value.startswith("localhost/")
+        ):
             yield f"annotation {name} is {value}"
     yield from (f"pod: {what}" for what in _shared(security))
 
@@ -107,9 +111,15 @@ def _shared(security: Object) -> Iterator[str]:
         yield "runAsNonRoot is false"
     if (security.get("windowsOptions") or {}).get("hostProcess"):
         yield "it is a Windows HostProcess"
-    if (security.get("seccompProfile") or {}).get("type", "RuntimeDefault") not in ("RuntimeDefault", "Localhost"):
+    if (security.get("seccompProfile") or {}).get("type", "RuntimeDefault") not in (
+        "RuntimeDefault",
+        "Localhost",
+    ):
         yield "seccompProfile is Unconfined"
-    if (security.get("appArmorProfile") or {}).get("type", "RuntimeDefault") not in ("RuntimeDefault", "Localhost"):
+    if (security.get("appArmorProfile") or {}).get("type", "RuntimeDefault") not in (
+        "RuntimeDefault",
+        "Localhost",
+    ):
         yield "appArmorProfile is Unconfined"
     linux = security.get("seLinuxOptions") or {}
     if linux.get("type", "") not in SELINUX_TYPES or linux.get("user") or linux.get("role"):

@@ -47,7 +47,12 @@ class Pod:
     """One process with its own 127.x address."""
 
     def __init__(
-        self, folder: Path, name: str, address: str, command: list[str], environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        name: str,
+        address: str,
+        command: list[str],
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -68,7 +73,9 @@ class Pod:
     def get(self, port: int, path: str) -> tuple[int, str]:
         """(HTTP status, body); status 0 if nobody listens."""
         try:
-            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=5) as response:
+            with urllib.request.urlopen(
+                f"http://{self.address}:{port}{path}", timeout=5
+            ) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -116,7 +123,9 @@ class Pods:
         key = ["--service-key-file", service_key_file] if service_key_file else []
         return self._start(name, [str(BIN / "baton-coordinator"), *key])
 
-    def _run(self, name: str, command: str, config: msgspec.Struct, network: Network | None = None) -> Pod:
+    def _run(
+        self, name: str, command: str, config: msgspec.Struct, network: Network | None = None
+    ) -> Pod:
         path = self._folder / f"{name}.json"
         path.write_bytes(msgspec.json.encode(config))
         return self._start(name, [str(BIN / command), "--config", str(path)], network)
@@ -125,7 +134,9 @@ class Pods:
         if network is None:
             pod = Pod(self._folder, name, self._address(), line)
         else:
-            pod = Pod(self._folder, name, network.address, [*network.command, *line], network.environment)
+            pod = Pod(
+                self._folder, name, network.address, [*network.command, *line], network.environment
+            )
         self._pods.append(pod)
         return pod
 
@@ -147,7 +158,8 @@ class Pods:
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
             scheduler=scheduler or SchedulerConfig(),
-            kv_transfer=kv_transfer or KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
+            kv_transfer=kv_transfer
+            or KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
             parallel=parallel or ParallelConfig(),
             num_threads=1,
             drain_timeout_s=20.0,
@@ -176,7 +188,10 @@ class Pods:
     def discover(self, gateway: str, engines: dict[Pod, str]) -> Path:
         """(Re)writes the discovery file of a gateway."""
         path = self._folder / f"{gateway}-engines.json"
-        endpoints = [EngineEndpoint(name=pod.name, role=role, host=pod.address) for pod, role in engines.items()]
+        endpoints = [
+            EngineEndpoint(name=pod.name, role=role, host=pod.address)
+            for pod, role in engines.items()
+        ]
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(EngineEndpoints(engines=endpoints)))
         temporary.rename(path)

@@ -90,7 +90,9 @@ class SideChannelProxy:
     A producer names its engine's workers to the consumer. They get proxies of their own, so that nobody is reached around this one.
     """
 
-    def __init__(self, host: str, producer: tuple[str, int], hook: Hook = lambda passing: Verdict.PASS) -> None:
+    def __init__(
+        self, host: str, producer: tuple[str, int], hook: Hook = lambda passing: Verdict.PASS
+    ) -> None:
         """
         Args:
             producer: host and port of its first worker's side channel.
@@ -105,7 +107,9 @@ class SideChannelProxy:
         self._ports: dict[tuple[str, int], int] = {}
         self._connections: list[Connection] = []
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="side-channel-proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="side-channel-proxy", daemon=True
+        )
         self._thread.start()
         self.port = self.run(self._listen(producer))
 
@@ -164,7 +168,10 @@ class SideChannelProxy:
         return self._ports[producer]
 
     async def _serve(
-        self, from_consumer: asyncio.StreamReader, consumer: asyncio.StreamWriter, address: tuple[str, int]
+        self,
+        from_consumer: asyncio.StreamReader,
+        consumer: asyncio.StreamWriter,
+        address: tuple[str, int],
     ) -> None:
         try:
             from_producer, producer = await asyncio.open_connection(*address)
@@ -183,7 +190,9 @@ class SideChannelProxy:
         connection.abort()
         await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, reader: asyncio.StreamReader, connection: Connection, *, to_producer: bool) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, connection: Connection, *, to_producer: bool
+    ) -> None:
         """One direction, until its sender closes it."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             left = GREETING_BYTES
@@ -209,7 +218,9 @@ class SideChannelProxy:
     async def _message(self, connection: Connection, frame: bytes, *, to_producer: bool) -> None:
         message: ToProducer | ToConsumer | None = None
         with contextlib.suppress(msgspec.DecodeError):
-            decode: Any = side_channel.decode_to_producer if to_producer else side_channel.decode_to_consumer
+            decode: Any = (
+                side_channel.decode_to_producer if to_producer else side_channel.decode_to_consumer
+            )
             message = decode(frame)
         passing = Passing(connection, message, frame, to_producer)
         self.seen.append(passing)
@@ -219,7 +230,11 @@ class SideChannelProxy:
             self.failure = self.failure or error
             verdict = Verdict.PASS
         frame = passing.frame  # a hook may have replaced it
-        if isinstance(message, side_channel.Description) and verdict is not Verdict.DROP and message.ranks:
+        if (
+            isinstance(message, side_channel.Description)
+            and verdict is not Verdict.DROP
+            and message.ranks
+        ):
             frame = await self._reroute(side_channel.decode_to_consumer(frame))
         if verdict is Verdict.HOLD or (verdict is Verdict.PASS and connection.held[to_producer]):
             connection.held[to_producer].append(_zmtp(frame))
@@ -229,7 +244,9 @@ class SideChannelProxy:
     async def _reroute(self, description: ToConsumer) -> bytes:
         assert isinstance(description, side_channel.Description)
         ranks = [
-            msgspec.structs.replace(rank, host=self.host, port=await self._listen((rank.host, rank.port)))
+            msgspec.structs.replace(
+                rank, host=self.host, port=await self._listen((rank.host, rank.port))
+            )
             for rank in description.ranks
         ]
         return side_channel.encode(msgspec.structs.replace(description, ranks=ranks))

@@ -29,7 +29,10 @@ class Stream:
     @property
     def longest_gap_s(self) -> float:
         """Between two pieces."""
-        return max((after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)), default=0.0)
+        return max(
+            (after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)),
+            default=0.0,
+        )
 
 
 class Load:
@@ -39,7 +42,13 @@ class Load:
     """
 
     def __init__(
-        self, url: str, *, width: int, vocab_size: int, seed: int = 0, max_tokens: tuple[int, int] = (40, 160)
+        self,
+        url: str,
+        *,
+        width: int,
+        vocab_size: int,
+        seed: int = 0,
+        max_tokens: tuple[int, int] = (40, 160),
     ) -> None:
         """
         Args:
@@ -59,7 +68,9 @@ class Load:
     def make(self, number: int) -> Stream:
         rng = random.Random(self._seed * 1_000_003 + number)
         prompt = [rng.randrange(3, self._vocab_size) for _ in range(rng.randint(4, 60))]
-        return Stream(number, prompt, rng.randint(*self._max_tokens), rng.choice([None, rng.randrange(2**31)]))
+        return Stream(
+            number, prompt, rng.randint(*self._max_tokens), rng.choice([None, rng.randrange(2**31)])
+        )
 
     async def run(self) -> None:
         """Until `stop` was called and all streams have ended."""

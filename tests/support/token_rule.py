@@ -46,7 +46,11 @@ def assert_right_tokens(model: torch.nn.Module, streams: Sequence[Generated], wh
         wrong = (best_ids != torch.tensor(output)).nonzero()[:, 0].tolist()
         if not wrong:
             continue
-        tied_from = first_router_tie(result.router_logits, model.config.num_experts_per_tok) if sparse else None
+        tied_from = (
+            first_router_tie(result.router_logits, model.config.num_experts_per_tok)
+            if sparse
+            else None
+        )
         for i in wrong:
             gap = (best[i] - chosen[i]).item()
             where = f"{what}: {stream!r}: token {i} is {output[i]}, should be {best_ids[i].item()}, gap {gap:.2e}"

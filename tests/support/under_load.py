@@ -42,10 +42,18 @@ async def under_load(
         await asyncio.wait_for(running, timeout=300)
     print(f"{len(load.streams)} streams, longest gap {load.longest_gap_s:.2f} s")
     failed = [(stream.number, stream.error) for stream in load.failed if not excused(stream)]
-    assert not failed, f"{len(failed)} of {len(load.streams)} streams failed: {failed[:5]}\n{tails()}"
-    short = [(stream.number, len(stream.token_ids)) for stream in load.streams if stream.finished and _is_short(stream)]
+    assert not failed, (
+        f"{len(failed)} of {len(load.streams)} streams failed: {failed[:5]}\n{tails()}"
+    )
+    short = [
+        (stream.number, len(stream.token_ids))
+        for stream in load.streams
+        if stream.finished and _is_short(stream)
+    ]
     assert not short, f"{len(short)} of {len(load.streams)} streams ended early: {short[:5]}"
-    assert_right_tokens(model, [stream for stream in load.streams if stream.token_ids], "under load")
+    assert_right_tokens(
+        model, [stream for stream in load.streams if stream.token_ids], "under load"
+    )
 
 
 def _is_short(stream: Stream) -> bool:
@@ -83,7 +91,9 @@ async def fresh_connections(
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
                 session.post(f"{url}/v1/completions", json=body) as response,
             ):
-                return "" if response.status == 200 else f"{response.status} {await response.text()}"
+                return (
+                    "" if response.status == 200 else f"{response.status} {await response.text()}"
+                )
         except (aiohttp.ClientError, TimeoutError) as error:
             return repr(error)
 

@@ -38,23 +38,47 @@ OTHER_OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `baton checkpoint create`."""
     parser.add_argument("--arch", required=True, choices=list(ARCHITECTURES))
-    parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist or be empty")
-    parser.add_argument("--size", default="tiny", choices=list(SIZES), help="preset of the sizes below; default tiny")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="folder to write; must not exist or be empty"
+    )
+    parser.add_argument(
+        "--size",
+        default="tiny",
+        choices=list(SIZES),
+        help="preset of the sizes below; default tiny",
+    )
     for flag, field in SIZE_FLAGS.items():
         defaults = ", ".join(f"{name} {getattr(shape, field)}" for name, shape in SIZES.items())
         parser.add_argument(flag, dest=field, type=int, metavar="N", help=f"default {defaults}")
-    parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="stretch the rotary embedding")
-    parser.add_argument("--rope-factor", type=float, default=4.0, metavar="X", help="by how much; default 4")
-    parser.add_argument("--sliding-window", type=int, metavar="N", help="tokens that a token sees; not for llama")
-    parser.add_argument("--tie-word-embeddings", action="store_true", help="the output projection is the embedding")
+    parser.add_argument(
+        "--rope-scaling", choices=ROPE_SCALINGS, help="stretch the rotary embedding"
+    )
+    parser.add_argument(
+        "--rope-factor", type=float, default=4.0, metavar="X", help="by how much; default 4"
+    )
+    parser.add_argument(
+        "--sliding-window", type=int, metavar="N", help="tokens that a token sees; not for llama"
+    )
+    parser.add_argument(
+        "--tie-word-embeddings", action="store_true", help="the output projection is the embedding"
+    )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument("--max-shard-size", type=int, metavar="BYTES", help="split the weights into files of this size")
+    parser.add_argument(
+        "--max-shard-size",
+        type=int,
+        metavar="BYTES",
+        help="split the weights into files of this size",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Makes the checkpoint that parsed `add_arguments` describe; returns the process's exit code."""
-    sizes = {field: getattr(args, field) for field in SIZE_FLAGS.values() if getattr(args, field) is not None}
+    sizes = {
+        field: getattr(args, field)
+        for field in SIZE_FLAGS.values()
+        if getattr(args, field) is not None
+    }
     options = {name: getattr(args, name) for name in OTHER_OPTIONS}
     try:
         path = create_checkpoint(args.out, args.arch, **options, **sizes)

@@ -69,9 +69,13 @@ def create_checkpoint(
     if rope_scaling is not None:
         _one_of("rope_scaling", rope_scaling, ROPE_SCALINGS)
     if not 1 <= rope_factor <= shape.max_position_embeddings:
-        raise ValueError(f"rope_factor must be between 1 and max_position_embeddings, got {rope_factor}")
+        raise ValueError(
+            f"rope_factor must be between 1 and max_position_embeddings, got {rope_factor}"
+        )
     if sliding_window is not None and (sliding_window < 1 or arch == "llama"):
-        raise ValueError(f"sliding_window must be positive, and is not for llama; got {sliding_window} for {arch}")
+        raise ValueError(
+            f"sliding_window must be positive, and is not for llama; got {sliding_window} for {arch}"
+        )
     if max_shard_size is not None and max_shard_size < 1:
         raise ValueError(f"max_shard_size must be positive, got {max_shard_size}")
     if out.exists() and any(out.iterdir()):
@@ -102,7 +106,9 @@ def _config(arch: str, shape: CheckpointShape) -> dict[str, Any]:
         "model_type": arch,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.moe_intermediate_size if arch == "mixtral" else shape.intermediate_size,
+        "intermediate_size": shape.moe_intermediate_size
+        if arch == "mixtral"
+        else shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
@@ -116,7 +122,10 @@ def _config(arch: str, shape: CheckpointShape) -> dict[str, Any]:
     if arch in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False
     if arch == "mixtral":
-        config |= {"num_local_experts": shape.num_experts, "num_experts_per_tok": shape.num_experts_per_tok}
+        config |= {
+            "num_local_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+        }
     if arch == "qwen3_moe":
         config |= {
             "num_experts": shape.num_experts,
@@ -140,7 +149,9 @@ def _window_config(arch: str, shape: CheckpointShape, sliding_window: int | None
     return config
 
 
-def _rope_config(kind: str | None, factor: float, max_position_embeddings: int) -> dict[str, Any] | None:
+def _rope_config(
+    kind: str | None, factor: float, max_position_embeddings: int
+) -> dict[str, Any] | None:
     if kind is None:
         return None
     config: dict[str, Any] = {"rope_type": kind, "factor": factor}

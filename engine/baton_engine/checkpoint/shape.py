@@ -33,7 +33,9 @@ class CheckpointShape:
                 f"vocab_size must be at least {MIN_VOCAB_SIZE} (bytes and special tokens), got {self.vocab_size}"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.num_experts_per_tok > self.num_experts:

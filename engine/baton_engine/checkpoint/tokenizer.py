@@ -79,7 +79,9 @@ _SUFFIXES = "ing ed er ion able ment ly ness ful al ive ity ance"
 
 
 def _corpus(num_sentences: int = 3000) -> list[str]:
-    adjectives, nouns, verbs, adverbs = (words.split() for words in (_ADJECTIVES, _NOUNS, _VERBS, _ADVERBS))
+    adjectives, nouns, verbs, adverbs = (
+        words.split() for words in (_ADJECTIVES, _NOUNS, _VERBS, _ADVERBS)
+    )
     choose = random.Random(0).choice
     sentences = [
         f"The {choose(adjectives)} {choose(nouns)} {choose(verbs)} the {choose(nouns)} of a {choose(adjectives)} "

@@ -16,7 +16,9 @@ LOGIT_STD = 3.0
 """Of a random model's logits. The median gap of the two best of n normal values is about 0.7 * std / sqrt(2 ln n): here 0.5."""
 
 
-def random_weights(out: Path, tokenizer_size: int, seed: int, dtype: str) -> dict[str, torch.Tensor]:
+def random_weights(
+    out: Path, tokenizer_size: int, seed: int, dtype: str
+) -> dict[str, torch.Tensor]:
     """Every tensor the written config.json asks for."""
     import torch
 
@@ -44,7 +46,9 @@ def random_weights(out: Path, tokenizer_size: int, seed: int, dtype: str) -> dic
         elif name != "model.embed_tokens.weight":
             # Queries and keys (and routers) get twice the scale: attention then picks out few tokens instead of averaging
             # all of them away, and the next token depends on the whole context instead of cycling.
-            sharp = name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight", "moe.gate.weight"))
+            sharp = name.endswith(
+                ("q_proj.weight", "k_proj.weight", "mlp.gate.weight", "moe.gate.weight")
+            )
             values *= (2.0 if sharp else 1.5) / math.sqrt(target.shape[-1])
         weights[name] = values.to(getattr(torch, dtype))
     return weights

@@ -15,7 +15,9 @@ from torch import Tensor, fx
 from torch._guards import TracingContext
 
 
-def environment_key(source_files: Iterable[str], config: Sequence[object], device: torch.device) -> str:
+def environment_key(
+    source_files: Iterable[str], config: Sequence[object], device: torch.device
+) -> str:
     """Equal where what was compiled may be used again.
 
     Args:
@@ -26,7 +28,14 @@ def environment_key(source_files: Iterable[str], config: Sequence[object], devic
     for path in sorted({*source_files, *map(str, Path(__file__).parent.glob("*.py"))}):
         digest.update(path.encode() + b"\0" + _content(path))
     versions = {name: _version(name) for name in ("torch", "triton", "baton")}
-    for part in (versions, torch.version.cuda, platform.python_version(), _describe(device), _settings(), *config):
+    for part in (
+        versions,
+        torch.version.cuda,
+        platform.python_version(),
+        _describe(device),
+        _settings(),
+        *config,
+    ):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()
 
@@ -57,13 +66,19 @@ def piece_key(graph: fx.GraphModule) -> str | None:
         arguments: object = ()
         if node.op != "placeholder":  # whose only argument is a default
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")
-        digest.update(f"{node.op} {target} {arguments!r} {_meta(node.meta.get('example_value'))}\n".encode())
+        digest.update(
+            f"{node.op} {target} {arguments!r} {_meta(node.meta.get('example_value'))}\n".encode()
+        )
         numbers[node] = number
     return digest.hexdigest()
 
 
 def _name(target: Any) -> str:
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{target!s}".split(" at 0x")[0]
+    return (
+        target
+        if isinstance(target, str)
+        else f"{getattr(target, '__module__', '')}.{target!s}".split(" at 0x")[0]
+    )
 
 
 def _meta(value: Any) -> str:
@@ -92,7 +107,9 @@ def _describe(device: torch.device) -> object:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     # Code for a CPU is built for its instructions and a number of threads.
-    instructions = sorted(name for name, present in torch.cpu.get_capabilities().items() if present is True)
+    instructions = sorted(
+        name for name, present in torch.cpu.get_capabilities().items() if present is True
+    )
     return (
         device.type,
         platform.machine(),
@@ -104,5 +121,9 @@ def _describe(device: torch.device) -> object:
 
 def _settings() -> list[tuple[str, str]]:
     """What the environment tells Inductor, except where its files go."""
-    names = (name for name in os.environ if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR")
+    names = (
+        name
+        for name in os.environ
+        if name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
+    )
     return sorted((name, os.environ[name]) for name in names)

@@ -24,17 +24,26 @@ def support_torch_compile(dynamic: DynamicDims) -> Callable[[M], M]:
         TypeError: this is no class of modules, or a dimension no integer.
         ValueError: `forward` has no such argument, or nothing is dynamic.
     """
-    dims = {name: (given,) if isinstance(given, int) else tuple(given) for name, given in dynamic.items()}
+    dims = {
+        name: (given,) if isinstance(given, int) else tuple(given)
+        for name, given in dynamic.items()
+    }
 
     def decorate(model_class: M) -> M:
         if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-            raise TypeError(f"support_torch_compile decorates classes of modules, not {model_class!r}")
+            raise TypeError(
+                f"support_torch_compile decorates classes of modules, not {model_class!r}"
+            )
         if not any(dims.values()):
-            raise ValueError(f"{model_class.__name__}: name at least one dynamic dimension of forward's arguments")
+            raise ValueError(
+                f"{model_class.__name__}: name at least one dynamic dimension of forward's arguments"
+            )
         known = list(inspect.signature(model_class.forward).parameters)[1:]
         for name, each in dims.items():
             if name not in known:
-                raise ValueError(f"{model_class.__name__}.forward has no argument {name!r}; it has {', '.join(known)}")
+                raise ValueError(
+                    f"{model_class.__name__}.forward has no argument {name!r}; it has {', '.join(known)}"
+                )
             if not all(type(dim) is int for dim in each):
                 raise TypeError(f"dynamic dimensions of {name} must be integers, got {each}")
         setattr(model_class, _ATTRIBUTE, dims)
@@ -52,7 +61,9 @@ def mark_dynamic(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """
     dims: dict[str, tuple[int, ...]] | None = getattr(model, _ATTRIBUTE, None)
     if dims is None:
-        raise TypeError(f"{type(model).__name__} cannot be compiled: decorate it with support_torch_compile")
+        raise TypeError(
+            f"{type(model).__name__} cannot be compiled: decorate it with support_torch_compile"
+        )
     for name, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
             continue
@@ -60,5 +71,7 @@ def mark_dynamic(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             if not -tensor.dim() <= dim < tensor.dim():
                 raise ValueError(f"{name} has {tensor.dim()} dimensions; dynamic is to be {dim}")
             if tensor.shape[dim] < 2:
-                raise ValueError(f"trace with at least 2 in dynamic dimension {dim} of {name}, not {tensor.shape[dim]}")
+                raise ValueError(
+                    f"trace with at least 2 in dynamic dimension {dim} of {name}, not {tensor.shape[dim]}"
+                )
             torch._dynamo.mark_dynamic(tensor, dim % tensor.dim())

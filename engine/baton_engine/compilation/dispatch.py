@@ -74,21 +74,33 @@ class Dispatcher:
         """The smallest graph for a step of so many tokens and sequences; each sequence runs at least one token."""
         if num_tokens == num_seqs and self.mode.decode is GraphKind.FULL:
             size = _round_up(num_tokens, self._decode_sizes)
-            return NO_GRAPH if size is None else Dispatch(GraphKind.FULL, BatchDescriptor(size, size, True))
+            return (
+                NO_GRAPH
+                if size is None
+                else Dispatch(GraphKind.FULL, BatchDescriptor(size, size, True))
+            )
         size = _round_up(num_tokens, self.sizes)
         return NO_GRAPH if size is None else self._mixed(size)
 
     def graphs(self) -> list[Dispatch]:
         """All that `dispatch` may answer, the largest first: later ones find their memory in the pool."""
-        wanted = [] if self.mode.mixed is GraphKind.NONE else [self._mixed(size) for size in self.sizes]
+        wanted = (
+            [] if self.mode.mixed is GraphKind.NONE else [self._mixed(size) for size in self.sizes]
+        )
         if self.mode.decode is GraphKind.FULL:
             wanted += [self.dispatch(size, size) for size in self._decode_sizes]
-        return sorted(wanted, key=lambda each: each.descriptor.num_tokens if each.descriptor else 0, reverse=True)
+        return sorted(
+            wanted,
+            key=lambda each: each.descriptor.num_tokens if each.descriptor else 0,
+            reverse=True,
+        )
 
     @property
     def max_padded_seqs(self) -> int:
         """Sequences of the largest descriptor."""
-        return max((each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0)
+        return max(
+            (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
+        )
 
     def _mixed(self, size: int) -> Dispatch:
         match self.mode.mixed:

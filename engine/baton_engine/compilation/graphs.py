@@ -47,7 +47,9 @@ class CudaGraphs:
         self.start_over()
 
     def start_over(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all gone takes no new ones
+        self._pool = (
+            torch.cuda.graph_pool_handle()
+        )  # a pool whose graphs are all gone takes no new ones
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -68,7 +70,9 @@ class CudaGraphs:
         try:
             result = run()
         except BaseException:
-            with suppress(RuntimeError):  # that the recording is of no use: why, the first error says
+            with suppress(
+                RuntimeError
+            ):  # that the recording is of no use: why, the first error says
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -100,7 +104,9 @@ class PieceGraphs:
             return result  # held until later pieces have read it, so that none of them works in its memory
         if logger.isEnabledFor(logging.DEBUG):
             moved = _addresses(args) != self._addresses[index]
-            assert not moved, f"an argument of piece {index} is not where it was when its graph was captured"
+            assert not moved, (
+                f"an argument of piece {index} is not where it was when its graph was captured"
+            )
         return self._replays[index]()
 
 

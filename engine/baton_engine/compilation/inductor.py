@@ -29,7 +29,9 @@ class PieceCompiler(Protocol):
     def open(self, key: str) -> None:
         """What follows belongs to the graph of this key; see `environment_key`."""
 
-    def compile(self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Compiled:
         """A function of the graph's arguments that computes what the graph does.
 
         Args:
@@ -44,7 +46,9 @@ class NoCompiler:
     def open(self, key: str) -> None:
         pass
 
-    def compile(self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Compiled:
         return graph.forward
 
 
@@ -73,20 +77,26 @@ class InductorCompiler:
             self.folder = (default_cache_dir() if self._root is None else self._root) / key
             _take(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-            self._temporary = tempfile.TemporaryDirectory(prefix="baton-compile-", ignore_cleanup_errors=True)
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix="baton-compile-", ignore_cleanup_errors=True
+            )
             self.folder = Path(self._temporary.name)
             logger.warning(
                 "compiled code is not kept for the next start (%s); set compilation.cache_dir to a folder of this user",
                 error,
             )
 
-    def compile(self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Compiled:
         key = piece_key(graph)
         if key is None:
             compiled = self._compile(graph, arguments, size, None)
         elif (key, size) not in self._known:
             path = self.folder / f"{key}-{'dynamic' if size is None else size}"
-            compiled = self._known[key, size] = self._load(path) or self._compile(graph, arguments, size, path)
+            compiled = self._known[key, size] = self._load(path) or self._compile(
+                graph, arguments, size, path
+            )
         else:
             compiled = self._known[key, size]
         return compiled if _returns_several(graph) else _first_of(compiled)
@@ -98,7 +108,11 @@ class InductorCompiler:
             with self._inductor_files():
                 artifact = CompiledArtifact.load(path=str(path), format="binary")
         except Exception:  # of whatever kind: a cache never keeps an engine from starting
-            logger.warning("%s holds no compiled piece that can be used; it is compiled again", path, exc_info=True)
+            logger.warning(
+                "%s holds no compiled piece that can be used; it is compiled again",
+                path,
+                exc_info=True,
+            )
             with suppress(OSError):
                 path.unlink()
             return None
@@ -119,7 +133,9 @@ class InductorCompiler:
         self.num_compiled += 1
         if path is not None:
             try:
-                artifact.save(path=str(path), format="binary")  # whole or not at all: others may read it
+                artifact.save(
+                    path=str(path), format="binary"
+                )  # whole or not at all: others may read it
             except Exception as error:  # the disk is full, or the piece cannot be written down
                 logger.warning("a compiled piece is not kept for the next start: %s", error)
         return artifact

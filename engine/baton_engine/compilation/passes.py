@@ -54,7 +54,11 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source if _alike(node, source) else None
     if node.target is prims.convert_element_type.default:
         value, wide = _value(node), _value(source)
-        if source.target is prims.convert_element_type.default and value is not None and wide is not None:
+        if (
+            source.target is prims.convert_element_type.default
+            and value is not None
+            and wide is not None
+        ):
             narrow = source.args[0]
             assert isinstance(narrow, fx.Node)
             if (value.dtype, wide.dtype) in _WIDENINGS and _alike(node, narrow):

@@ -30,16 +30,24 @@ class Piece(nn.Module):
     """What lies between two attentions: a function of weights, tensors of earlier pieces and the number of tokens."""
 
     def __init__(
-        self, index: int, graph: fx.GraphModule, compiler: PieceCompiler, compile_sizes: Sequence[int]
+        self,
+        index: int,
+        graph: fx.GraphModule,
+        compiler: PieceCompiler,
+        compile_sizes: Sequence[int],
     ) -> None:
         super().__init__()
         self.index = index
         self._graph = graph
         self._compiler = compiler
-        examples = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+        examples = [
+            node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"
+        ]
         self._size_at = _where_size_is(examples)
         self._compiled = compiler.compile(graph, examples, None)
-        self._by_size: dict[int, Compiled | None] = dict.fromkeys(compile_sizes if self._size_at is not None else ())
+        self._by_size: dict[int, Compiled | None] = dict.fromkeys(
+            compile_sizes if self._size_at is not None else ()
+        )
 
     def forward(self, *args: Any) -> Any:
         run_piece = current_context().run_piece
@@ -91,10 +99,14 @@ class PiecewiseBackend:
             if _call_functions_directly(part, self._splitting):
                 self.num_cuts += 1
             elif any(node.op not in ("placeholder", "output") for node in part.graph.nodes):
-                setattr(whole, name, Piece(self.num_pieces, part, self._compiler, self._compile_sizes))
+                setattr(
+                    whole, name, Piece(self.num_pieces, part, self._compiler, self._compile_sizes)
+                )
                 self.num_pieces += 1
         took = time.monotonic() - started
-        logger.info("the model is traced and cut into %d pieces, which took %.1f s", self.num_pieces, took)
+        logger.info(
+            "the model is traced and cut into %d pieces, which took %.1f s", self.num_pieces, took
+        )
         return whole.forward
 
 
@@ -125,7 +137,9 @@ def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., 
     code = forward.__code__.replace()
     own = types.FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
     names = list(_forward_arguments(model))
-    compiled = torch.compile(own, backend=backend, fullgraph=True, options={"guard_filter_fn": _keep_no_guards})
+    compiled = torch.compile(
+        own, backend=backend, fullgraph=True, options={"guard_filter_fn": _keep_no_guards}
+    )
     traced = False
 
     def run(*args: Tensor | None) -> Tensor:

@@ -24,7 +24,9 @@ Door = Literal["engine", "http"]
 class Access:
     """For any thread."""
 
-    def __init__(self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`key`: None: everyone may come in."""
         self.key = key
         self.refusals = Counter(

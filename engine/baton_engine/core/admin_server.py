@@ -26,7 +26,17 @@ MAX_BODY_BYTES = 64 * 2**10
 
 CALLS = {
     "GET": frozenset({"is_paused", "is_sleeping"}),
-    "POST": frozenset({"pause", "reset_prefix_cache", "resume", "sleep", "start_profile", "stop_profile", "wake_up"}),
+    "POST": frozenset(
+        {
+            "pause",
+            "reset_prefix_cache",
+            "resume",
+            "sleep",
+            "start_profile",
+            "stop_profile",
+            "wake_up",
+        }
+    ),
 }
 """Utility methods of the engine core by HTTP method; each is the path /<name>, its arguments are the query."""
 
@@ -143,7 +153,11 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
 
     def _condition(self, condition: Condition) -> None:
         body = Health(
-            condition.reason, condition.message, condition.progress, condition.kv, kv_bytes=condition.kv_bytes
+            condition.reason,
+            condition.message,
+            condition.progress,
+            condition.kv,
+            kv_bytes=condition.kv_bytes,
         )
         self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
 
@@ -160,7 +174,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._not_found()
             return
         try:
-            result = self.server.admin.call_utility(method, parse_qs(url.query, keep_blank_values=True))
+            result = self.server.admin.call_utility(
+                method, parse_qs(url.query, keep_blank_values=True)
+            )
         except ValueError as error:
             self._tell(400, "BadRequest", str(error))
         except TimeoutError as error:
@@ -169,11 +185,18 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._tell(409, "Failed", f"{method}: {error}")
         else:
             if isinstance(result, Pending):
-                self._tell(202, "Pending", f"{method} is under way; see GET /is_paused and GET /is_sleeping")
+                self._tell(
+                    202,
+                    "Pending",
+                    f"{method} is under way; see GET /is_paused and GET /is_sleeping",
+                )
             else:
                 self._answer(200, msgspec.json.encode({"result": result}))
 
     def _not_found(self) -> None:
-        names = {method: ", ".join(f"/{name}" for name in sorted(names)) for method, names in CALLS.items()}
+        names = {
+            method: ", ".join(f"/{name}" for name in sorted(names))
+            for method, names in CALLS.items()
+        }
         paths = f"GET /health, /ready, /metrics, /drain, {names['GET']} and POST /drain, {names['POST']}"
         self._tell(404, "NotFound", f"there is only {paths}")

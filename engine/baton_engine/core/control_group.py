@@ -83,7 +83,9 @@ class VoteGroup:
                     break
                 (vote, votes), self._next = self._next, None
             try:
-                rows = self._group.all_gather(torch.tensor([vote], dtype=torch.int64), 0)  # [ranks, 3]
+                rows = self._group.all_gather(
+                    torch.tensor([vote], dtype=torch.int64), 0
+                )  # [ranks, 3]
                 votes.set_result([StepVote(*row) for row in rows.tolist()])
             except Exception as error:
                 votes.set_exception(error)
@@ -91,7 +93,12 @@ class VoteGroup:
 
 
 def join_control_group(
-    generation: Generation, rank: int, *, join_timeout_s: float, timeout_s: float, secret: bytes = b""
+    generation: Generation,
+    rank: int,
+    *,
+    join_timeout_s: float,
+    timeout_s: float,
+    secret: bytes = b"",
 ) -> ControlGroup:
     """Meets the other members in the generation's store.
 
@@ -107,7 +114,9 @@ def join_control_group(
         "control",
         rank,
         generation.size,
-        connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret),
+        connect_store(
+            StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret
+        ),
         generation.number,
         CPU,
         timeout_s,

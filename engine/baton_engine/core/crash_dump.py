@@ -26,7 +26,10 @@ _ENDS_SHOWN = 8
 
 
 def write_crash_dump(
-    config: EngineConfig, step: SchedulerOutput | None, stats: EngineStats | None, error: BaseException
+    config: EngineConfig,
+    step: SchedulerOutput | None,
+    stats: EngineStats | None,
+    error: BaseException,
 ) -> Path | None:
     """Writes a JSON file into `config.observability.crash_dump_dir`, or the system's temporary folder.
 
@@ -70,7 +73,9 @@ def describe(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return {name: describe(getattr(value, name)) for name in value.__struct_fields__}
     if dataclasses.is_dataclass(value):
-        return {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -85,6 +90,8 @@ def describe(value: Any) -> Any:
 def _describe_list(items: Sequence[Any]) -> Any:
     # Only numbers are many and of little use each; lists of requests are what the reader came for.
     if len(items) > 2 * _ENDS_SHOWN and isinstance(items[0], int | float):
-        first, last = (", ".join(map(str, part)) for part in (items[:_ENDS_SHOWN], items[-_ENDS_SHOWN:]))
+        first, last = (
+            ", ".join(map(str, part)) for part in (items[:_ENDS_SHOWN], items[-_ENDS_SHOWN:])
+        )
         return f"[{first}, ... {len(items)} in all ..., {last}]"
     return [describe(item) for item in items]

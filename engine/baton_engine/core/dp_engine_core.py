@@ -22,7 +22,12 @@ from baton_engine.core.pause import PauseMode, SleepLevel
 from baton_engine.core.rank_report import RankReport
 from baton_engine.core.request_metrics import Histogram
 from baton_engine.core.retired_groups import RetiredGroups
-from baton_engine.core.standby_generation import CALL_TIMEOUT_S, POLL_INTERVAL_S, Join, StandbyGeneration
+from baton_engine.core.standby_generation import (
+    CALL_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    Join,
+    StandbyGeneration,
+)
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats, commit_pauses
 from baton_engine.distributed.errors import GroupBrokenError
@@ -33,7 +38,15 @@ from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import EngineConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
-from baton_protocol.topology import Activity, Directive, Generation, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import (
+    Activity,
+    Directive,
+    Generation,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +118,10 @@ class DPEngineCore(EngineCore):
     def ready(self) -> Ready:
         ready = super().ready
         if self.generation is not None:
-            ready.data_parallel_rank, ready.data_parallel_size = self.rank or 0, self.generation.size
+            ready.data_parallel_rank, ready.data_parallel_size = (
+                self.rank or 0,
+                self.generation.size,
+            )
         return ready
 
     @property
@@ -125,7 +141,9 @@ class DPEngineCore(EngineCore):
         if directive.dismissed:
             self._drop_standby()
             if self.generation is not None:
-                self._leave(f"the group goes on without this rank of generation {self.generation.number}")
+                self._leave(
+                    f"the group goes on without this rank of generation {self.generation.number}"
+                )
             return
         if target is None:
             if standby is not None and not standby.committed:
@@ -145,8 +163,12 @@ class DPEngineCore(EngineCore):
                 return  # a commit is final
             self._drop_standby()
             self._report.on_target()
-            logger.info("generation %d is the target (operation %s)", target.number, target.operation_id)
-            self._standby = StandbyGeneration(target, rank, self.generation, self.executor, self._join, self._wakeup)
+            logger.info(
+                "generation %d is the target (operation %s)", target.number, target.operation_id
+            )
+            self._standby = StandbyGeneration(
+                target, rank, self.generation, self.executor, self._join, self._wakeup
+            )
         if directive.commit and self._standby is not None:
             self._standby.committed = True
         self.advance()
@@ -165,13 +187,18 @@ class DPEngineCore(EngineCore):
             generation, group = self.generation, self._group
             if generation is None or group is None:
                 return
-            if directive.dismissed or (target is not None and target.urgent and target.number > generation.number):
+            if directive.dismissed or (
+                target is not None and target.urgent and target.number > generation.number
+            ):
                 group.abort()
                 self.executor.interrupt(generation.nonce)
 
     def _is_in(self, start: StartWave) -> bool:
         generation = self.generation
-        return generation is not None and (start.generation, start.nonce) == (generation.number, generation.nonce)
+        return generation is not None and (start.generation, start.nonce) == (
+            generation.number,
+            generation.nonce,
+        )
 
     # Generations come and go
 
@@ -187,7 +214,9 @@ class DPEngineCore(EngineCore):
         self._retired.advance()
         if self.phase is RankPhase.SERVING and now >= self._next_loads:
             self._next_loads = now + LOADS_INTERVAL_S
-            self._report.loads = self.executor.collective_rpc("expert_loads", timeout_s=CALL_TIMEOUT_S)[0]
+            self._report.loads = self.executor.collective_rpc(
+                "expert_loads", timeout_s=CALL_TIMEOUT_S
+            )[0]
 
     def _adopt(self, standby: StandbyGeneration) -> None:
         generation, started = standby.generation, self._clock()
@@ -197,13 +226,19 @@ class DPEngineCore(EngineCore):
             return
         with self._group_lock:
             # Outside a step, so that workers change between two of them.
-            self.executor.collective_rpc("adopt_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S)
+            self.executor.collective_rpc(
+                "adopt_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
+            )
             self._retired.add(self._group)
             self._group, self.generation = standby.take_group(), generation
-        kind, since = ("broken", self._broken_at) if self.phase is RankPhase.BROKEN else ("planned", started)
+        kind, since = (
+            ("broken", self._broken_at) if self.phase is RankPhase.BROKEN else ("planned", started)
+        )
         self.phase = RankPhase.SERVING
         self._report.on_adopted()
-        self._calls.set_peers([each for each in generation.members if each.instance_id != self._instance_id])
+        self._calls.set_peers(
+            [each for each in generation.members if each.instance_id != self._instance_id]
+        )
         self._waves = Waves(generation.number, generation.nonce)
         if standby.start is not None:
             self._waves.on_start(standby.start)
@@ -233,10 +268,14 @@ class DPEngineCore(EngineCore):
                 group.abort()
                 group.close()
             self.executor.interrupt(generation.nonce)
-        threading.Thread(target=self._find_suspects, args=(generation,), name="suspects", daemon=True).start()
+        threading.Thread(
+            target=self._find_suspects, args=(generation,), name="suspects", daemon=True
+        ).start()
 
     def _find_suspects(self, generation: Generation) -> None:
-        suspects = self._unreachable([each for each in generation.members if each.instance_id != self._instance_id])
+        suspects = self._unreachable(
+            [each for each in generation.members if each.instance_id != self._instance_id]
+        )
         with self._group_lock:
             if self.phase is RankPhase.BROKEN and self.generation is generation:
                 self._report.suspects = suspects
@@ -266,7 +305,11 @@ class DPEngineCore(EngineCore):
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
         if self.phase is RankPhase.STANDBY:
             self.scheduler.forget_refused(request.request_id)
-            return refusal_of(request, ErrorCode.DRAINING, "this rank is in no generation; send the request to another")
+            return refusal_of(
+                request,
+                ErrorCode.DRAINING,
+                "this rank is in no generation; send the request to another",
+            )
         return super().add_request(request)
 
     # Steps
@@ -278,7 +321,12 @@ class DPEngineCore(EngineCore):
         Repeated: a rank may be gone before it has heard of the commit, and who only waits for it would never know.
         """
         standby = self._standby
-        return standby is not None and standby.committed and standby.ready and self._clock() >= standby.vote_due
+        return (
+            standby is not None
+            and standby.committed
+            and standby.ready
+            and self._clock() >= standby.vote_due
+        )
 
     @property
     def _takes_part(self) -> bool:
@@ -328,11 +376,15 @@ class DPEngineCore(EngineCore):
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))
-        if decision is not None and decision.adopt:  # also if the step broke: others have adopted it, or will
+        if (
+            decision is not None and decision.adopt
+        ):  # also if the step broke: others have adopted it, or will
             assert voted is not None, "all have voted for it"
             self._adopt(voted)
 
-    def _vote(self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None) -> StepDecision:
+    def _vote(
+        self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
+    ) -> StepDecision:
         """The exchange before a step of a wave, which begins here if none runs.
 
         Raises:
@@ -375,7 +427,9 @@ class DPEngineCore(EngineCore):
 
     def status(self) -> Status:
         """For the coordinator."""
-        return self._report.status(self.phase, self.generation, self._standby, self._waves, self.scheduler.stats())
+        return self._report.status(
+            self.phase, self.generation, self._standby, self._waves, self.scheduler.stats()
+        )
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
         stats = super().recent_stats(max_connector_age_s=max_connector_age_s)

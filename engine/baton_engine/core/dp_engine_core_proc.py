@@ -43,7 +43,9 @@ DISMISSED_PATIENCE_S = 10.0
 
 
 class DPEngineCoreProc(EngineCoreProc):
-    def __init__(self, config: EngineConfig, host: str, *, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
+    def __init__(
+        self, config: EngineConfig, host: str, *, client_timeout_s: float = CLIENT_TIMEOUT_S
+    ) -> None:
         """
         Raises:
             zmq.ZMQError: a port cannot be bound.
@@ -128,7 +130,9 @@ class DPEngineCoreProc(EngineCoreProc):
         condition = super().readiness()
         if condition.ok and not self._is_accepting:
             return Condition(
-                False, "Standby", "in no generation of the expert-parallel group; see the coordinator's GET /topology"
+                False,
+                "Standby",
+                "in no generation of the expert-parallel group; see the coordinator's GET /topology",
             )
         return condition
 
@@ -165,7 +169,9 @@ class DPEngineCoreProc(EngineCoreProc):
         elif since is None:
             self._dismissed_at = now
         elif now - since > DISMISSED_PATIENCE_S and self.state is State.SERVING:
-            self._on_executor_failure("the group goes on without this rank, whose loop stands still")
+            self._on_executor_failure(
+                "the group goes on without this rank, whose loop stands still"
+            )
 
     # The loop
 
@@ -198,7 +204,9 @@ class DPEngineCoreProc(EngineCoreProc):
         if generation is not None and generation is not self._announced:
             self._announced = generation
             self._store.forget(is_before(generation.number))
-            init = Init(PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number)
+            init = Init(
+                PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number
+            )
             self.io.send_init(init)
             super()._announce(core)
 
@@ -210,7 +218,11 @@ class DPEngineCoreProc(EngineCoreProc):
         deadline = self._shutdown_deadline
         # The others need this rank's experts until they have adopted a generation without it.
         needed = rank.generation is not None and rank.generation.size > 1
-        in_time = self._shutdown is Shutdown.DRAIN and deadline is not None and time.monotonic() < deadline
+        in_time = (
+            self._shutdown is Shutdown.DRAIN
+            and deadline is not None
+            and time.monotonic() < deadline
+        )
         return may_stop and not (needed and in_time)
 
 

@@ -98,7 +98,9 @@ class EngineCore:
         self.scheduler = self._make_scheduler(config)
         self.made_progress = False
         """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
-        self.step_fn = self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
+        self.step_fn = (
+            self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
+        )
         """Runs one step, or starts one and ends the oldest. Returns what clients are to be told."""
         self._in_flight: deque[_InFlight] = deque()
         """Oldest first."""
@@ -124,13 +126,24 @@ class EngineCore:
         try:
             scheduler_class = load_class(config.scheduler.scheduler_class, Scheduler, "scheduler")
         except ValueError as error:
-            raise ConfigurationError("ConfigInvalid", f"scheduler.scheduler_class: {error}") from error
+            raise ConfigurationError(
+                "ConfigInvalid", f"scheduler.scheduler_class: {error}"
+            ) from error
         self._structured_output = StructuredOutputManager(
-            container_path(config.model.path), info.vocab_size, info.eos_token_ids, self.executor.wakeup
+            container_path(config.model.path),
+            info.vocab_size,
+            info.eos_token_ids,
+            self.executor.wakeup,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens, in host memory %d more for swapping and %d for evicted prefixes; max_model_len %d",
-            *(info.num_blocks, cache.block_size, info.num_swap_blocks, info.num_offload_blocks, max_model_len),
+            *(
+                info.num_blocks,
+                cache.block_size,
+                info.num_swap_blocks,
+                info.num_offload_blocks,
+                max_model_len,
+            ),
         )
         try:
             scheduler: Scheduler = scheduler_class(
@@ -149,7 +162,9 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
-        return Ready(self.scheduler.max_model_len, self.info.num_blocks, self.config.cache.block_size)
+        return Ready(
+            self.scheduler.max_model_len, self.info.num_blocks, self.config.cache.block_size
+        )
 
     @property
     def has_requests(self) -> bool:
@@ -193,9 +208,13 @@ class EngineCore:
         self._collect_outputs()
 
     def add_prefill_result(self, result: PrefillResult) -> None:
-        if result.token_ids and not all(0 <= token_id < self.info.vocab_size for token_id in result.token_ids):
+        if result.token_ids and not all(
+            0 <= token_id < self.info.vocab_size for token_id in result.token_ids
+        ):
             result = PrefillResult(
-                result.request_id, [], f"the prefill side sampled {result.token_ids}: no such tokens"
+                result.request_id,
+                [],
+                f"the prefill side sampled {result.token_ids}: no such tokens",
             )
         self.scheduler.add_prefill_result(result)
         self._collect_outputs()
@@ -320,7 +339,9 @@ class EngineCore:
             path = write_crash_dump(self.config, step, self._stats_or_none(), error)
             what = f"step {step.step_id}" if step is not None else "scheduling"
             where = f"; its input is in {path}" if path is not None else ""
-            raise StepFailedError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
+            raise StepFailedError(
+                f"{what} failed: {type(error).__name__}: {error}{where}"
+            ) from error
 
     def _stats_or_none(self) -> EngineStats | None:
         try:
@@ -328,7 +349,9 @@ class EngineCore:
         except Exception:  # the scheduler may be what failed
             return None
 
-    def _log_iteration(self, step: SchedulerOutput, schedule_s: float, model_s: float, update_s: float) -> None:
+    def _log_iteration(
+        self, step: SchedulerOutput, schedule_s: float, model_s: float, update_s: float
+    ) -> None:
         stats = self.scheduler.stats()
         decodes = sum(1 for num_tokens in step.num_scheduled_tokens.values() if num_tokens == 1)
         logger.info(
@@ -436,7 +459,9 @@ class EngineCore:
 
     def _check_profiling(self) -> None:
         if not self.config.observability.profiler_dir:
-            raise RuntimeError("profiling is off: set observability.profiler_dir (--profiler-dir) to where traces go")
+            raise RuntimeError(
+                "profiling is off: set observability.profiler_dir (--profiler-dir) to where traces go"
+            )
 
     def shutdown(self) -> None:
         """Ends workers and threads. Idempotent."""

@@ -154,7 +154,11 @@ class EngineCoreProc:
             return 0
         except Exception as error:
             loading = self.state is State.LOADING
-            self._fail(str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}")
+            self._fail(
+                str(error)
+                if isinstance(error, StepFailedError)
+                else f"{type(error).__name__}: {error}"
+            )
             if loading:
                 raise
             logger.exception("the engine loop failed")
@@ -192,7 +196,10 @@ class EngineCoreProc:
                 self.request_shutdown(Shutdown.DRAIN)
                 return
             self.request_shutdown(Shutdown.AT_ONCE)
-            for number in (signal.SIGTERM, signal.SIGINT):  # a step that hangs must not keep the process
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # a step that hangs must not keep the process
                 signal.signal(number, signal.SIG_DFL)
 
         signal.signal(signal.SIGTERM, handle)
@@ -208,13 +215,23 @@ class EngineCoreProc:
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
             return Condition(False, "KVTransferFailed", transfer.failure)
-        patience = CALL_STUCK_AFTER_S if self._in_call else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
+        patience = (
+            CALL_STUCK_AFTER_S
+            if self._in_call
+            else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
+        )
         if self.state is State.SERVING and silence > patience:
-            return Condition(False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s")
+            return Condition(
+                False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
+            )
         if self.state is State.LOADING:
-            return Condition(True, "Loading", f"loading {self.config.model.path}", COUNTER.progress())
+            return Condition(
+                True, "Loading", f"loading {self.config.model.path}", COUNTER.progress()
+            )
         moved = transfer.bytes_moved if transfer is not None else {}
-        return Condition(True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved)
+        return Condition(
+            True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved
+        )
 
     def readiness(self) -> Condition:
         """Whether requests are accepted."""
@@ -224,7 +241,11 @@ class EngineCoreProc:
         if self.state is State.LOADING:
             return Condition(False, "Loading", f"loading {self.config.model.path}")
         if self.state is State.STOPPED or self._shutdown or self._stats.draining:
-            return Condition(False, "Draining", f"{self._stats.num_unfinished} requests and transfers are unfinished")
+            return Condition(
+                False,
+                "Draining",
+                f"{self._stats.num_unfinished} requests and transfers are unfinished",
+            )
         return Condition(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
@@ -296,7 +317,9 @@ class EngineCoreProc:
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
             # Asking the workers holds up steps in flight; who is idle has the time.
-            self._stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0)
+            self._stats = core.recent_stats(
+                max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
+            )
             self._heartbeat = time.monotonic()
 
     def _step(self, core: EngineCore) -> bool:
@@ -317,12 +340,25 @@ class EngineCoreProc:
         if stats.num_unfinished == 0:
             return True
         # What is paused does not end.
-        frozen = stats.paused and (stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL)
+        frozen = stats.paused and (
+            stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
+        )
         if self._shutdown is Shutdown.DRAIN and now < self._shutdown_deadline and not frozen:
             return False
-        why = "paused" if frozen else "told to end at once" if now < self._shutdown_deadline else "drain timeout"
-        logger.warning("%s: ending %d requests", why, stats.num_requests_running + stats.num_requests_waiting)
-        core.fail_all(ErrorCode.DRAINING, "the engine shut down before the request ended; continue it elsewhere")
+        why = (
+            "paused"
+            if frozen
+            else "told to end at once"
+            if now < self._shutdown_deadline
+            else "drain timeout"
+        )
+        logger.warning(
+            "%s: ending %d requests", why, stats.num_requests_running + stats.num_requests_waiting
+        )
+        core.fail_all(
+            ErrorCode.DRAINING,
+            "the engine shut down before the request ended; continue it elsewhere",
+        )
         self._deliver(core.take_outputs())
         return True
 
@@ -344,7 +380,9 @@ class EngineCoreProc:
         """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop has nothing else to do."""
         try:
             message = (
-                self.io.input_queue.get(timeout=self.idle_interval_s) if wait else self.io.input_queue.get_nowait()
+                self.io.input_queue.get(timeout=self.idle_interval_s)
+                if wait
+                else self.io.input_queue.get_nowait()
             )
             while True:
                 self._take_input(core, message)
@@ -392,7 +430,9 @@ class EngineCoreProc:
         utility.call(core, request.method, request.args, answer)
 
     def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
-        logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
+        logger.debug(
+            "request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids)
+        )
         refusal = core.add_request(request)
         if refusal is None:
             self._owners.add(request.request_id, client)

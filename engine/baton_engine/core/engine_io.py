@@ -134,17 +134,23 @@ class EngineIO:
         self._clients: dict[bytes, _Client] = {}
         self._init = Init(PROTOCOL_VERSION, instance_id, config_hash="")
         self._ready: Ready | None = None
-        self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
+            queue.SimpleQueue()
+        )
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._buffers = OutputBuffers()
         self._num_kv_batches = 0
-        self._decoders = {kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()}
+        self._decoders = {
+            kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()
+        }
 
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.SNDHWM, 0)  # outputs are never dropped; a client that stops reading is gone soon
+        self._router.setsockopt(
+            zmq.SNDHWM, 0
+        )  # outputs are never dropped; a client that stops reading is gone soon
         self._router.setsockopt(zmq.RCVHWM, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
@@ -213,7 +219,9 @@ class EngineIO:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has ended
+        with contextlib.suppress(
+            OSError
+        ):  # full: the thread will wake anyway; closed: it has ended
             self._wake_writer.send(b"\x00")
 
     # In the I/O thread
@@ -235,7 +243,9 @@ class EngineIO:
                     self._access.refused("engine", refused)
         except Exception as error:
             logger.exception("I/O thread failed")
-            self.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}"))
+            self.input_queue.put(
+                Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}")
+            )
         finally:
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
             self._wake_reader.close()
@@ -258,7 +268,9 @@ class EngineIO:
                 self._init = message
             elif isinstance(message, Ready):
                 self._ready = message
-            self._send_message([client] if client is not None else self._audience(kind), kind, message)
+            self._send_message(
+                [client] if client is not None else self._audience(kind), kind, message
+            )
 
     def _audience(self, kind: ResponseType) -> list[bytes]:
         """Who hears what is meant for all."""
@@ -273,7 +285,9 @@ class EngineIO:
         with self._buffers.encode(message) as payload:
             for client in clients:
                 try:
-                    self._router.send_multipart([client, kind.value, instance_id], zmq.DONTWAIT | zmq.SNDMORE)
+                    self._router.send_multipart(
+                        [client, kind.value, instance_id], zmq.DONTWAIT | zmq.SNDMORE
+                    )
                     payload.send(self._router)
                 except zmq.ZMQError as error:
                     if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -299,12 +313,17 @@ class EngineIO:
 
     def _receive(self, client: bytes, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) > _INSTANCE_FRAME_LIMIT:
-            self._refuse(client, f"a message has 3 frames (type, instance id, payload), got {len(frames)}")
+            self._refuse(
+                client, f"a message has 3 frames (type, instance id, payload), got {len(frames)}"
+            )
             return
         kind, instance_id, payload = frames
         decoder = self._decoders.get(kind)
         if decoder is None:
-            self._refuse(client, f"unknown message type {kind[:8]!r}; this engine speaks protocol {PROTOCOL_VERSION}")
+            self._refuse(
+                client,
+                f"unknown message type {kind[:8]!r}; this engine speaks protocol {PROTOCOL_VERSION}",
+            )
             return
         state = self._clients.get(client)
         if kind != RequestType.HELLO:
@@ -322,7 +341,9 @@ class EngineIO:
         try:
             message = decoder.decode(payload)
         except _UNREADABLE as error:
-            self._refuse(client, f"{_kind_name(kind)} cannot be read: {error}", _request_id(kind, payload))
+            self._refuse(
+                client, f"{_kind_name(kind)} cannot be read: {error}", _request_id(kind, payload)
+            )
             return
         if state is not None:
             state.last_heard = time.monotonic()
@@ -346,7 +367,10 @@ class EngineIO:
 
     def _hello(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
-            self._refuse(client, f"client speaks protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}")
+            self._refuse(
+                client,
+                f"client speaks protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}",
+            )
             return
         self._clients[client] = _Client(hello.client_id, hello.kv_events)
         logger.info("client %s said hello", hello.client_id)

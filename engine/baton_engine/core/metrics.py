@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -89,15 +94,23 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         for field, text in _GAUGES.items():
-            yield self._sample(GaugeMetricFamily(f"baton:{field}", text, labels=["model_name"]), getattr(stats, field))
-        usage = GaugeMetricFamily("baton:kv_cache_usage_perc", "KV blocks in use, 1 is all.", labels=["model_name"])
+            yield self._sample(
+                GaugeMetricFamily(f"baton:{field}", text, labels=["model_name"]),
+                getattr(stats, field),
+            )
+        usage = GaugeMetricFamily(
+            "baton:kv_cache_usage_perc", "KV blocks in use, 1 is all.", labels=["model_name"]
+        )
         yield self._sample(usage, stats.kv_cache_usage)
         for field, text in _COUNTERS.items():
             yield self._sample(
-                CounterMetricFamily(f"baton:{field}", text, labels=["model_name"]), getattr(stats, field)
+                CounterMetricFamily(f"baton:{field}", text, labels=["model_name"]),
+                getattr(stats, field),
             )
         busy = CounterMetricFamily(
-            "baton:busy_seconds", "Seconds in which a step with tokens was under way.", labels=["model_name"]
+            "baton:busy_seconds",
+            "Seconds in which a step with tokens was under way.",
+            labels=["model_name"],
         )
         yield self._sample(busy, self._requests.busy_s)
         finished = CounterMetricFamily(
@@ -107,14 +120,18 @@ class EngineCollector(Collector):
             finished.add_metric([*self._labels.values(), reason], count)
         yield finished
         sleep = GaugeMetricFamily(
-            "baton:engine_sleep_state", "1 for the state the engine is in.", labels=["model_name", "sleep_state"]
+            "baton:engine_sleep_state",
+            "1 for the state the engine is in.",
+            labels=["model_name", "sleep_state"],
         )
         for level, state in _SLEEP_STATES.items():
             sleep.add_metric([*self._labels.values(), state], float(stats.sleep_level == level))
         yield sleep
         for name, histogram in self._requests.histograms.items():
             family = HistogramMetricFamily(f"baton:{name}", histogram.text, labels=["model_name"])
-            family.add_metric(list(self._labels.values()), _buckets(histogram), sum_value=histogram.sum)
+            family.add_metric(
+                list(self._labels.values()), _buckets(histogram), sum_value=histogram.sum
+            )
             yield family
         if stats.kv_transfer is not None:
             yield from self._transfers(stats.kv_transfer)
@@ -141,11 +158,15 @@ class EngineCollector(Collector):
             "KV transfers that did not bring all their blocks, counted once per worker.",
             labels=["model_name", "reason"],
         )
-        for reason in FailureReason:  # also those that never happened: a rate needs the zero before the first
+        for reason in (
+            FailureReason
+        ):  # also those that never happened: a rate needs the zero before the first
             failed.add_metric([*self._labels.values(), reason], stats.failures.get(reason, 0))
         yield failed
         works = GaugeMetricFamily(
-            "baton:kv_transfer_up", "0 once a defect ended the connector of a worker.", labels=["model_name"]
+            "baton:kv_transfer_up",
+            "0 once a defect ended the connector of a worker.",
+            labels=["model_name"],
         )
         yield self._sample(works, float(not stats.failure))
 
@@ -157,7 +178,9 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(f"baton:topology_{field}", text, labels=["model_name"])
             yield self._sample(counter, getattr(stats, field))
         phases = GaugeMetricFamily(
-            "baton:topology_phase", "1 for the phase the rank is in.", labels=["model_name", "phase"]
+            "baton:topology_phase",
+            "1 for the phase the rank is in.",
+            labels=["model_name", "phase"],
         )
         for phase in RankPhase:
             phases.add_metric([*self._labels.values(), phase.value], float(stats.phase is phase))
@@ -168,7 +191,9 @@ class EngineCollector(Collector):
             labels=["model_name", "kind"],
         )
         for kind, histogram in self._commit_pauses.items():
-            pauses.add_metric([*self._labels.values(), kind], _buckets(histogram), sum_value=histogram.sum)
+            pauses.add_metric(
+                [*self._labels.values(), kind], _buckets(histogram), sum_value=histogram.sum
+            )
         yield pauses
 
     def _sample(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:

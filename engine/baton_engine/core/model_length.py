@@ -26,7 +26,11 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
             )
         return min(info.max_position_embeddings, capacity)
     if asked > info.max_position_embeddings:
-        logger.warning("max_model_len is the model's own maximum, %d, not %d", info.max_position_embeddings, asked)
+        logger.warning(
+            "max_model_len is the model's own maximum, %d, not %d",
+            info.max_position_embeddings,
+            asked,
+        )
     wanted = min(asked, info.max_position_embeddings)
     if wanted > capacity:
         raise ConfigurationError(

@@ -89,8 +89,14 @@ class PauseControl:
         _check_mode(mode)
         if level not in (0, 1, 2):
             raise ValueError(f"level must be 0, 1 or 2, got {level}")
-        if level > 0 and self._asleep and not (level == self._level and len(self._asleep) == len(_MEMORIES)):
-            raise RuntimeError(f"the engine sleeps at level {self._level} already, wholly or in part; wake_up() first")
+        if (
+            level > 0
+            and self._asleep
+            and not (level == self._level and len(self._asleep) == len(_MEMORIES))
+        ):
+            raise RuntimeError(
+                f"the engine sleeps at level {self._level} already, wholly or in part; wake_up() first"
+            )
         if self._level >= level:
             return None
         if not self.is_paused:
@@ -121,7 +127,10 @@ class PauseControl:
         wanted = set(TAGS if tags is None else tags)
         if unknown := sorted(wanted - set(TAGS)):
             raise ValueError(f"tags must be some of {', '.join(TAGS)}, got {', '.join(unknown)}")
-        if self._cancel(0, "the engine was woken up before it slept") and self._level == _NOT_ASLEEP:
+        if (
+            self._cancel(0, "the engine was woken up before it slept")
+            and self._level == _NOT_ASLEEP
+        ):
             self._end_sleep()
         if wake := sorted(self._asleep & wanted):
             self._engine.wake_workers(wake)
@@ -161,11 +170,15 @@ class PauseControl:
                 self._engine.abort_all()
             return None
         if mode == "keep" and self._mode == "wait":
-            self._cancel(_NOT_ASLEEP, "the running requests were frozen by another pause before they ended")
+            self._cancel(
+                _NOT_ASLEEP, "the running requests were frozen by another pause before they ended"
+            )
         self._mode = mode
         if mode == "abort":
             self._engine.abort_all()
-        self._engine.set_pause_state(PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL)
+        self._engine.set_pause_state(
+            PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
+        )
         future: Future[None] = Future()
         self._waiting.append((future, level))
         self.advance()

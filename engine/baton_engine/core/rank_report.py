@@ -82,7 +82,9 @@ class RankReport:
             committed=standby.generation if standby is not None and standby.committed else None,
         )
 
-    def topology(self, phase: RankPhase, generation: Generation | None, waves: Waves | None) -> TopologyStats:
+    def topology(
+        self, phase: RankPhase, generation: Generation | None, waves: Waves | None
+    ) -> TopologyStats:
         """For metrics."""
         counts, rank = self.counts, None
         counts.phase = phase
@@ -91,5 +93,7 @@ class RankReport:
             counts.generation, counts.size = generation.number, generation.size
             rank = generation.rank_of(self.member.instance_id)
         counts.rank = rank or 0
-        counts.wave, counts.wave_running = (waves.wave, waves.running) if waves is not None else (0, False)
+        counts.wave, counts.wave_running = (
+            (waves.wave, waves.running) if waves is not None else (0, False)
+        )
         return counts

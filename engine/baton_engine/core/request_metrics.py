@@ -98,15 +98,27 @@ class RequestMetrics:
         self._clock = clock
         self._unfinished: dict[str, _Progress] = {}
         self.histograms = {
-            "time_to_first_token_seconds": Histogram("From arrival to the first token.", _FIRST_TOKEN_S),
-            "inter_token_latency_seconds": Histogram("Between a token and the one before, per token.", _TOKEN_S),
+            "time_to_first_token_seconds": Histogram(
+                "From arrival to the first token.", _FIRST_TOKEN_S
+            ),
+            "inter_token_latency_seconds": Histogram(
+                "Between a token and the one before, per token.", _TOKEN_S
+            ),
             "e2e_request_latency_seconds": Histogram("From arrival to the end.", _LATENCY_S),
             "request_queue_time_seconds": Histogram("From arrival to the first step.", _LATENCY_S),
-            "request_prefill_time_seconds": Histogram("From the first step to the first token.", _LATENCY_S),
-            "request_decode_time_seconds": Histogram("From the first token to the last.", _LATENCY_S),
-            "request_inference_time_seconds": Histogram("From the first step to the last token.", _LATENCY_S),
+            "request_prefill_time_seconds": Histogram(
+                "From the first step to the first token.", _LATENCY_S
+            ),
+            "request_decode_time_seconds": Histogram(
+                "From the first token to the last.", _LATENCY_S
+            ),
+            "request_inference_time_seconds": Histogram(
+                "From the first step to the last token.", _LATENCY_S
+            ),
             "request_prompt_tokens": Histogram("Prompt tokens per ended request.", _LENGTHS),
-            "request_generation_tokens": Histogram("Tokens generated here per ended request.", _LENGTHS),
+            "request_generation_tokens": Histogram(
+                "Tokens generated here per ended request.", _LENGTHS
+            ),
             "request_params_max_tokens": Histogram("max_tokens of requests that set it.", _LENGTHS),
             "iteration_tokens_total": Histogram("Tokens run per step.", _STEP_TOKENS),
         }
@@ -117,7 +129,9 @@ class RequestMetrics:
 
     def on_add(self, request: EngineCoreRequest) -> None:
         """A request was accepted."""
-        self._unfinished[request.request_id] = _Progress(self._clock(), num_prompt_tokens=len(request.prompt_token_ids))
+        self._unfinished[request.request_id] = _Progress(
+            self._clock(), num_prompt_tokens=len(request.prompt_token_ids)
+        )
         max_tokens = request.sampling_params.max_tokens
         if max_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
@@ -158,7 +172,9 @@ class RequestMetrics:
         progress.last_token = now
         progress.num_generated_tokens += num_tokens
 
-    def _on_end(self, request_id: str, reason: FinishReason, progress: _Progress, now: float) -> None:
+    def _on_end(
+        self, request_id: str, reason: FinishReason, progress: _Progress, now: float
+    ) -> None:
         del self._unfinished[request_id]
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times would say nothing about how long requests take

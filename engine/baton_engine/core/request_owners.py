@@ -34,8 +34,14 @@ class RequestOwners:
     def of_abort(self, abort: Abort) -> list[str]:
         """Ids of the abort that its client may end."""
         if abort.request_ids is None:
-            return [request_id for request_id, owner in self._owners.items() if owner == abort.client]
-        return [request_id for request_id in abort.request_ids if self.may_touch(request_id, abort.client)]
+            return [
+                request_id for request_id, owner in self._owners.items() if owner == abort.client
+            ]
+        return [
+            request_id
+            for request_id in abort.request_ids
+            if self.may_touch(request_id, abort.client)
+        ]
 
     def take_aborts(self) -> list[str]:
         """Ids of aborts that have not been taken in order yet."""
@@ -48,7 +54,9 @@ class RequestOwners:
             if not abort.done:
                 request_ids += self.of_abort(abort)
 
-    def sort(self, outputs: list[EngineCoreOutput]) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
+    def sort(
+        self, outputs: list[EngineCoreOutput]
+    ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
         """Who gets which outputs. Requests that end have no owner any more."""
         by_client: dict[bytes, list[EngineCoreOutput]] = {}
         for output in outputs:
@@ -57,6 +65,8 @@ class RequestOwners:
                 continue
             if output.finished:
                 del self._owners[output.request_id]
-                logger.debug("request %s ended: %s %s", output.request_id, output.finish_reason, output.error)
+                logger.debug(
+                    "request %s ended: %s %s", output.request_id, output.finish_reason, output.error
+                )
             by_client.setdefault(client, []).append(output)
         return iter(by_client.items())

@@ -62,18 +62,27 @@ class StandbyGeneration:
         if rank is None:
             return
         try:
-            executor.collective_rpc("prepare_generation", (generation, current), timeout_s=CALL_TIMEOUT_S)
+            executor.collective_rpc(
+                "prepare_generation", (generation, current), timeout_s=CALL_TIMEOUT_S
+            )
         except Exception as error:
             self._fail(f"workers cannot prepare it: {error}")
             return
         threading.Thread(
-            target=self._run, args=(join, rank), name=f"join-control-{generation.number}", daemon=True
+            target=self._run,
+            args=(join, rank),
+            name=f"join-control-{generation.number}",
+            daemon=True,
         ).start()
 
     @property
     def ready(self) -> bool:
         """Prepared: it can be adopted at any time."""
-        return not self.failure and self._workers_ready and (self.rank is None or self._group is not None)
+        return (
+            not self.failure
+            and self._workers_ready
+            and (self.rank is None or self._group is not None)
+        )
 
     def advance(self, now: float) -> None:
         """Between steps: sees how far the preparation is.
@@ -116,9 +125,13 @@ class StandbyGeneration:
             _give_up(group)
         if self.rank is not None:
             try:
-                self._executor.collective_rpc("drop_generation", (self.generation.nonce,), timeout_s=CALL_TIMEOUT_S)
+                self._executor.collective_rpc(
+                    "drop_generation", (self.generation.nonce,), timeout_s=CALL_TIMEOUT_S
+                )
             except Exception as error:
-                logger.warning("generation %d could not be dropped: %s", self.generation.number, error)
+                logger.warning(
+                    "generation %d could not be dropped: %s", self.generation.number, error
+                )
         logger.info("generation %d is dropped (operation %s)", *_names(self.generation))
 
     def _poll_workers(self) -> None:
@@ -139,7 +152,9 @@ class StandbyGeneration:
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
-        logger.warning("generation %d (operation %s) cannot be prepared: %s", *_names(self.generation), reason)
+        logger.warning(
+            "generation %d (operation %s) cannot be prepared: %s", *_names(self.generation), reason
+        )
         with self._lock:
             group, self._group = self._group, None
         if group is not None:

@@ -34,7 +34,10 @@ class TopologyStats(msgspec.Struct, kw_only=True):
 
 def commit_pauses() -> dict[str, Histogram]:
     """By why the generation changed: `planned` ones pause between two steps, `broken` ones since the last step that ran."""
-    return {kind: Histogram("No step could run for so long, for the generation changed.", _PAUSE_S) for kind in KINDS}
+    return {
+        kind: Histogram("No step could run for so long, for the generation changed.", _PAUSE_S)
+        for kind in KINDS
+    }
 
 
 KINDS = ("planned", "broken")

@@ -47,10 +47,17 @@ def bind(method: str, args: Sequence[Any]) -> list[Any]:
     parameters, hints = _signature(method)
     required = sum(parameter.default is parameter.empty for parameter in parameters.values())
     if not required <= len(args) <= len(parameters):
-        wanted = str(len(parameters)) if required == len(parameters) else f"{required} to {len(parameters)}"
+        wanted = (
+            str(len(parameters))
+            if required == len(parameters)
+            else f"{required} to {len(parameters)}"
+        )
         raise UtilityCallError(f"{method} takes {wanted} arguments, got {len(args)}")
     try:
-        return [msgspec.convert(value, hints[name]) for name, value in zip(parameters, args, strict=False)]
+        return [
+            msgspec.convert(value, hints[name])
+            for name, value in zip(parameters, args, strict=False)
+        ]
     except msgspec.ValidationError as error:
         raise UtilityCallError(f"{method}: {error}") from error
 
@@ -64,23 +71,33 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
     parameters, hints = _signature(method)
     unknown = sorted(query.keys() - parameters.keys())
     if unknown:
-        raise UtilityCallError(f"{method} takes {', '.join(parameters) or 'no arguments'}, not {', '.join(unknown)}")
+        raise UtilityCallError(
+            f"{method} takes {', '.join(parameters) or 'no arguments'}, not {', '.join(unknown)}"
+        )
     arguments = {}
     for name, values in query.items():
-        is_list = any(typing.get_origin(hint) is list for hint in (hints[name], *typing.get_args(hints[name])))
-        value: Any = [part for value in values for part in value.split(",")] if is_list else values[-1]
+        is_list = any(
+            typing.get_origin(hint) is list for hint in (hints[name], *typing.get_args(hints[name]))
+        )
+        value: Any = (
+            [part for value in values for part in value.split(",")] if is_list else values[-1]
+        )
         try:
             arguments[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
             # Literals of integers are not converted from text.
             try:
-                arguments[name] = msgspec.convert(msgspec.convert(value, int, strict=False), hints[name])
+                arguments[name] = msgspec.convert(
+                    msgspec.convert(value, int, strict=False), hints[name]
+                )
             except msgspec.ValidationError:
                 raise UtilityCallError(f"{method}: {name}: {error}") from error
     return arguments
 
 
-def call(core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]) -> None:
+def call(
+    core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
+) -> None:
     """Calls a utility method; `done(result, error)` is called once: now, or in the engine's thread when its Future ends.
 
     Nothing a method raises ends the engine.
@@ -109,7 +126,9 @@ def _answer(method: str, future: Future[Any], done: Callable[[Any, str | None], 
 def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
     """Parameters and annotated types of an allowed method."""
     if method not in UTILITIES:
-        raise UtilityCallError(f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}")
+        raise UtilityCallError(
+            f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}"
+        )
     function = getattr(EngineCore, method)
     parameters = dict(inspect.signature(function).parameters)
     del parameters["self"]

@@ -23,7 +23,9 @@ def validate_request(
     params = request.sampling_params
     num_generated = len(request.generated_token_ids)
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
-        raise ValueError(f"request_id must have 1 to {MAX_ID_LENGTH} characters, got {len(request.request_id)}")
+        raise ValueError(
+            f"request_id must have 1 to {MAX_ID_LENGTH} characters, got {len(request.request_id)}"
+        )
     if not request.prompt_token_ids:
         raise ValueError("prompt_token_ids must not be empty")
     for name in ("prompt_token_ids", "generated_token_ids"):
@@ -35,7 +37,9 @@ def validate_request(
             )
     params.validate()
     if params.max_tokens is not None and num_generated >= params.max_tokens:
-        raise ValueError(f"max_tokens={params.max_tokens} is used up by {num_generated} generated_token_ids")
+        raise ValueError(
+            f"max_tokens={params.max_tokens} is used up by {num_generated} generated_token_ids"
+        )
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias or (),
@@ -53,7 +57,9 @@ def validate_request(
             "send the request to that rank, or leave the field out",
         )
     if request.lora_name:
-        raise ValueError(f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded")
+        raise ValueError(
+            f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded"
+        )
     if request.group_id:
         _validate_group_member(request)
     if params.beam_width:
@@ -77,8 +83,12 @@ def validate_request(
         raise ValueError(
             "prompt_logprobs needs the prompt computed here; it cannot be combined with kv_transfer CONSUME"
         )
-    if transfer.side is KVSide.CONSUME and not (transfer.remote_host and 0 < transfer.remote_port < 65536):
-        raise ValueError("kv_transfer.remote_host and remote_port must name the producer's side channel")
+    if transfer.side is KVSide.CONSUME and not (
+        transfer.remote_host and 0 < transfer.remote_port < 65536
+    ):
+        raise ValueError(
+            "kv_transfer.remote_host and remote_port must name the producer's side channel"
+        )
     if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
         # More would write into the partial last block while the peer reads it, and would need memory that cannot be preempted.
         raise ValueError(
@@ -89,9 +99,13 @@ def validate_request(
 def _validate_group_member(request: EngineCoreRequest) -> None:
     """What can be said of one sample of a group without the others: the scheduler compares the prompts."""
     if len(request.group_id) > MAX_ID_LENGTH:
-        raise ValueError(f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}")
+        raise ValueError(
+            f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}"
+        )
     if request.generated_token_ids:
-        raise ValueError("generated_token_ids must be empty in a request with a group_id; continue the request alone")
+        raise ValueError(
+            "generated_token_ids must be empty in a request with a group_id; continue the request alone"
+        )
     if request.kv_transfer is not None:
         raise ValueError("kv_transfer cannot be combined with group_id; send the samples alone")
 
@@ -103,9 +117,13 @@ def _validate_beam_search(request: EngineCoreRequest) -> None:
             "kv_transfer cannot be combined with beam_width; beam search prefills and decodes in one engine"
         )
     if request.generated_token_ids:
-        raise ValueError("generated_token_ids must be empty with beam_width: a beam search starts from its prompt")
+        raise ValueError(
+            "generated_token_ids must be empty with beam_width: a beam search starts from its prompt"
+        )
     if request.sampling_params.structured_output is not None:
-        raise ValueError("structured_output cannot be combined with beam_width: beams are not held to a grammar")
+        raise ValueError(
+            "structured_output cannot be combined with beam_width: beams are not held to a grammar"
+        )
     if request.group_id or request.sample_index:
         raise ValueError(
             "group_id and sample_index cannot be combined with beam_width: it has one output with all beams"

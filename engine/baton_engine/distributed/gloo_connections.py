@@ -55,9 +55,13 @@ def open_device(host: str) -> tuple[Any, Address]:
                 for _, inode, tcp in _tcp_sockets()
                 if inode not in before and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             ]
-            if len(addresses) == 1:  # else another thread began to listen at the same time: which is whose?
+            if (
+                len(addresses) == 1
+            ):  # else another thread began to listen at the same time: which is whose?
                 return device, addresses[0]
-    raise RuntimeError(f"no gloo device on {host} could be told from other listeners of this process")
+    raise RuntimeError(
+        f"no gloo device on {host} could be told from other listeners of this process"
+    )
 
 
 def connections_among(listening: Collection[Address]) -> list[Connection]:
@@ -91,7 +95,9 @@ def shut_out_strangers(own: Address, members: Collection[Address]) -> int:
         How many were cut off.
     """
     for _, _, tcp in _tcp_sockets():
-        if _address(tcp.getsockname()) == own and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if _address(tcp.getsockname()) == own and tcp.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
             _drop_all_that_arrives(tcp)
     accepted = []
     for fd, inode, tcp in _tcp_sockets():
@@ -108,7 +114,12 @@ def shut_out_strangers(own: Address, members: Collection[Address]) -> int:
 class _Instruction(ctypes.Structure):
     """Linux' struct sock_filter."""
 
-    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("jt", ctypes.c_ubyte),
+        ("jf", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
 
 
 class _Program(ctypes.Structure):
@@ -119,7 +130,9 @@ class _Program(ctypes.Structure):
 
 def _drop_all_that_arrives(listener: socket.socket) -> None:
     """Who asks for a connection gets no answer. The listener stays gloo's, which would not notice that it was closed."""
-    program = _Program(1, ctypes.pointer(_Instruction(BPF_RET, 0, 0, 0)))  # keep 0 bytes of each packet
+    program = _Program(
+        1, ctypes.pointer(_Instruction(BPF_RET, 0, 0, 0))
+    )  # keep 0 bytes of each packet
     try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
     except OSError as error:  # a sandbox that has no filters
@@ -141,7 +154,10 @@ def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
             status = os.stat(f"/proc/self/fd/{name}")
             if stat.S_ISSOCK(status.st_mode) and (copy := _copy_of(int(name), status.st_ino)):
                 with copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    if (
+                        copy.family in (socket.AF_INET, socket.AF_INET6)
+                        and copy.type == socket.SOCK_STREAM
+                    ):
                         yield int(name), status.st_ino, copy
 
 

@@ -25,7 +25,9 @@ class Group(Protocol):
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """The members' tensors, of equal shapes, joined along `dim` in rank order."""
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
         """Sends consecutive runs of rows, one to each member, and receives one from each.
 
         Args:
@@ -65,7 +67,9 @@ class LoneGroup:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return tensor
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
         return rows
 
     def send(self, tensor: Tensor, target: int) -> None:

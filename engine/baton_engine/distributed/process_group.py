@@ -100,9 +100,13 @@ def create_group(
             backend, end = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
             group = TorchGroup(name, rank, size, backend, join_timeout_s, end, store)
             undo.callback(group.close)
-            group.all_reduce(torch.zeros(1, device=device))  # NCCL connects here: a missing member shows now, not later
+            group.all_reduce(
+                torch.zeros(1, device=device)
+            )  # NCCL connects here: a missing member shows now, not later
             group.set_timeout(timeout_s)
-            joined = over_shared_memory(group, name, part, timeout_s) if device.type == "cpu" else group
+            joined = (
+                over_shared_memory(group, name, part, timeout_s) if device.type == "cpu" else group
+            )
             undo.pop_all()
     except GroupBrokenError:
         raise
@@ -153,7 +157,14 @@ class TorchGroup:
     """A `Group` over one of torch's backends. See `create_group`."""
 
     def __init__(
-        self, name: str, rank: int, size: int, backend: Backend, timeout_s: float, end: End, store: Store
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        backend: Backend,
+        timeout_s: float,
+        end: End,
+        store: Store,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -182,11 +193,19 @@ class TorchGroup:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         dense = tensor.contiguous()
         parts = dense.new_empty(self.size * dense.numel())
-        self._run("all_gather", self._others, lambda backend: backend._allgather_base(parts, dense.view(-1)))
+        self._run(
+            "all_gather",
+            self._others,
+            lambda backend: backend._allgather_base(parts, dense.view(-1)),
+        )
         return torch.cat(parts.view(self.size, *dense.shape).unbind(0), dim)
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        received, source, target, send_nbytes, recv_nbytes = row_bytes(rows, send_counts, recv_counts, self.size)
+    def all_to_all(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
+        received, source, target, send_nbytes, recv_nbytes = row_bytes(
+            rows, send_counts, recv_counts, self.size
+        )
         self._run(
             "all_to_all",
             self._others,
@@ -199,7 +218,11 @@ class TorchGroup:
         self._run("send", [target], lambda backend: backend.send([dense], target, 0), self._timeout)
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dense = (
+            tensor
+            if tensor.is_contiguous()
+            else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        )
         self._run("recv", [source], lambda backend: backend.recv([dense], source, 0), self._timeout)
         if dense is not tensor:
             tensor.copy_(dense)
@@ -252,19 +275,25 @@ class TorchGroup:
                 raise GroupBrokenError(f"{where}: {self._broken}") from error
             if "timed out" in reason or "timeout" in reason:
                 self._broken = f"an earlier operation, {operation}, had no answer in time"
-                raise TimeoutError(f"{where}: no answer within {self._timeout_s:.0f} s ({error})") from error
+                raise TimeoutError(
+                    f"{where}: no answer within {self._timeout_s:.0f} s ({error})"
+                ) from error
             if "connection" in reason or "broken pipe" in reason:
                 raise GroupBrokenError(f"{where}: a member is gone ({error})") from error
             raise RuntimeError(f"{where}: failed ({error})") from error
         finally:
-            del backend  # an error that somebody keeps must not keep it, its sockets and its threads
+            del (
+                backend
+            )  # an error that somebody keeps must not keep it, its sockets and its threads
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str | None) -> tuple[Backend, End]:
+def _gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, host: str | None
+) -> tuple[Backend, End]:
     """The backend, connected to all members, and what ends its connections."""
     gloo: Any = dist.ProcessGroupGloo
     device, (own_host, port) = open_device(host or pod_ip())
@@ -280,15 +309,24 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str | No
     connections = connections_among(members)
     assert len(connections) >= size - 1, "gloo connects every member with every other over TCP"
     store.set(f"connected-{rank}", msgspec.json.encode(connected_from(members)).decode())
-    others = [msgspec.json.decode(each, type=list[tuple[Address, Address]]) for each in store.multi_get(told)]
+    others = [
+        msgspec.json.decode(each, type=list[tuple[Address, Address]])
+        for each in store.multi_get(told)
+    ]
     own = (own_host, port)
-    num_strangers = shut_out_strangers(own, {source for each in others for source, target in each if target == own})
+    num_strangers = shut_out_strangers(
+        own, {source for each in others for source, target in each if target == own}
+    )
     if num_strangers:
-        logger.warning("cut off %d connections to gloo at %s:%d that are of no member", num_strangers, *own)
+        logger.warning(
+            "cut off %d connections to gloo at %s:%d that are of no member", num_strangers, *own
+        )
     return backend, lambda _: end_connections(connections)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout: timedelta, host: str | None) -> tuple[Backend, End]:
+def _nccl(
+    store: Store, rank: int, size: int, timeout: timedelta, host: str | None
+) -> tuple[Backend, End]:
     """The backend, which finds its own address, and what ends its operations.
 
     They are ordered by the CUDA stream, and return before they are done: one that `abort` ends leaves unfinished data behind, so

@@ -21,7 +21,9 @@ class RowBytes(NamedTuple):
     recv_nbytes: list[int]
 
 
-def row_bytes(rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], size: int) -> RowBytes:
+def row_bytes(
+    rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], size: int
+) -> RowBytes:
     """Arguments as in `Group.all_to_all`; `size` is the group's.
 
     Raises:

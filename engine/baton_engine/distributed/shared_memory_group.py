@@ -60,7 +60,9 @@ def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) 
 class SharedMemoryGroup:
     """A `Group` of CPU ranks on one host. See `over_shared_memory`."""
 
-    def __init__(self, group: Group, name: str, memory: mmap.mmap, pids: list[int], timeout_s: float) -> None:
+    def __init__(
+        self, group: Group, name: str, memory: mmap.mmap, pids: list[int], timeout_s: float
+    ) -> None:
         self.name = name
         self.rank = group.rank
         self.size = group.size
@@ -105,12 +107,18 @@ class SharedMemoryGroup:
         targets = [_pieces(part) for part in parts]
         with self._operating:
             for piece in _pieces(dense):
-                for target, source in zip(targets, self._exchange(piece, "all_gather"), strict=True):
+                for target, source in zip(
+                    targets, self._exchange(piece, "all_gather"), strict=True
+                ):
                     next(target).copy_(source)
         return torch.cat(parts.unbind(0), dim)
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        received, source, target, send_nbytes, recv_nbytes = row_bytes(rows, send_counts, recv_counts, self.size)
+    def all_to_all(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
+        received, source, target, send_nbytes, recv_nbytes = row_bytes(
+            rows, send_counts, recv_counts, self.size
+        )
         sources, targets = source.split(send_nbytes), target.split(recv_nbytes)
         targets[self.rank].copy_(sources[self.rank])
         send_nbytes[self.rank] = recv_nbytes[self.rank] = 0
@@ -125,7 +133,9 @@ class SharedMemoryGroup:
             if all(sum(nbytes) <= self._at_once_nbytes for nbytes in runs):
                 for rank in self._others:
                     start = self._counts_nbytes + sum(runs[rank][: self.rank])
-                    targets[rank].copy_(self._buffers[rank, half, start : start + len(targets[rank])])
+                    targets[rank].copy_(
+                        self._buffers[rank, half, start : start + len(targets[rank])]
+                    )
             else:
                 self._exchange_in_rounds(sources, targets, runs)
         return received
@@ -153,7 +163,9 @@ class SharedMemoryGroup:
             self._buffers = torch.empty(0)
         self._group.close()
 
-    def _exchange_counts(self, half: int, send_nbytes: list[int], recv_nbytes: list[int]) -> list[list[int]]:
+    def _exchange_counts(
+        self, half: int, send_nbytes: list[int], recv_nbytes: list[int]
+    ) -> list[list[int]]:
         """Ends the exchange with which an all_to_all begins. Returns [source][target]: bytes."""
         number = self._number_of(self.rank, half)
         self._numbers[number : number + self.size] = array("Q", send_nbytes)
@@ -162,14 +174,18 @@ class SharedMemoryGroup:
         runs = [self._numbers[number : number + self.size].tolist() for number in numbers]
         for rank, nbytes in enumerate(recv_nbytes):
             if runs[rank][self.rank] != nbytes:
-                self._give_up("an earlier all_to_all got other counts than expected")  # the others may be in the middle
+                self._give_up(
+                    "an earlier all_to_all got other counts than expected"
+                )  # the others may be in the middle
                 raise ValueError(
                     f"{self._where('all_to_all')}: rank {rank} sends {runs[rank][self.rank]} bytes where recv_counts "
                     f"say {nbytes}"
                 )
         return runs
 
-    def _exchange_in_rounds(self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]) -> None:
+    def _exchange_in_rounds(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]
+    ) -> None:
         """Every rank's runs for the others; each round takes an equal share of every run.
 
         Args:
@@ -197,7 +213,9 @@ class SharedMemoryGroup:
         half = self._begin_exchange(operation)
         self._buffers[self.rank, half, : piece.nbytes].view(piece.dtype).copy_(piece)
         self._end_exchange(operation)
-        return [self._buffers[rank, half, : piece.nbytes].view(piece.dtype) for rank in range(self.size)]
+        return [
+            self._buffers[rank, half, : piece.nbytes].view(piece.dtype) for rank in range(self.size)
+        ]
 
     def _begin_exchange(self, operation: str) -> int:
         """Which of its buffers this rank may fill now."""
@@ -229,12 +247,20 @@ class SharedMemoryGroup:
                 continue
             dead = [self._pidfds[fd] for fd, _ in self._deaths.poll(1)]
             left = [other for other in range(self.size) if self._words[self._word_of(other)] & LEFT]
-            for other, how in [(other, "died") for other in dead] + [(other, "left") for other in left]:
+            for other, how in [(other, "died") for other in dead] + [
+                (other, "left") for other in left
+            ]:
                 if self._done(other) < wanted:  # else it went later, and does not matter yet
-                    raise GroupBrokenError(f"{self._where(operation)}: a member is gone (rank {other} has {how})")
+                    raise GroupBrokenError(
+                        f"{self._where(operation)}: a member is gone (rank {other} has {how})"
+                    )
             if waited_s > self._timeout_s:
-                self._give_up(f"an earlier operation, {operation}, had no answer of rank {rank} in time")
-                raise TimeoutError(f"{self._where(operation)}: no answer of rank {rank} within {self._timeout_s:.0f} s")
+                self._give_up(
+                    f"an earlier operation, {operation}, had no answer of rank {rank} in time"
+                )
+                raise TimeoutError(
+                    f"{self._where(operation)}: no answer of rank {rank} within {self._timeout_s:.0f} s"
+                )
 
     def _give_up(self, reason: str) -> None:
         """The others see that this rank has left."""

@@ -123,7 +123,9 @@ class SocketStore(Store):
             with self._connection(deadline) as connection:
                 answer = exchange(connection, message, Answer, deadline)
         except TimeoutError as error:
-            raise DistStoreError(f"{where} had no answer to {request!r:.200} within {timeout_s:g} s") from error
+            raise DistStoreError(
+                f"{where} had no answer to {request!r:.200} within {timeout_s:g} s"
+            ) from error
         except (OSError, ValueError) as error:  # a DecodeError is a ValueError
             raise DistNetworkError(f"{where} is gone: {error}") from error
         if answer.error:
@@ -146,7 +148,9 @@ class SocketStore(Store):
             self._idle.append(connection)
 
 
-def _meet(address: StoreAddress, timeout_s: float, secret: bytes) -> tuple[StoreAddress, socket.socket]:
+def _meet(
+    address: StoreAddress, timeout_s: float, secret: bytes
+) -> tuple[StoreAddress, socket.socket]:
     """The address in numbers, and the first connection."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -59,11 +59,17 @@ class Admission:
             message = _strangers.decode(payload)
         except (ValueError, RecursionError):
             raise ValueError("it does not say that it has the service's key") from None
-        if isinstance(message, Hello) and self._nonces is None and len(message.nonce) == NONCE_BYTES:
+        if (
+            isinstance(message, Hello)
+            and self._nonces is None
+            and len(message.nonce) == NONCE_BYTES
+        ):
             self._nonces = message.nonce, secrets.token_bytes(NONCE_BYTES)
             return Challenge(self._nonces[1], _proof(self._secret, b"store", *self._nonces))
         if isinstance(message, Proof) and self._nonces is not None:
-            self.is_complete = hmac.compare_digest(message.proof, _proof(self._secret, b"client", *self._nonces))
+            self.is_complete = hmac.compare_digest(
+                message.proof, _proof(self._secret, b"client", *self._nonces)
+            )
         if not self.is_complete:
             raise ValueError("it does not prove that it has the service's key")
         return Answer()
@@ -79,7 +85,12 @@ def introduce(connection: socket.socket, secret: bytes, deadline: float) -> None
     challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)
     if not hmac.compare_digest(challenge.proof, _proof(secret, b"store", nonce, challenge.nonce)):
         raise ConnectionError("it does not prove that it has the service's key")
-    exchange(connection, frame(Proof(_proof(secret, b"client", nonce, challenge.nonce))), Answer, deadline)
+    exchange(
+        connection,
+        frame(Proof(_proof(secret, b"client", nonce, challenge.nonce))),
+        Answer,
+        deadline,
+    )
 
 
 _strangers = msgspec.msgpack.Decoder(Hello | Proof)

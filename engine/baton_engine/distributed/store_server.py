@@ -150,7 +150,10 @@ class StoreServer:
             if now < deadline:
                 break
             self._drop(
-                client, TimeoutError(f"it has not shown within {PROOF_TIMEOUT_S:g} s that it has the service's key")
+                client,
+                TimeoutError(
+                    f"it has not shown within {PROOF_TIMEOUT_S:g} s that it has the service's key"
+                ),
             )
 
     # Connections
@@ -181,7 +184,10 @@ class StoreServer:
         if client.admission is not None:
             self._strangers[client] = time.monotonic() + PROOF_TIMEOUT_S
             if len(self._strangers) > self._max_strangers:
-                self._drop(next(iter(self._strangers)), OverflowError("others came that had no key to show either"))
+                self._drop(
+                    next(iter(self._strangers)),
+                    OverflowError("others came that had no key to show either"),
+                )
 
     def _attend(self, client: StoreClient, events: int) -> None:
         try:
@@ -189,7 +195,9 @@ class StoreServer:
                 client.flush()
             if events & selectors.EVENT_READ and (payload := client.receive()) is not None:
                 self._take(client, payload)
-        except Exception as error:  # whatever it is, it comes of this client's bytes, and the others must go on
+        except (
+            Exception
+        ) as error:  # whatever it is, it comes of this client's bytes, and the others must go on
             self._drop(client, error)
         else:
             self._watch(client)
@@ -205,7 +213,12 @@ class StoreServer:
         self._clients[client] = client.num_buffered
         while self._num_buffered > MAX_BUFFERED_BYTES:
             heaviest = max(self._clients, key=self._clients.__getitem__)
-            self._drop(heaviest, OverflowError(f"of {self._num_buffered} bytes that are kept for clients most are its"))
+            self._drop(
+                heaviest,
+                OverflowError(
+                    f"of {self._num_buffered} bytes that are kept for clients most are its"
+                ),
+            )
 
     def _drop(self, client: StoreClient, error: Exception) -> None:
         if not isinstance(error, EOFError | ConnectionError):

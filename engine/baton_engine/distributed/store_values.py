@@ -69,7 +69,9 @@ class Values:
         """Of keys that are there. Raises ValueError if their values are more than a message holds."""
         nbytes = sum(len(self._values[key]) for key in keys)
         if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):
-            raise ValueError(f"the values have {nbytes} bytes, and messages at most {MAX_MESSAGE_BYTES}")
+            raise ValueError(
+                f"the values have {nbytes} bytes, and messages at most {MAX_MESSAGE_BYTES}"
+            )
         return Answer([self._values[key] for key in keys])
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:

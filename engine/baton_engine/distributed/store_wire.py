@@ -92,7 +92,9 @@ def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
     """Raises ValueError if it is larger than `limit` bytes."""
     payload = _encoder.encode(message)
     if len(payload) > limit:
-        raise ValueError(f"a store takes messages of at most {limit} bytes; this one has {len(payload)}")
+        raise ValueError(
+            f"a store takes messages of at most {limit} bytes; this one has {len(payload)}"
+        )
     return LENGTH.pack(len(payload)) + payload
 
 
@@ -106,7 +108,9 @@ def take_payload(data: bytearray, limit: int) -> bytes | None:
         return None
     (length,) = LENGTH.unpack_from(data)
     if length > limit:
-        raise ValueError(f"a message of {length} bytes was announced; there are none of more than {limit}")
+        raise ValueError(
+            f"a message of {length} bytes was announced; there are none of more than {limit}"
+        )
     end = LENGTH.size + length
     if len(data) < end:
         return None
@@ -157,7 +161,9 @@ def listen(host: str, port: int) -> socket.socket:
 def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
     """A connection over which nothing was said. Args: address: in numbers. Raises OSError if nobody listens there."""
     connection = socket.create_connection(address, timeout_s)
-    if connection.getsockname() == connection.getpeername():  # the kernel chose the very port that nobody listens on
+    if (
+        connection.getsockname() == connection.getpeername()
+    ):  # the kernel chose the very port that nobody listens on
         connection.close()
         raise ConnectionRefusedError(f"nobody listens at {address.host}:{address.port}")
     prepare(connection)

@@ -41,7 +41,9 @@ class Balance:
         self._start: Loads = []
         """Of the window that runs: the generation, when, and the loads since the generation began."""
 
-    def place(self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False) -> Placement:
+    def place(
+        self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False
+    ) -> Placement:
         """
         Args:
             keep: only what is lost moves: the group waits for it. Balance and redundant copies come with the next change.
@@ -55,7 +57,9 @@ class Balance:
         if keep and present is not None:
             fewest = -(-num_experts // len(members))
             held = max((len(slots) for layer in present.placement for slots in layer), default=0)
-            num_redundant = min(num_redundant, max(0, max(fewest, held) * len(members) - num_experts))
+            num_redundant = min(
+                num_redundant, max(0, max(fewest, held) * len(members) - num_experts)
+            )
         return plan_placement(
             statuses[0].num_sparse_layers,
             num_experts,
@@ -79,7 +83,9 @@ class Balance:
     def _loads(self, present: Generation) -> Loads:
         """Since the generation began."""
         key = key_of(present)
-        return summed_loads(status.loads for status, own in self._roster.serving() if key_of(own) == key)
+        return summed_loads(
+            status.loads for status, own in self._roster.serving() if key_of(own) == key
+        )
 
     def _window(self, present: Generation, now: float) -> Loads:
         """Of the window that ends now; empty if none does."""

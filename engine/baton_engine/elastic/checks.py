@@ -32,15 +32,26 @@ class Refusal:
 def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Refusal | None:
     """`last`: the one that was accepted before."""
     if not OPERATION_ID.fullmatch(request.operation_id):
-        return Refusal("operation_id", "must be 1 to 64 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'")
-    if not 1 <= len(request.members) <= MAX_MEMBERS or not all(map(RANK_NAME.fullmatch, request.members)):
         return Refusal(
-            "members", f"must be 1 to {MAX_MEMBERS} names of pods, each a DNS label of at most 63 characters"
+            "operation_id", "must be 1 to 64 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'"
+        )
+    if not 1 <= len(request.members) <= MAX_MEMBERS or not all(
+        map(RANK_NAME.fullmatch, request.members)
+    ):
+        return Refusal(
+            "members",
+            f"must be 1 to {MAX_MEMBERS} names of pods, each a DNS label of at most 63 characters",
         )
     if len(set(request.members)) != len(request.members):
         return Refusal("members", "names a pod twice")
-    if last is not None and last.operation_id == request.operation_id and set(last.members) != set(request.members):
-        return Refusal("operation_id", f"{request.operation_id} was used for {', '.join(sorted(last.members))}")
+    if (
+        last is not None
+        and last.operation_id == request.operation_id
+        and set(last.members) != set(request.members)
+    ):
+        return Refusal(
+            "operation_id", f"{request.operation_id} was used for {', '.join(sorted(last.members))}"
+        )
     return None
 
 
@@ -51,7 +62,9 @@ def check_status(status: Status) -> None:
     if len(status.suspects) > MAX_MEMBERS:
         raise ValueError(f"{member.name}: {len(status.suspects)} suspects")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
-        raise ValueError(f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} experts")
+        raise ValueError(
+            f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} experts"
+        )
     shape = [status.num_experts] * status.num_sparse_layers
     if status.loads is not None and [len(layer) for layer in status.loads.tokens] != shape:
         raise ValueError(
@@ -62,18 +75,28 @@ def check_status(status: Status) -> None:
     for generation in (status.generation, status.committed):
         if generation is None:
             continue
-        if not generation.members or not 1 <= generation.number < 10**MAX_DIGITS or not generation.nonce:
+        if (
+            not generation.members
+            or not 1 <= generation.number < 10**MAX_DIGITS
+            or not generation.nonce
+        ):
             raise ValueError(f"{member.name}: a generation without members, number or nonce")
         if len(generation.members) > MAX_MEMBERS or not (
             WORD.fullmatch(generation.nonce) and WORD.fullmatch(generation.store_host)
         ):
-            raise ValueError(f"{member.name}: a generation with too many members, or words that are none")
+            raise ValueError(
+                f"{member.name}: a generation with too many members, or words that are none"
+            )
         if generation.operation_id and not OPERATION_ID.fullmatch(generation.operation_id):
-            raise ValueError(f"{member.name}: generation {generation.number} has an operation id that is none")
+            raise ValueError(
+                f"{member.name}: generation {generation.number} has an operation id that is none"
+            )
         for each in generation.members:
             _check_member(each)
         if not _fits(generation.placement, generation.size, status):
-            raise ValueError(f"{member.name}: generation {generation.number} has a placement for something else")
+            raise ValueError(
+                f"{member.name}: generation {generation.number} has a placement for something else"
+            )
 
 
 def without_excess(status: Status) -> Status:
@@ -88,9 +111,13 @@ def _check_member(member: Member) -> None:
         raise ValueError(f"the name of a rank must be a DNS label, and {member.name!r} is none")
     if not (WORD.fullmatch(member.instance_id) and WORD.fullmatch(member.host)):
         raise ValueError(f"{member.name}: an instance id or address that is none")
-    if not all(0 <= port < 2**16 for port in (member.engine_port, member.link_port, member.store_port)):
+    if not all(
+        0 <= port < 2**16 for port in (member.engine_port, member.link_port, member.store_port)
+    ):
         raise ValueError(f"{member.name}: a port that is none")
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:
-    return len(placement) == status.num_sparse_layers and all(len(layer) == num_ranks for layer in placement)
+    return len(placement) == status.num_sparse_layers and all(
+        len(layer) == num_ranks for layer in placement
+    )

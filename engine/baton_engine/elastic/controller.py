@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 class Controller:
     """Of one group. Not for several threads."""
 
-    def __init__(self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
+    def __init__(
+        self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig
+    ) -> None:
         self._id = coordinator_id
         self._draw_nonce = draw_nonce
         self._config = config
@@ -87,14 +89,24 @@ class Controller:
             self._first_status_at = now
         for generation in (status.generation, status.committed):
             highest = 0 if self._inferred is None else self._inferred.number
-            if generation is not None and generation.nonce not in self._nonces and generation.number > highest:
+            if (
+                generation is not None
+                and generation.nonce not in self._nonces
+                and generation.number > highest
+            ):
                 self._inferred = generation
 
     def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
         """PUT /topology. The same request again changes nothing."""
         refusal = check_request(request, self._request)
-        if refusal is None and (self._request is None or request.operation_id != self._request.operation_id):
-            logger.info("operation %s: members %s are asked for", request.operation_id, ", ".join(request.members))
+        if refusal is None and (
+            self._request is None or request.operation_id != self._request.operation_id
+        ):
+            logger.info(
+                "operation %s: members %s are asked for",
+                request.operation_id,
+                ", ".join(request.members),
+            )
             self._request = request
             self._retries.clear()
         return refusal
@@ -105,7 +117,10 @@ class Controller:
 
     def tick(self, now: float) -> list[Ended]:
         """Decides. Returns the operations that have ended since the last call."""
-        if self._last_tick is not None and now - self._last_tick > self._config.suspect_dead_after_s / 2:
+        if (
+            self._last_tick is not None
+            and now - self._last_tick > self._config.suspect_dead_after_s / 2
+        ):
             self._roster.forgive(now - self._last_tick, now)
         self._last_tick = now
         self._look(now)
@@ -130,7 +145,9 @@ class Controller:
         """What the rank shall be told; None: nothing yet."""
         if not self._settled:
             return None
-        if self._released and any(status.member.instance_id == instance_id for status, _ in self._roster.serving()):
+        if self._released and any(
+            status.member.instance_id == instance_id for status, _ in self._roster.serving()
+        ):
             return Directive(self._id, dismissed=True)
         operation, target, commit = self._operation, None, True
         if self._unled is not None and self._unled.number == self._highest_target:
@@ -145,7 +162,9 @@ class Controller:
             has_a_say = generation is not None and key_of(generation) in {previous, *legitimate}
             if has_a_say or target.rank_of(instance_id) is not None:
                 return Directive(self._id, target, commit)
-        return Directive(self._id, dismissed=self._roster.is_left_behind(instance_id, self._present))
+        return Directive(
+            self._id, dismissed=self._roster.is_left_behind(instance_id, self._present)
+        )
 
     def leaving(self) -> list[bool]:
         """Of each rank that serves, whether it was told to shut down."""
@@ -172,12 +191,18 @@ class Controller:
             return False
         members = () if self._present is None else self._present.members
         unknown = any(member.instance_id not in self._roster.ranks for member in members)
-        return now - self._first_status_at >= (self._config.dead_after_s if unknown else self._config.settle_s)
+        return now - self._first_status_at >= (
+            self._config.dead_after_s if unknown else self._config.settle_s
+        )
 
     def _desired(self) -> frozenset[str]:
         if self._request is not None:
             return frozenset(self._request.members)
-        return frozenset() if self._inferred is None else frozenset(each.name for each in self._inferred.members)
+        return (
+            frozenset()
+            if self._inferred is None
+            else frozenset(each.name for each in self._inferred.members)
+        )
 
     def _operation_id(self) -> str:
         if self._request is not None:
@@ -185,10 +210,16 @@ class Controller:
         return "" if self._inferred is None else self._inferred.operation_id
 
     def _observe(self, now: float) -> Observation:
-        return Observation(self._roster, self._present, self._desired(), self._retries.excluded(now))
+        return Observation(
+            self._roster, self._present, self._desired(), self._retries.excluded(now)
+        )
 
     def _busy(self) -> bool:
-        return self._operation is not None and self._operation.active and self._operation.target is not None
+        return (
+            self._operation is not None
+            and self._operation.active
+            and self._operation.target is not None
+        )
 
     # Beginning
 
@@ -199,7 +230,11 @@ class Controller:
             return False
         if not half_adopted(self._roster, target):
             return False
-        older = [generation for _, generation in self._roster.serving() if key_of(generation) != key_of(target)]
+        older = [
+            generation
+            for _, generation in self._roster.serving()
+            if key_of(generation) != key_of(target)
+        ]
         previous = max(older, key=lambda each: each.number, default=None)
         operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
@@ -209,8 +244,12 @@ class Controller:
 
     def _begin(self, now: float) -> None:
         need = self._need(now)
-        waiting = self._operation if self._operation is not None and self._operation.active else None
-        if waiting is not None and (need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)):
+        waiting = (
+            self._operation if self._operation is not None and self._operation.active else None
+        )
+        if waiting is not None and (
+            need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)
+        ):
             self._end(waiting, OperationPhase.SUPERSEDED, now, "something else is asked for")
             waiting = None
         if need is None:
@@ -219,10 +258,14 @@ class Controller:
         if not self._retries.may_begin(need.kind, now):
             return
         if waiting is None:
-            operation_id = self._operation_id() if need.kind in ("form", "scale") else ""  # nobody asked for the others
+            operation_id = (
+                self._operation_id() if need.kind in ("form", "scale") else ""
+            )  # nobody asked for the others
             waiting = self._operation = Operation(need.kind, operation_id, need.wanted, now)
             logger.info(
-                "%s: begins %s", waiting.words, f"since {one_line(need.reason, MAX_FAILURE)}" if need.reason else ""
+                "%s: begins %s",
+                waiting.words,
+                f"since {one_line(need.reason, MAX_FAILURE)}" if need.reason else "",
             )
         waiting.reason = f"waits for {', '.join(need.missing)}" if need.missing else need.reason
         if self._is_patient(waiting, need, now):
@@ -236,7 +279,12 @@ class Controller:
         if present is not None and (need is None or self._is_present(need)):
             self._rebalance = self._rebalance or self._balance.is_worthwhile(present, now)
             if self._rebalance:
-                return Need("rebalance", observation.wanted(), present.members, reason="experts shall be placed anew")
+                return Need(
+                    "rebalance",
+                    observation.wanted(),
+                    present.members,
+                    reason="experts shall be placed anew",
+                )
         return need
 
     def _forced(self) -> str:
@@ -263,7 +311,11 @@ class Controller:
 
     def _is_present(self, need: Need) -> bool:
         """Nobody came: the group that could be made is there already."""
-        return need.kind == "scale" and self._present is not None and need.members == self._present.members
+        return (
+            need.kind == "scale"
+            and self._present is not None
+            and need.members == self._present.members
+        )
 
     def _acknowledge(self, now: float) -> None:
         """A request for what is there already is done."""
@@ -285,7 +337,11 @@ class Controller:
         except ValueError as error:
             self._fail(operation, now, str(error), ())
             return
-        if operation.kind == "rebalance" and self._present is not None and placement == self._present.placement:
+        if (
+            operation.kind == "rebalance"
+            and self._present is not None
+            and placement == self._present.placement
+        ):
             self._end(operation, OperationPhase.DONE, now, "every expert is where it should be")
             return
         operation.target = Generation(
@@ -299,7 +355,9 @@ class Controller:
             urgent=need.urgent,
         )
         before = experts_of(self._present) or (((),) * len(placement), ())
-        operation.moves = count_moves(before, (placement, [member.instance_id for member in need.members]))
+        operation.moves = count_moves(
+            before, (placement, [member.instance_id for member in need.members])
+        )
         operation.previous = None if self._present is None else key_of(self._present)
         self._highest_target = number
         self._nonces.add(operation.target.nonce)
@@ -307,7 +365,10 @@ class Controller:
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
-            "%s: prepares generation %d (%s)", operation.words, number, ", ".join(each.name for each in need.members)
+            "%s: prepares generation %d (%s)",
+            operation.words,
+            number,
+            ", ".join(each.name for each in need.members),
         )
 
     # Going on
@@ -325,10 +386,17 @@ class Controller:
             self._end(operation, OperationPhase.SUPERSEDED, now, "all members leave")
         elif deaf := self._stalls.give_up_deaf(target, operation.since, now):
             self._look(now)
-            self._end(operation, OperationPhase.SUPERSEDED, now, f"{deaf} answers, but its loop stands still")
+            self._end(
+                operation,
+                OperationPhase.SUPERSEDED,
+                now,
+                f"{deaf} answers, but its loop stands still",
+            )
         elif broken or lost or overtaken(self._roster, target):
             reason = broken or (
-                f"{', '.join(lost)} cannot prepare it" if lost else "a rank has adopted another generation"
+                f"{', '.join(lost)} cannot prepare it"
+                if lost
+                else "a rank has adopted another generation"
             )
             self._end(operation, OperationPhase.SUPERSEDED, now, reason)
         elif not target.urgent and operation.wanted != observation.wanted():
@@ -358,9 +426,13 @@ class Controller:
         stuck = now - operation.progress_at > self._config.commit_timeout_s
         if obstacle or (waiting and stuck):
             names = ", ".join(waiting)
-            reason = obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
+            reason = (
+                obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
+            )
             if target.urgent and not obstacle:
-                self._retries.exclude([each.instance_id for each in target.members if each.name in waiting], now)
+                self._retries.exclude(
+                    [each.instance_id for each in target.members if each.name in waiting], now
+                )
             self._unled = target
             self._end(operation, OperationPhase.FAILED, now, reason)
         elif not waiting and (not retiring or stuck):
@@ -369,16 +441,24 @@ class Controller:
             self._nonces.update(status.commit_seen for status in self._roster.living.values())
             self._end(operation, OperationPhase.DONE, now, operation.reason)
 
-    def _fail(self, operation: Operation, now: float, reason: str, culprits: Collection[str]) -> None:
+    def _fail(
+        self, operation: Operation, now: float, reason: str, culprits: Collection[str]
+    ) -> None:
         """The generation before it goes on. Tried again after a while."""
         failures = self._retries.on_failure(operation.kind, now)
         if operation.target is not None:
             self._retries.on_store_failure(operation.target, now)
-        if operation.kind == "recover" and operation.target is not None and self._present is not None:
+        if (
+            operation.kind == "recover"
+            and operation.target is not None
+            and self._present is not None
+        ):
             # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
             newcomers = {each for each in culprits if self._present.rank_of(each) is None}
             left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
-            if left_out and any(each.instance_id not in left_out for each in operation.target.members):
+            if left_out and any(
+                each.instance_id not in left_out for each in operation.target.members
+            ):
                 self._retries.exclude(left_out, now)
                 self._retries.begin_at_once(operation.kind)
         self._end(operation, OperationPhase.FAILED, now, reason)
@@ -389,7 +469,9 @@ class Controller:
         if done and operation.operation_id:
             self._acknowledged = operation.operation_id
         self._rebalance = self._rebalance and not (done and operation.kind == "rebalance")
-        self._ended.append(Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0))
+        self._ended.append(
+            Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0)
+        )
         logger.log(
             logging.INFO if done else logging.WARNING,
             "%s: %s: %s",

@@ -43,7 +43,12 @@ MAX_RANKS = 2**12
 
 class Coordinator:
     def __init__(
-        self, host: str, port: int, http_port: int, config: ControllerConfig, key: ServiceKey | None = None
+        self,
+        host: str,
+        port: int,
+        http_port: int,
+        config: ControllerConfig,
+        key: ServiceKey | None = None,
     ) -> None:
         """Binds both ports; 0: any free one.
 
@@ -180,11 +185,17 @@ class Coordinator:
             now = self._last_tick = time.monotonic()
             for ended in self._controller.tick(now):
                 self.metrics.on_ended(ended)
-            self._routes = {each: route for each, route in self._routes.items() if self._controller.knows(each)}
+            self._routes = {
+                each: route for each, route in self._routes.items() if self._controller.knows(each)
+            }
             directives = {each: self._controller.directive_for(each) for each in self._routes}
-        self._told = {each: directive for each, directive in self._told.items() if each in directives}
+        self._told = {
+            each: directive for each, directive in self._told.items() if each in directives
+        }
         for instance_id, directive in directives.items():
-            if directive is not None and (instance_id in reported or self._told.get(instance_id) != directive):
+            if directive is not None and (
+                instance_id in reported or self._told.get(instance_id) != directive
+            ):
                 self._tell(instance_id, directive)
 
     def _receive(self) -> Status | bool | None:
@@ -199,7 +210,13 @@ class Coordinator:
             check_status(status)
             if len(self._routes) >= MAX_RANKS and status.member.instance_id not in self._routes:
                 raise ValueError(f"{MAX_RANKS} ranks are known already")
-        except (ValueError, msgspec.DecodeError, RecursionError, OverflowError, MemoryError) as error:
+        except (
+            ValueError,
+            msgspec.DecodeError,
+            RecursionError,
+            OverflowError,
+            MemoryError,
+        ) as error:
             self.metrics.bad_messages.inc()
             self._bad_messages.warning("dropped a message that is no status of a rank: %s", error)
             return False
@@ -211,13 +228,21 @@ class Coordinator:
         count = count_refused(self._handshakes)
         if count:
             self.metrics.refused.labels("ranks").inc(count)
-            why = "have a service key, and there is none here" if self._key is None else "lack this service's key"
-            self._refusals.warning("refused %s connections: they are of no ranks, or %s", count, why)
+            why = (
+                "have a service key, and there is none here"
+                if self._key is None
+                else "lack this service's key"
+            )
+            self._refusals.warning(
+                "refused %s connections: they are of no ranks, or %s", count, why
+            )
 
     def _tell(self, instance_id: str, directive: Directive) -> None:
         self._told[instance_id] = directive
         try:
-            self._router.send_multipart([self._routes[instance_id], self._encoder.encode(directive)], zmq.NOBLOCK)
+            self._router.send_multipart(
+                [self._routes[instance_id], self._encoder.encode(directive)], zmq.NOBLOCK
+            )
         except zmq.Again:
             logger.warning("%s does not read what it is told", instance_id)
 

@@ -85,7 +85,11 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         try:
             request = msgspec.json.decode(body, type=TopologyRequest)
         except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
-            self._tell(400, "BadRequest", f"the body is no topology that can be asked for: {one_line(error)}")
+            self._tell(
+                400,
+                "BadRequest",
+                f"the body is no topology that can be asked for: {one_line(error)}",
+            )
             return
         refusal = self.server.admin.ask_for(request)
         if refusal is not None:
@@ -97,7 +101,11 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         if self.body() is None or not self._may_change("POST"):
             return
         self.server.admin.ask_for_rebalance()
-        self._tell(202, "Accepted", "experts are placed anew as soon as nothing else is under way; see GET /topology")
+        self._tell(
+            202,
+            "Accepted",
+            "experts are placed anew as soon as nothing else is under way; see GET /topology",
+        )
 
     def _may_change(self, method: str) -> bool:
         """False: it was refused."""

@@ -10,12 +10,31 @@ from baton_protocol.topology import OperationPhase, RankPhase, TopologyStatus
 KINDS = ("form", "scale", "recover", "rebalance")
 OUTCOMES = (OperationPhase.DONE, OperationPhase.FAILED, OperationPhase.SUPERSEDED)
 PHASES = (OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING)
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+SECONDS = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
 
 
 class CoordinatorMetrics:
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()  # of its own: nothing else in the process adds to it
+        registry = self._registry = (
+            CollectorRegistry()
+        )  # of its own: nothing else in the process adds to it
         self._operations = Counter(
             "baton:topology_operations",
             "Operations that ended.",
@@ -30,20 +49,34 @@ class CoordinatorMetrics:
             registry=registry,
         )
         self._moves = Counter(
-            "baton:topology_expert_moves", "Experts that ranks got in adopted generations.", registry=registry
+            "baton:topology_expert_moves",
+            "Experts that ranks got in adopted generations.",
+            registry=registry,
         )
         self._generation = Gauge(
-            "baton:topology_generation", "Number of the generation that the group is in.", registry=registry
+            "baton:topology_generation",
+            "Number of the generation that the group is in.",
+            registry=registry,
         )
         self._members = Gauge(
-            "baton:topology_members", "Members of the generation, by phase.", ["phase"], registry=registry
+            "baton:topology_members",
+            "Members of the generation, by phase.",
+            ["phase"],
+            registry=registry,
         )
         self._others = Gauge(
-            "baton:topology_others", "Processes that are no members, by phase.", ["phase"], registry=registry
+            "baton:topology_others",
+            "Processes that are no members, by phase.",
+            ["phase"],
+            registry=registry,
         )
-        self.statuses = Counter("baton:topology_statuses", "Messages from ranks.", registry=registry)
+        self.statuses = Counter(
+            "baton:topology_statuses", "Messages from ranks.", registry=registry
+        )
         self.bad_messages = Counter(
-            "baton:topology_bad_messages", "Messages that could not be read and were dropped.", registry=registry
+            "baton:topology_bad_messages",
+            "Messages that could not be read and were dropped.",
+            registry=registry,
         )
         self.refused = Counter(
             "baton:topology_refused",

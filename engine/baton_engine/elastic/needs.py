@@ -31,7 +31,11 @@ class Observation:
         if status.leaving:
             return "is leaving"
         if status.member.instance_id in self.excluded:
-            return f"could not be prepared: {status.failure}" if status.failure else "could not be prepared"
+            return (
+                f"could not be prepared: {status.failure}"
+                if status.failure
+                else "could not be prepared"
+            )
         shape, expected = _shape(status), self._shape()
         if 0 in shape:
             return "has no experts"
@@ -71,7 +75,10 @@ class Observation:
         Until then they need each other's experts; requests have their time to end, and go nowhere else.
         """
         serving = [status for status, _ in self.roster.serving()]
-        rested = all(status.leaving and not status.num_running and not status.num_waiting for status in serving)
+        rested = all(
+            status.leaving and not status.num_running and not status.num_waiting
+            for status in serving
+        )
         return bool(serving) and rested and not self.newcomers(self.wanted())
 
     def need(self, forced: str = "") -> Need | None:
@@ -90,14 +97,20 @@ class Observation:
     def _form(self) -> Need:
         wanted = self.wanted()
         members = self.newcomers(wanted)
-        return Need("form", wanted, members, tuple(sorted(wanted - {member.name for member in members})))
+        return Need(
+            "form", wanted, members, tuple(sorted(wanted - {member.name for member in members}))
+        )
 
     def _recover(self, present: Generation, reason: str) -> Need:
         """Survivors keep their order. Those that should leave anyway do so now, unless nobody would be left."""
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}
         survivors = [member for member in present.members if member.instance_id in serving]
-        staying = [each for each in survivors if each.name in wanted and each.instance_id not in self.excluded]
+        staying = [
+            each
+            for each in survivors
+            if each.name in wanted and each.instance_id not in self.excluded
+        ]
         names = wanted - {member.name for member in staying}
         members = (*staying, *self.newcomers(names)) or tuple(survivors)
         return Need("recover", wanted, members, urgent=True, reason=reason)

@@ -66,7 +66,9 @@ class Operation:
 
     def seconds(self, now: float) -> dict[str, float]:
         """By phase; the present one so far."""
-        return {**self._seconds, self.phase: now - self.since} if self.active else dict(self._seconds)
+        return (
+            {**self._seconds, self.phase: now - self.since} if self.active else dict(self._seconds)
+        )
 
     def status(self, now: float) -> OperationStatus:
         return OperationStatus(
@@ -82,7 +84,9 @@ class Operation:
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
     """That another controller had committed `target` in, to replace `previous`."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
-    operation = Operation(kind, target.operation_id, frozenset(each.name for each in target.members), now)
+    operation = Operation(
+        kind, target.operation_id, frozenset(each.name for each in target.members), now
+    )
     operation.target, operation.previous = target, None if previous is None else key_of(previous)
     operation.progress_at = now
     operation.enter(OperationPhase.COMMITTING, now)

@@ -62,7 +62,9 @@ def plan_placement(
     if loads is not None and [len(layer) for layer in loads] != [num_experts] * num_layers:
         raise ValueError(f"loads are not of {num_layers} layers with {num_experts} experts")
     if previous is not None and len(previous[0]) != num_layers:
-        raise ValueError(f"the previous placement is of {len(previous[0])} layers, not of {num_layers}")
+        raise ValueError(
+            f"the previous placement is of {len(previous[0])} layers, not of {num_layers}"
+        )
     num_slots = -(-(num_experts + num_redundant) // num_ranks)
     placement = []
     for index in range(num_layers):
@@ -78,12 +80,17 @@ def plan_placement(
         layer = _plan_layer(load, num_ranks, min(num_slots, num_experts), before, tolerance)
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]
         placement.append(
-            tuple(_in_slots(experts + surplus, slots) for experts, slots in zip(layer, before, strict=True))
+            tuple(
+                _in_slots(experts + surplus, slots)
+                for experts, slots in zip(layer, before, strict=True)
+            )
         )
     return tuple(placement)
 
 
-def count_moves(previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]) -> int:
+def count_moves(
+    previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]
+) -> int:
     """Experts, over all layers, that a rank of `following` gets and did not hold before."""
     moves = 0
     for old_layer, new_layer in zip(previous[0], following[0], strict=True):
@@ -109,7 +116,11 @@ def imbalance(placement: Placement, loads: Sequence[Sequence[int]]) -> list[floa
 
 
 def _plan_layer(
-    load: list[float], num_ranks: int, num_slots: int, before: list[tuple[int, ...]], tolerance: float
+    load: list[float],
+    num_ranks: int,
+    num_slots: int,
+    before: list[tuple[int, ...]],
+    tolerance: float,
 ) -> Layer:
     copies = _replicate(load, num_ranks, num_slots, [1] * len(load))
     fresh = _Packing(load, copies, num_slots, [set() for _ in before])
@@ -133,7 +144,9 @@ def _plan_layer(
 def _where_most_is_held(layer: Layer, held: list[set[int]]) -> Layer:
     """The ranks' parts of a layer change places, so that few experts move."""
     ranks = range(len(held))
-    common = [(-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks]
+    common = [
+        (-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks
+    ]
     parts: dict[int, int] = {}
     taken = set()
     for _, rank, part in sorted(common):
@@ -149,7 +162,11 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
     if missing > 0:
-        heap = [(-load[expert] / count, count, expert) for expert, count in enumerate(copies) if count < num_ranks]
+        heap = [
+            (-load[expert] / count, count, expert)
+            for expert, count in enumerate(copies)
+            if count < num_ranks
+        ]
         heapq.heapify(heap)
         for _ in range(missing):
             _, count, expert = heap[0]
@@ -159,7 +176,11 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
             else:
                 heapq.heappop(heap)
     elif missing < 0:
-        heap = [(load[expert] / (count - 1), -count, expert) for expert, count in enumerate(copies) if count > 1]
+        heap = [
+            (load[expert] / (count - 1), -count, expert)
+            for expert, count in enumerate(copies)
+            if count > 1
+        ]
         heapq.heapify(heap)
         for _ in range(-missing):
             _, negative, expert = heap[0]
@@ -174,7 +195,9 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
 class _Packing:
     """One layer's copies on their way to ranks."""
 
-    def __init__(self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]) -> None:
+    def __init__(
+        self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
+    ) -> None:
         """`held`: what each rank held before."""
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
         """Load of one copy, by expert."""
@@ -217,7 +240,9 @@ class _Packing:
         """Gives all missing copies to ranks, which are full then."""
         order = [expert for expert, count in enumerate(self.missing) for _ in range(count)]
         order.sort(key=self._heaviest_first)
-        free = [(self.rank_loads[rank], rank) for rank in range(len(self.ranks)) if self._has_room(rank)]
+        free = [
+            (self.rank_loads[rank], rank) for rank in range(len(self.ranks)) if self._has_room(rank)
+        ]
         heapq.heapify(free)
         for expert in order:
             passed = []
@@ -237,7 +262,9 @@ class _Packing:
     def refine(self, good_enough: float) -> None:
         """Swaps until the heaviest rank's load is `good_enough`, or no swap with any rank makes it lighter."""
         while True:
-            lightest_first = sorted(range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank))
+            lightest_first = sorted(
+                range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank)
+            )
             heavy = lightest_first.pop()
             if self.rank_loads[heavy] <= good_enough:
                 return
@@ -279,7 +306,12 @@ class _Packing:
         `rank` holds num_slots - 2 at most.
         """
         choices = (  # an expert that `full` did not hold before arrives anyway: elsewhere it costs no further move
-            (other in self.held[full], self.rank_loads[full] + self.weights[expert] - self.weights[other], full, other)
+            (
+                other in self.held[full],
+                self.rank_loads[full] + self.weights[expert] - self.weights[other],
+                full,
+                other,
+            )
             for full in range(len(self.ranks))
             if expert not in self.ranks[full]
             for other in sorted(self.ranks[full] - self.ranks[rank])

@@ -16,13 +16,18 @@ def is_in(status: Status, generation: Generation) -> bool:
 def overtaken(roster: Roster, target: Generation) -> bool:
     """A rank has a generation that is not older than this one: it refuses the target."""
     return any(
-        generation.number >= target.number and generation.nonce != target.nonce for _, generation in roster.serving()
+        generation.number >= target.number and generation.nonce != target.nonce
+        for _, generation in roster.serving()
     )
 
 
 def lost_members(roster: Roster, target: Generation) -> list[str]:
     """Names of members that cannot prepare it."""
-    return [member.name for member in target.members if not _can_prepare(roster.living.get(member.instance_id))]
+    return [
+        member.name
+        for member in target.members
+        if not _can_prepare(roster.living.get(member.instance_id))
+    ]
 
 
 def _can_prepare(status: Status | None) -> bool:
@@ -53,7 +58,11 @@ def unprepared(roster: Roster, target: Generation) -> list[Member]:
 def not_adopted(roster: Roster, target: Generation) -> list[str]:
     """Names of members that live and do not report it."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
-    return [status.member.name for status in statuses if status is not None and not is_in(status, target)]
+    return [
+        status.member.name
+        for status in statuses
+        if status is not None and not is_in(status, target)
+    ]
 
 
 def not_retired(roster: Roster, operation: Operation, target: Generation) -> list[str]:
@@ -61,7 +70,8 @@ def not_retired(roster: Roster, operation: Operation, target: Generation) -> lis
     return [
         status.member.name
         for status, generation in roster.serving()
-        if key_of(generation) == operation.previous and target.rank_of(status.member.instance_id) is None
+        if key_of(generation) == operation.previous
+        and target.rank_of(status.member.instance_id) is None
     ]
 
 
@@ -104,7 +114,8 @@ def half_adopted(roster: Roster, generation: Generation) -> bool:
     """Some members do not have it yet, and all of those have it prepared."""
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
-        status is not None and (is_in(status, generation) or status.prepared == generation.nonce) for status in statuses
+        status is not None and (is_in(status, generation) or status.prepared == generation.nonce)
+        for status in statuses
     ):
         return False
     return bool(not_adopted(roster, generation))

@@ -23,7 +23,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton_engine.foreign import SparseLog
 from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
-from baton_protocol.topology import STATUS_INTERVAL_S, Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import (
+    STATUS_INTERVAL_S,
+    Directive,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +271,9 @@ def unreachable(members: Sequence[Member]) -> tuple[str, ...]:
     return tuple(gone)
 
 
-def _make_sender(sender: zmq.Socket[bytes], address: str, key: ServiceKey | None, *, immediate: bool) -> None:
+def _make_sender(
+    sender: zmq.Socket[bytes], address: str, key: ServiceKey | None, *, immediate: bool
+) -> None:
     first, most = RECONNECT_MS
     if key is not None:
         key.protect_client(sender)

@@ -7,7 +7,9 @@ from baton_engine.elastic.operation import Operation
 from baton_protocol.topology import MemberStatus, TopologyStatus
 
 
-def topology_status(observation: Observation, operation: Operation | None, now: float) -> TopologyStatus:
+def topology_status(
+    observation: Observation, operation: Operation | None, now: float
+) -> TopologyStatus:
     """GET /topology."""
     present = observation.present
     return TopologyStatus(
@@ -22,7 +24,11 @@ def topology_status(observation: Observation, operation: Operation | None, now: 
 def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
     """All instances that are known, ranks of the present generation first."""
     roster, present = observation.roster, observation.present
-    ranks = {} if present is None else {member.instance_id: rank for rank, member in enumerate(present.members)}
+    ranks = (
+        {}
+        if present is None
+        else {member.instance_id: rank for rank, member in enumerate(present.members)}
+    )
     members = []
     for instance_id, rank in roster.ranks.items():
         status = rank.status

@@ -43,14 +43,20 @@ class Retries:
 
     def on_store_failure(self, target: Generation, now: float) -> None:
         """Whatever the reasons were: a store that does not answer looks like members that do not come."""
-        holders = {each.instance_id for each in target.members if (each.host, each.store_port) == _store(target)}
+        holders = {
+            each.instance_id
+            for each in target.members
+            if (each.host, each.store_port) == _store(target)
+        }
         members = {each.instance_id for each in target.members}
         kept = {each: at for each, at in self._store_failed_at.items() if each in members}
         self._store_failed_at = kept | dict.fromkeys(holders, now)
 
     def store_holder(self, members: Sequence[Member]) -> Member:
         """Of members in rank order, in whose store they shall meet: where nothing failed yet, else where it did the longest ago."""
-        return min(members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf))
+        return min(
+            members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf)
+        )
 
     def begin_at_once(self, kind: str) -> None:
         """Something else will be tried."""

@@ -91,7 +91,9 @@ class Roster:
 
     def update(self, now: float) -> None:
         """Decides who lives: who was heard of lately, with a shorter deadline for whom others miss; one instance per name."""
-        for instance_id in [each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S]:
+        for instance_id in [
+            each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S
+        ]:
             del self.ranks[instance_id]
         self.stalled &= self.ranks.keys()
         heard = {
@@ -114,7 +116,11 @@ class Roster:
     def of_name(self, name: str) -> Rank | None:
         """The living instance of this name, else the last one that lived."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
-        return max(ranks, key=lambda rank: (rank.status.member.instance_id in self.living, rank.order), default=None)
+        return max(
+            ranks,
+            key=lambda rank: (rank.status.member.instance_id in self.living, rank.order),
+            default=None,
+        )
 
     def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
         """The group has gone on without this one, and it does not know."""
@@ -124,7 +130,11 @@ class Roster:
             return False
         if instance_id in self.replaced:
             return True
-        return present is not None and key_of(generation) != key_of(present) and generation.number <= present.number
+        return (
+            present is not None
+            and key_of(generation) != key_of(present)
+            and generation.number <= present.number
+        )
 
     def serving(self) -> Iterator[tuple[Status, Generation]]:
         """Living ranks that have a generation, with it."""

@@ -43,7 +43,11 @@ class Stalls:
                 self._give_up([others[0].status.member])
             else:
                 self.reason = f"ranks wait for each other since {self._config.stall_after_s:g} s"
-        elif any(now - rank.moved > step_limit_s for rank in others if rank.status.activity is Activity.RUNS):
+        elif any(
+            now - rank.moved > step_limit_s
+            for rank in others
+            if rank.status.activity is Activity.RUNS
+        ):
             self.reason = f"a step has not ended for {step_limit_s:g} s"
 
     def on_target(self) -> None:
@@ -75,7 +79,11 @@ class Stalls:
     def _ranks(self, present: Generation) -> list[Rank]:
         """Its members; none unless all of them serve in it and there are others to wait for."""
         ranks = [
-            self._roster.ranks[each.instance_id] for each in present.members if each.instance_id in self._roster.living
+            self._roster.ranks[each.instance_id]
+            for each in present.members
+            if each.instance_id in self._roster.living
         ]
-        all_serve = all(rank.status.phase is RankPhase.SERVING and is_in(rank.status, present) for rank in ranks)
+        all_serve = all(
+            rank.status.phase is RankPhase.SERVING and is_in(rank.status, present) for rank in ranks
+        )
         return ranks if all_serve and len(ranks) == present.size > 1 else []

@@ -95,7 +95,9 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         """Calls a method of every worker, after all steps started so far. Results in rank order.
 
         Raises:

@@ -78,7 +78,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        configuration = (type(error), error.reason, error.message) if isinstance(error, ConfigurationError) else None
+        configuration = (
+            (type(error), error.reason, error.message)
+            if isinstance(error, ConfigurationError)
+            else None
+        )
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
         return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
@@ -92,7 +96,9 @@ class Failure:
         if self.group_broken:
             return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
         if self.configuration is None:
-            return WorkerError(f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}")
+            return WorkerError(
+                f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}"
+            )
         kind, reason, message = self.configuration
         error = kind.__new__(kind)  # constructors of its subclasses differ
         ConfigurationError.__init__(error, reason, message)
@@ -153,4 +159,14 @@ class Wakeup:
 
 
 Command = ExecuteModel | SampleTokens | Call | Shutdown
-Answer = Started | StartFailed | StepDone | TransfersEnded | StepFailed | StepBroken | CallDone | CallFailed | Wakeup
+Answer = (
+    Started
+    | StartFailed
+    | StepDone
+    | TransfersEnded
+    | StepFailed
+    | StepBroken
+    | CallDone
+    | CallFailed
+    | Wakeup
+)

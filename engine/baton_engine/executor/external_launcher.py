@@ -87,7 +87,9 @@ class ExternalLauncherExecutor(Executor):
                 f"{self.config.kv_transfer.role.value}, but its ranks cannot move KV blocks between engines; set "
                 f"parallel.executor_class to multiproc, or kv_transfer.role to none",
             )
-        config = share_threads(self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)))
+        config = share_threads(
+            self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
+        )
         # Unique in the agent's store, which outlives executors: every rank's program makes its executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
@@ -106,7 +108,9 @@ class ExternalLauncherExecutor(Executor):
             config.parallel.step_timeout_s,
         )
         worker_class = load_worker_class(config)
-        self._worker = self._thread.submit(worker_class, config, self.instance_id, self._rank).result()
+        self._worker = self._thread.submit(
+            worker_class, config, self.instance_id, self._rank
+        ).result()
         if self._world_size > 1:
             self.collective_rpc("join_groups", (address, generation, None, secret))
         initialize_workers(config, self.collective_rpc, wakeup_args=(self.wakeup,))
@@ -126,7 +130,9 @@ class ExternalLauncherExecutor(Executor):
 
         return self._thread.submit(sample)
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         """As everywhere, and every rank must make the same call. Other ranks' results arrive as msgpack has them: no tuples,
         a dataclass as a dict."""
         future = self._thread.submit(self._call_everywhere, method, args)
@@ -135,13 +141,17 @@ class ExternalLauncherExecutor(Executor):
         except TimeoutError:
             if future.done():
                 raise  # between the ranks
-            raise TimeoutError(f"{method} was not answered by all ranks within {timeout_s} s") from None
+            raise TimeoutError(
+                f"{method} was not answered by all ranks within {timeout_s} s"
+            ) from None
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Never called: this rank's worker lives and dies with this process, and a dead rank fails the others' steps."""
 
     def connector_stats(self) -> ConnectorStats | None:
-        stats: ConnectorStats | None = self._worker.connector_stats() if self._world_size == 1 else None
+        stats: ConnectorStats | None = (
+            self._worker.connector_stats() if self._world_size == 1 else None
+        )
         return stats
 
     def shutdown(self) -> None:
@@ -169,7 +179,9 @@ class ExternalLauncherExecutor(Executor):
             return master
         key = f"baton-store-{generation}"
         try:
-            agent = TCPStore(*master, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+            agent = TCPStore(
+                *master, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+            )
             if self._rank == 0:
                 self._store = open_store(secret=secret)
                 agent.set(key, f"{self._store.address.port} {self._store.address.host}")
@@ -188,7 +200,9 @@ class ExternalLauncherExecutor(Executor):
             return output
         if self._rank != self._output_rank:
             length = self._control.recv(torch.empty(1, dtype=torch.int64), self._output_rank)
-            payload = self._control.recv(torch.empty(int(length), dtype=torch.uint8), self._output_rank)
+            payload = self._control.recv(
+                torch.empty(int(length), dtype=torch.uint8), self._output_rank
+            )
             return msgspec.msgpack.decode(payload.numpy().data, type=ModelRunnerOutput)
         payload = _as_tensor(msgspec.msgpack.encode(output))
         for rank in range(self._world_size):

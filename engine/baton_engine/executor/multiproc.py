@@ -133,9 +133,13 @@ class MultiprocExecutor(Executor):
                 f"the logs of the others say where they are"
             ) from None
         if self._world_size > 1:
-            secret = secrets.token_bytes()  # drawn anew: no other process of this host is to meet these
+            secret = (
+                secrets.token_bytes()
+            )  # drawn anew: no other process of this host is to meet these
             self._store = open_store(LOOPBACK, secret=secret)
-            self.collective_rpc("join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S)
+            self.collective_rpc(
+                "join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S
+            )
         threading.Thread(target=self._watch_for_stalls, name="stall-watch", daemon=True).start()
         return initialize_workers(config, self.collective_rpc)
 
@@ -152,7 +156,9 @@ class MultiprocExecutor(Executor):
         self._send(SampleTokens(step.number, grammar))
         return step.future
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         command = Call(next(self._call_ids), method, args)
         call = _PendingCall(method)
         with self._lock:
@@ -166,7 +172,9 @@ class MultiprocExecutor(Executor):
             if call.future.done():
                 raise  # a worker's own
             missing = [rank for rank in range(self._world_size) if rank not in call.results]
-            raise TimeoutError(f"{method} was not answered within {timeout_s} s by worker {missing}") from None
+            raise TimeoutError(
+                f"{method} was not answered within {timeout_s} s by worker {missing}"
+            ) from None
         finally:
             with self._lock:
                 del self._calls[command.call_id]
@@ -185,7 +193,9 @@ class MultiprocExecutor(Executor):
     def connector_stats(self) -> ConnectorStats | None:
         if self.config.kv_transfer.role is KVRole.NONE:
             return None
-        return ConnectorStats.total(self.collective_rpc("connector_stats", timeout_s=self._step_timeout_s))
+        return ConnectorStats.total(
+            self.collective_rpc("connector_stats", timeout_s=self._step_timeout_s)
+        )
 
     def shutdown(self) -> None:
         if self.is_forked_copy:
@@ -232,7 +242,9 @@ class MultiprocExecutor(Executor):
                 with self._lock:
                     step = self._steps.popleft() if self._steps else None
                 if step is not None:
-                    assert step.number == answer.number, f"step {answer.number} answered, {step.number} is due"
+                    assert step.number == answer.number, (
+                        f"step {answer.number} answered, {step.number} is due"
+                    )
                     self._transfers.add(rank, answer.output.connector)
                     answer.output.connector = self._transfers.take()
                     resolve(step.future, answer.output)
@@ -243,7 +255,9 @@ class MultiprocExecutor(Executor):
                 with self._lock:
                     step = self._steps.popleft() if self._steps else None
                 if step is not None:
-                    assert step.number == answer.number, f"step {answer.number} broke, {step.number} is due"
+                    assert step.number == answer.number, (
+                        f"step {answer.number} broke, {step.number} is due"
+                    )
                     reject(step.future, answer.failure.exception("a step"))
             case StepFailed():
                 self._fail(answer.failure.exception("a step"), died=False)

@@ -47,14 +47,18 @@ def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None)
     if num_ranks >= len(nodes):
         while share and sum(len(node) // share for node in nodes) < num_ranks:
             share -= 1
-        runs = [node[start : start + share] for node in nodes for start in _starts(len(node), share)]
+        runs = [
+            node[start : start + share] for node in nodes for start in _starts(len(node), share)
+        ]
     else:
         in_order = [core for node in nodes for core in node]
         runs = [in_order[start : start + share] for start in _starts(len(in_order), share)]
     most = max(1, share if cpu_limit is None else min(share, math.floor(cpu_limit / num_ranks)))
     if not share:
         runs = [list(cores)] * num_ranks
-    return [Place(frozenset(cpu for core in run for cpu in core.cpus), most) for run in runs[:num_ranks]]
+    return [
+        Place(frozenset(cpu for core in run for cpu in core.cpus), most) for run in runs[:num_ranks]
+    ]
 
 
 def place_here(num_ranks: int) -> list[Place]:
@@ -67,7 +71,9 @@ def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[fr
 
     They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a CPU per thread.
     """
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not (root / "proc/driver/nvidia").exists())
+    on_cpu = config.device == "cpu" or (
+        config.device == "auto" and not (root / "proc/driver/nvidia").exists()
+    )
     places = place_here(num_ranks)
     enough = config.num_threads is None or config.num_threads <= len(places[0].cpus)
     if not (config.bind_threads and on_cpu and enough and num_ranks > 1):
@@ -97,7 +103,9 @@ def cpu_limit(root: Path = ROOT) -> float | None:
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
             else:  # version 1
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+                )
             if quota != "max" and int(quota) > 0:
                 limits.append(int(quota) / int(period))
     return min(limits, default=None)
@@ -113,7 +121,11 @@ def _control_groups(root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        for mount in ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct") if controllers else ("sys/fs/cgroup",):
+        for mount in (
+            ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")
+            if controllers
+            else ("sys/fs/cgroup",)
+        ):
             own = root / mount / path.lstrip("/")
             yield from (own, *own.parents[: len(Path(path).parts) - 1])
 

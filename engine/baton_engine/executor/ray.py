@@ -82,11 +82,18 @@ class RayExecutor(Executor):
             self._owns_ray = True
         config = share_threads(self.config, self._world_size)
         actor_class = self._ray.remote(
-            num_cpus=1, num_gpus=0 if config.device == "cpu" else 1, max_restarts=0, concurrency_groups={WATCH: 1}
+            num_cpus=1,
+            num_gpus=0 if config.device == "cpu" else 1,
+            max_restarts=0,
+            concurrency_groups={WATCH: 1},
         )(_RankActor)
-        self._actors = [actor_class.remote(config, self.instance_id, rank) for rank in range(self._world_size)]
+        self._actors = [
+            actor_class.remote(config, self.instance_id, rank) for rank in range(self._world_size)
+        ]
         for rank, actor in enumerate(self._actors):
-            self._observe(actor.hold.options(concurrency_group=WATCH).remote(), rank, Future(), lambda _: None)
+            self._observe(
+                actor.hold.options(concurrency_group=WATCH).remote(), rank, Future(), lambda _: None
+            )
         try:
             hosts = self._ask("host", (), JOIN_TIMEOUT_S)
         except TimeoutError as error:
@@ -119,7 +126,9 @@ class RayExecutor(Executor):
             self._observe(ref, rank, future, take, step=True)
         return future
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         return self._ask("call", (method, args), timeout_s)
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
@@ -173,7 +182,9 @@ class RayExecutor(Executor):
             return future.result(timeout_s)
         except TimeoutError:
             missing = [rank for rank in range(self._world_size) if rank not in results]
-            raise TimeoutError(f"{what} was not answered within {timeout_s} s by worker {missing}") from None
+            raise TimeoutError(
+                f"{what} was not answered within {timeout_s} s by worker {missing}"
+            ) from None
 
     def _admit(self, future: Future[Any]) -> bool:
         """Notes a future that must fail if a worker dies. False: it has failed already."""
@@ -287,6 +298,7 @@ def _import_ray() -> Any:
         import ray
     except ImportError:
         raise ConfigurationError(
-            "InvalidConfig", "executor ray needs the package ray; install it with: pip install 'baton[ray]'"
+            "InvalidConfig",
+            "executor ray needs the package ray; install it with: pip install 'baton[ray]'",
         ) from None
     return ray

@@ -52,7 +52,9 @@ class RingMemory:
 
     @classmethod
     def create(cls, num_readers: int, num_slots: int, slot_nbytes: int) -> RingMemory:
-        return cls(os.memfd_create("baton-ring", os.MFD_CLOEXEC), num_readers, num_slots, slot_nbytes)
+        return cls(
+            os.memfd_create("baton-ring", os.MFD_CLOEXEC), num_readers, num_slots, slot_nbytes
+        )
 
     @property
     def published(self) -> int:
@@ -114,7 +116,9 @@ class RingWriter:
         self._side_channels = side_channels
         self._written = memory.published
 
-    def put(self, message: bytes, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    def put(
+        self, message: bytes, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Sends to all readers.
 
         Args:
@@ -142,10 +146,14 @@ class RingWriter:
         memory = self._memory
         deadline = time.monotonic() + timeout_s
         pause_s = 50e-6
-        while late := [r for r in range(memory.num_readers) if memory.taken(r) + memory.num_slots <= index]:
+        while late := [
+            r for r in range(memory.num_readers) if memory.taken(r) + memory.num_slots <= index
+        ]:
             check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"reader {late[0]} has taken nothing for {timeout_s:.0f} s and the ring is full")
+                raise TimeoutError(
+                    f"reader {late[0]} has taken nothing for {timeout_s:.0f} s and the ring is full"
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)
 
@@ -190,7 +198,9 @@ class RingReader:
                 continue
             memory.set_sleeping(self._index, True)
             try:
-                if memory.published == self._taken:  # nothing came before the writer could see that we sleep
+                if (
+                    memory.published == self._taken
+                ):  # nothing came before the writer could see that we sleep
                     self._take_frame()
             finally:
                 memory.set_sleeping(self._index, False)

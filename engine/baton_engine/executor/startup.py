@@ -24,10 +24,14 @@ LOAD_TIMEOUT_S = 1800.0
 class CollectiveCall(Protocol):
     """`Executor.collective_rpc`."""
 
-    def __call__(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]: ...
+    def __call__(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]: ...
 
 
-def initialize_workers(config: EngineConfig, call: CollectiveCall, wakeup_args: tuple[Any, ...] = ()) -> ModelInfo:
+def initialize_workers(
+    config: EngineConfig, call: CollectiveCall, wakeup_args: tuple[Any, ...] = ()
+) -> ModelInfo:
     """Loads the model on all workers, gives all of them as many KV blocks as the poorest has room for, warms up and connects.
 
     Args:
@@ -45,7 +49,9 @@ def initialize_workers(config: EngineConfig, call: CollectiveCall, wakeup_args: 
     call("initialize_cache", (num_blocks, num_swap_blocks), timeout_s=LOAD_TIMEOUT_S)
     call("warm_up", timeout_s=LOAD_TIMEOUT_S)
     ranks = call("open_connector", wakeup_args, timeout_s=JOIN_TIMEOUT_S)
-    if config.kv_transfer.role is not KVRole.NONE:  # every worker tells peers where the others answer
+    if (
+        config.kv_transfer.role is not KVRole.NONE
+    ):  # every worker tells peers where the others answer
         call("connect", (ranks,), timeout_s=JOIN_TIMEOUT_S)
     info: ModelInfo = call("model_info", timeout_s=JOIN_TIMEOUT_S)[0]
     return info
@@ -67,7 +73,9 @@ def output_rank(config: EngineConfig) -> int:
 
 def num_concurrent_batches(config: EngineConfig) -> int:
     """Steps that workers in a pipeline, or behind an asynchronous scheduler, should have in flight."""
-    return max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
+    return max(
+        config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1
+    )
 
 
 def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:

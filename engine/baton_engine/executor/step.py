@@ -114,7 +114,12 @@ class SchedulerOutput:
         """Return the rest of a step whose tokens will not run. Workers still apply it, once."""
         connector = replace(self.connector, saves=[])
         return replace(
-            self, new_requests=[], cached_requests=[], num_scheduled_tokens={}, connector=connector, wave_tokens=()
+            self,
+            new_requests=[],
+            cached_requests=[],
+            num_scheduled_tokens={},
+            connector=connector,
+            wave_tokens=(),
         )
 
 

@@ -51,7 +51,9 @@ class UniProcExecutor(Executor):
 
         return self._thread.submit(sample)
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         return [call_in_thread(self._thread, self._worker, method, args, timeout_s, rank=0)]
 
     def interrupt(self, nonce: str = "") -> None:
@@ -63,7 +65,9 @@ class UniProcExecutor(Executor):
         """Never called: the worker lives and dies with this process."""
 
     def connector_stats(self) -> ConnectorStats | None:
-        stats: ConnectorStats | None = self._worker.connector_stats() if self._worker is not None else None
+        stats: ConnectorStats | None = (
+            self._worker.connector_stats() if self._worker is not None else None
+        )
         return stats
 
     def shutdown(self) -> None:
@@ -81,7 +85,13 @@ class UniProcExecutor(Executor):
 
 
 def call_in_thread(
-    thread: ThreadPoolExecutor, worker: Any, method: str, args: tuple[Any, ...], timeout_s: float | None, *, rank: int
+    thread: ThreadPoolExecutor,
+    worker: Any,
+    method: str,
+    args: tuple[Any, ...],
+    timeout_s: float | None,
+    *,
+    rank: int,
 ) -> Any:
     """What `worker.method(*args)` returns, called by the worker's thread. Errors as in `Executor.collective_rpc`."""
 
@@ -95,4 +105,6 @@ def call_in_thread(
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        raise TimeoutError(f"{method} was not answered within {timeout_s} s by worker [{rank}]") from None
+        raise TimeoutError(
+            f"{method} was not answered within {timeout_s} s by worker [{rank}]"
+        ) from None

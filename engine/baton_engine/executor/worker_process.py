@@ -50,7 +50,9 @@ class WorkerProcess:
         self._start = start
         self._connection = connection
         self._send_lock = threading.Lock()  # the connector's thread sends wake-ups
-        self._commands = RingReader(RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection)
+        self._commands = RingReader(
+            RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection
+        )
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
         self._broken: Failure | None = None
@@ -60,7 +62,9 @@ class WorkerProcess:
         """Until told to shut down."""
         try:
             worker_class = load_worker_class(self._start.config)
-            self._worker = worker_class(self._start.config, self._start.instance_id, self._start.rank)
+            self._worker = worker_class(
+                self._start.config, self._start.instance_id, self._start.rank
+            )
         except Exception as error:
             self._send(StartFailed(self._failure(error)))
             return
@@ -85,7 +89,9 @@ class WorkerProcess:
                 self._run_step(command)
             except Exception as error:
                 logger.exception("step failed")
-                self._step_failed = True  # no step can follow: this worker's KV is not what the scheduler believes
+                self._step_failed = (
+                    True  # no step can follow: this worker's KV is not what the scheduler believes
+                )
                 self._send(StepFailed(self._failure(error)))
 
     def _run_step(self, command: ExecuteModel | SampleTokens) -> None:
@@ -111,7 +117,9 @@ class WorkerProcess:
 
     def _call(self, call: Call) -> Any:
         if call.method == "open_connector":
-            return self._worker.open_connector(lambda: self._send(Wakeup()))  # a function cannot come through the ring
+            return self._worker.open_connector(
+                lambda: self._send(Wakeup())
+            )  # a function cannot come through the ring
         return getattr(self._worker, call.method)(*call.args)
 
     def _send(self, answer: Answer) -> None:
@@ -146,7 +154,9 @@ def main(connection_fd: int, parent_pid: int) -> None:
         WorkerProcess(start, connection).run()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # all is shut down; to take apart what was imported would take the interpreter a second
+        os._exit(
+            0
+        )  # all is shut down; to take apart what was imported would take the interpreter a second
     except (EOFError, ConnectionError):
         os._exit(1)  # the parent is gone; threads of libraries must not keep this process
 
@@ -157,7 +167,9 @@ def _bind(cpus: frozenset[int]) -> None:
         os.sched_setaffinity(0, cpus)
         logger.info("computes on CPUs %s", sorted(cpus))
     except OSError as error:  # the container may have lost a CPU since its parent looked
-        logger.warning("cannot keep to CPUs %s, and goes where the system puts it: %s", sorted(cpus), error)
+        logger.warning(
+            "cannot keep to CPUs %s, and goes where the system puts it: %s", sorted(cpus), error
+        )
 
 
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:

@@ -90,17 +90,23 @@ class WorkerProcesses:
             theirs.close()
         try:
             self._watch()
-        except (
-            Exception
-        ) as error:  # an answer that cannot be unpickled; without this thread nobody would hear of anything
+        except Exception as error:  # an answer that cannot be unpickled; without this thread nobody would hear of anything
             logger.exception("cannot listen to the workers any more")
             self.kill()
             for start in self._starts:
-                self._on_death(start.rank, f"worker {start.rank} was ended: its executor failed: {error!r}")
+                self._on_death(
+                    start.rank, f"worker {start.rank} was ended: its executor failed: {error!r}"
+                )
 
     def _start(self, start: StartWorker, theirs: Connection) -> None:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "baton_engine.executor.worker_process", str(fd), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_engine.executor.worker_process",
+            str(fd),
+            str(os.getpid()),
+        ]
         with self._lock:
             if self._killed:
                 return

@@ -35,14 +35,33 @@ class Fetched(msgspec.Struct, frozen=True):
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Ends the process: 0 when the folder is complete, 78 if only a change helps, 1 if the next start may."""
-    parser = argparse.ArgumentParser(prog="baton-model", description="Model files for Baton's pods.")
+    parser = argparse.ArgumentParser(
+        prog="baton-model", description="Model files for Baton's pods."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    sub = commands.add_parser("fetch", help="a model's files from a hub or an object store into a folder")
-    sub.add_argument("--uri", required=True, help="hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-    sub.add_argument("--to", required=True, help="folder to make; several processes may be given the same one")
-    sub.add_argument("--only", choices=["all", "tokenizer"], default="all", help="tokenizer: what a gateway reads")
+    sub = commands.add_parser(
+        "fetch", help="a model's files from a hub or an object store into a folder"
+    )
+    sub.add_argument(
+        "--uri",
+        required=True,
+        help="hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX or gs://BUCKET/PREFIX",
+    )
+    sub.add_argument(
+        "--to", required=True, help="folder to make; several processes may be given the same one"
+    )
+    sub.add_argument(
+        "--only",
+        choices=["all", "tokenizer"],
+        default="all",
+        help="tokenizer: what a gateway reads",
+    )
     sub.add_argument("--max-bytes", type=int, help="refuse a model that is larger")
-    sub.add_argument("--http-port", type=arguments.port, help="answer GET /health with the progress there, on $POD_IP")
+    sub.add_argument(
+        "--http-port",
+        type=arguments.port,
+        help="answer GET /health with the progress there, on $POD_IP",
+    )
     sub.add_argument("--termination-log", help="file that is told the revision")
     sub.add_argument(
         "--give-up-after",
@@ -56,7 +75,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM)
     )  # as process 1 of a container it has no default
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     progress = progress_server.Progress()
@@ -69,13 +90,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         order = Order(args.uri, _output(args.to), args.only, args.max_bytes)
         marker = fetch(order, progress, Patience(give_up_after_s=args.give_up_after))
-        logger.info("%s holds %d files of %s at %s", args.to, len(marker.files), marker.uri, marker.revision)
+        logger.info(
+            "%s holds %d files of %s at %s", args.to, len(marker.files), marker.uri, marker.revision
+        )
         _leave_word(marker, args.termination_log)
     except FetchError as error:
-        _end(EXIT_TEMPORARY if error.temporary else EXIT_CONFIGURATION, f"FATAL {error.reason}: {_line(error.message)}")
+        _end(
+            EXIT_TEMPORARY if error.temporary else EXIT_CONFIGURATION,
+            f"FATAL {error.reason}: {_line(error.message)}",
+        )
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        _end(EXIT_CONFIGURATION, f"FATAL {'NoSpace' if full else 'ModelCacheInvalid'}: {_line(str(error))}")
+        _end(
+            EXIT_CONFIGURATION,
+            f"FATAL {'NoSpace' if full else 'ModelCacheInvalid'}: {_line(str(error))}",
+        )
     _end(0, "")
 
 

@@ -32,7 +32,9 @@ class Patience:
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
 
-    def retry(self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event) -> None:
+    def retry(
+        self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event
+    ) -> None:
         """Waits before the next attempt. Raises FetchError when it is over."""
         if time.monotonic() - silent_since > self.give_up_after_s:
             text = f"nothing came for {self.give_up_after_s:g} s; last: {error}"
@@ -45,7 +47,14 @@ class Patience:
 class Download:
     """Brings the files of one listing into a partial folder."""
 
-    def __init__(self, source: Source, revision: str, partial: Partial, patience: Patience, progress: Progress) -> None:
+    def __init__(
+        self,
+        source: Source,
+        revision: str,
+        partial: Partial,
+        patience: Patience,
+        progress: Progress,
+    ) -> None:
         self._source, self._revision = source, revision
         self._partial, self._patience, self._progress = partial, patience, progress
         self._stop = threading.Event()
@@ -58,11 +67,15 @@ class Download:
         """
         wanted: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        missing = sorted((file for file in files if not self._partial.has(file)), key=lambda file: file.size)
+        missing = sorted(
+            (file for file in files if not self._partial.has(file)), key=lambda file: file.size
+        )
         for file in missing:  # small ones first: what is wrong with the model as such shows early
             wanted.put(file)
         for _ in range(min(WORKERS, len(missing))):
-            threading.Thread(target=self._work, args=(wanted, outcomes), name="fetch", daemon=True).start()
+            threading.Thread(
+                target=self._work, args=(wanted, outcomes), name="fetch", daemon=True
+            ).start()
         try:
             for _ in missing:
                 outcome = outcomes.get()
@@ -74,7 +87,9 @@ class Download:
         finally:
             self._stop.set()
 
-    def _work(self, wanted: queue.SimpleQueue[RemoteFile], outcomes: queue.SimpleQueue[Exception | None]) -> None:
+    def _work(
+        self, wanted: queue.SimpleQueue[RemoteFile], outcomes: queue.SimpleQueue[Exception | None]
+    ) -> None:
         while not self._stop.is_set():
             try:
                 file = wanted.get_nowait()
@@ -82,7 +97,9 @@ class Download:
                 return
             try:
                 self._fetch(file)
-            except Exception as error:  # reported, whatever it is: the main thread waits for every file
+            except (
+                Exception
+            ) as error:  # reported, whatever it is: the main thread waits for every file
                 outcomes.put(error)
                 return
             outcomes.put(None)
@@ -101,7 +118,9 @@ class Download:
                     self._source.read(file, self._revision, target, offset)
                     target.flush()
                     if os.fstat(fd).st_size < file.size:
-                        raise TransientError(f"{file.name}: {os.fstat(fd).st_size} of {file.size} bytes came")
+                        raise TransientError(
+                            f"{file.name}: {os.fstat(fd).st_size} of {file.size} bytes came"
+                        )
                 except TransientError as error:
                     target.flush()
                     size = os.fstat(fd).st_size
@@ -119,7 +138,11 @@ class Download:
             path.unlink()
             corrupt, reached = corrupt + 1, 0
             if corrupt >= CORRUPT_TRIES:
-                raise FetchError("ModelCorrupt", f"{file.name} came {corrupt} times and {problem}", temporary=True)
+                raise FetchError(
+                    "ModelCorrupt",
+                    f"{file.name} came {corrupt} times and {problem}",
+                    temporary=True,
+                )
             logger.warning("%s: %s; fetching it again", file.name, problem)
             self._progress.fail(f"{file.name}: {problem}")
 

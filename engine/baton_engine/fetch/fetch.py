@@ -70,14 +70,18 @@ def _fetch_once(order: Order, source: Source, progress: Progress, patience: Pati
     files = _taken(listing, order.only)
     total = sum(file.size for file in files)
     if order.max_bytes is not None and total > order.max_bytes:
-        raise no_space(f"the model has {total} bytes, more than the cache's size limit of {order.max_bytes}")
+        raise no_space(
+            f"the model has {total} bytes, more than the cache's size limit of {order.max_bytes}"
+        )
     partial = Partial(order.target, order.uri, listing.revision)
     try:
         partial.adopt()
         lacking = total - sum(map(partial.size_of, files))
         free = shutil.disk_usage(order.target.parent).free
         if lacking > free:
-            raise no_space(f"the model still needs {lacking} bytes, the cache at {order.target.parent} has {free} left")
+            raise no_space(
+                f"the model still needs {lacking} bytes, the cache at {order.target.parent} has {free} left"
+            )
         progress.tell(
             f"fetching {order.uri} at {listing.revision}",
             lambda: LoadProgress(sum(map(partial.size_of, files)), total),

@@ -57,7 +57,9 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
     try:
         marker = msgspec.json.decode((target / MARKER).read_bytes(), type=Marker)
     except (FileNotFoundError, NotADirectoryError):
-        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        if target.is_symlink() or (
+            target.exists() and (not target.is_dir() or any(target.iterdir()))
+        ):
             raise _foreign(target, "holds something that baton-model did not put there") from None
         return None
     except msgspec.DecodeError as error:
@@ -122,7 +124,10 @@ class Partial:
             state = None
         finally:
             os.close(owner)
-        if state is not None and (state.uri, state.revision) == (self._state.uri, self._state.revision):
+        if state is not None and (state.uri, state.revision) == (
+            self._state.uri,
+            self._state.revision,
+        ):
             for name, file in state.verified.items():
                 if _is_file(other / name, file.size):
                     os.replace(other / name, self.path / name)
@@ -136,7 +141,9 @@ class Partial:
 
     def has(self, file: RemoteFile) -> bool:
         """Whether the file is there and proved."""
-        return self._state.verified.get(file.name) == file and _is_file(self.path / file.name, file.size)
+        return self._state.verified.get(file.name) == file and _is_file(
+            self.path / file.name, file.size
+        )
 
     def incomplete(self, file: RemoteFile) -> Path:
         return self.path / f"{file.name}{INCOMPLETE}"
@@ -171,7 +178,9 @@ class Partial:
         """
         if not all(self.has(file) for file in files):
             raise TransientError(f"{self.path} was taken over by another fetcher")
-        marker = Marker(self._state.uri, self._state.revision, only, {file.name: file.size for file in files})
+        marker = Marker(
+            self._state.uri, self._state.revision, only, {file.name: file.size for file in files}
+        )
         for name in (_STATE, *(path.name for path in self.path.glob(f"*{INCOMPLETE}"))):
             (self.path / name).unlink(missing_ok=True)
         _write_durably(self.path / MARKER, msgspec.json.encode(marker))
@@ -205,7 +214,9 @@ class Partial:
 
 def discard(folder: Path) -> None:
     """Removes it; under another name first, so that nobody takes half of it for the whole."""
-    doomed = folder.with_name(f"{folder.name.partition('.partial-')[0]}.discarded-{secrets.token_hex(6)}")
+    doomed = folder.with_name(
+        f"{folder.name.partition('.partial-')[0]}.discarded-{secrets.token_hex(6)}"
+    )
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)

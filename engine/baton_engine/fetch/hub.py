@@ -30,14 +30,19 @@ class HubSource:
         """See `Source`."""
         with self._translated():
             info = HfApi(endpoint=self._endpoint).model_info(
-                self._model.repo, revision=self._model.revision, files_metadata=True, timeout=TIMEOUT_S
+                self._model.repo,
+                revision=self._model.revision,
+                files_metadata=True,
+                timeout=TIMEOUT_S,
             )
         if not info.sha:
             raise invalid(f"{self._name}: the hub names no commit")
         files = []
         for entry in info.siblings or []:
             if entry.size is None:
-                raise invalid(f"{self._name}: the hub does not say how large {entry.rfilename!r} is")
+                raise invalid(
+                    f"{self._name}: the hub does not say how large {entry.rfilename!r} is"
+                )
             if entry.lfs is not None:
                 digest = f"sha256:{entry.lfs.sha256}"
             else:
@@ -80,7 +85,9 @@ class HubSource:
     def _refusal(self, error: HfHubHTTPError) -> Exception:
         status = error.response.status_code
         if isinstance(error, GatedRepoError):
-            return access_denied(f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN")
+            return access_denied(
+                f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN"
+            )
         if status in (401, 403):
             return access_denied(
                 f"the hub answered {status} for {self._name}: it does not exist, or is not to be read without (another) HF_TOKEN"

@@ -31,7 +31,9 @@ class _Beat(msgspec.Struct):
 class FetchLock:
     """One try of one process for the lock at `path`. Not for use by several threads."""
 
-    def __init__(self, path: Path, *, beat_s: float = BEAT_S, dead_after_s: float = DEAD_AFTER_S) -> None:
+    def __init__(
+        self, path: Path, *, beat_s: float = BEAT_S, dead_after_s: float = DEAD_AFTER_S
+    ) -> None:
         self._path = path
         self._beat_s, self._dead_after_s = beat_s, dead_after_s
         self._me = secrets.token_hex(8)

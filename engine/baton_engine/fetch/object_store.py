@@ -16,10 +16,21 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import (
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import GCSStore, S3Store
 
-from baton_engine.fetch.errors import FetchError, TransientError, access_denied, missing, source_invalid
+from baton_engine.fetch.errors import (
+    FetchError,
+    TransientError,
+    access_denied,
+    missing,
+    source_invalid,
+)
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import StoredModel
 
@@ -30,7 +41,13 @@ CHUNK_BYTES = 4 * 2**20
 TIMEOUT_S = 20
 """Of connecting, and of silence while bytes come."""
 _MISSING = ("404 Not Found", "NoSuchBucket")
-_DENIED = ("401 Unauthorized", "403 Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied")
+_DENIED = (
+    "401 Unauthorized",
+    "403 Forbidden",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "AccessDenied",
+)
 
 
 class ObjectStoreSource:
@@ -53,7 +70,9 @@ class ObjectStoreSource:
                 client["allow_http"] = _endpoint().startswith("http://")
                 self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
         except BaseError as error:
-            raise source_invalid(f"settings of {model.scheme}:// in the environment: {_first_line(error)}") from error
+            raise source_invalid(
+                f"settings of {model.scheme}:// in the environment: {_first_line(error)}"
+            ) from error
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
@@ -78,7 +97,9 @@ class ObjectStoreSource:
         path = f"{self._model.prefix}/{file.name}"
         with self._translated():
             answer = obstore.get(
-                self._store, path, options={"range": {"offset": offset}, "if_match": self._tags[file.name] or None}
+                self._store,
+                path,
+                options={"range": {"offset": offset}, "if_match": self._tags[file.name] or None},
             )
             chunks = iter(answer.stream(CHUNK_BYTES))
         while True:
@@ -119,7 +140,9 @@ class ObjectStoreSource:
             raise source_invalid(text) from error
 
     def _denied(self, error: Exception) -> FetchError:
-        return access_denied(f"the credentials' Secret does not open {self._name}: {_first_line(error)}")
+        return access_denied(
+            f"the credentials' Secret does not open {self._name}: {_first_line(error)}"
+        )
 
 
 def _endpoint() -> str:
@@ -129,11 +152,15 @@ def _endpoint() -> str:
         return ""
     try:
         parts = urlsplit(url)
-        usable = url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+        usable = (
+            url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+        )
     except ValueError:  # of the port, or of brackets
         usable = False
     if not usable or not url.isascii() or not url.isprintable() or " " in url:
-        raise source_invalid(f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
+        raise source_invalid(
+            f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}"
+        )
     return url
 
 

@@ -43,7 +43,12 @@ class Progress:
     def health(self) -> Health:
         progress, failed = self._measure(), self._failed
         stands = failed is not None and failed[1] == progress
-        return Health("Fetching", self._message, progress, error=failed[0] if failed is not None and stands else "")
+        return Health(
+            "Fetching",
+            self._message,
+            progress,
+            error=failed[0] if failed is not None and stands else "",
+        )
 
     def log_from_now_on(self) -> None:
         """A line on stderr every few seconds, by a thread that ends with the process."""

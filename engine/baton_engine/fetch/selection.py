@@ -56,6 +56,11 @@ def select(names: Iterable[str], only: Only) -> list[str]:
 def check_name(name: str) -> None:
     """Raises FetchError if `name` is no plain relative path."""
     parts = name.split("/")
-    hostile = not name or "\\" in name or any(part in ("", ".", "..") for part in parts) or not name.isprintable()
+    hostile = (
+        not name
+        or "\\" in name
+        or any(part in ("", ".", "..") for part in parts)
+        or not name.isprintable()
+    )
     if hostile or PurePosixPath(name).is_absolute() or len(name) > 255:
         raise invalid(f"it names a file {name!r}, which would not stay in the model's folder")

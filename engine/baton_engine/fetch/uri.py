@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from baton_engine.fetch.errors import FetchError
 
 _HUB = re.compile(
-    r"hf://([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?", re.ASCII
+    r"hf://([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?",
+    re.ASCII,
 )
 _STORE = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]*)/(.+)", re.ASCII)
 DEFAULT_REVISION = "main"
@@ -45,5 +46,6 @@ def parse(uri: str) -> HubModel | StoredModel:
         if prefix and ".." not in prefix.split("/"):
             return StoredModel(match[1], match[2], prefix)
     raise FetchError(
-        "ModelUriInvalid", f"{uri!r} is none of hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX and gs://BUCKET/PREFIX"
+        "ModelUriInvalid",
+        f"{uri!r} is none of hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX and gs://BUCKET/PREFIX",
     )

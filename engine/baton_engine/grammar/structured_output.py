@@ -105,7 +105,11 @@ class StructuredOutputManager:
     """
 
     def __init__(
-        self, model_path: Path, vocab_size: int, eos_token_ids: Collection[int], wakeup: Callable[[], None]
+        self,
+        model_path: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        wakeup: Callable[[], None],
     ) -> None:
         self._model_path = model_path
         self._vocab_size = vocab_size
@@ -134,9 +138,13 @@ class StructuredOutputManager:
             return np.zeros((len(grammars), words), dtype=np.int32)
         # As wide as the tokenizer, whose ids may go past the vocabulary. All rows at once, in threads and without the GIL.
         # A grammar that can go no further (`error` says why) allows its end only.
-        bitmask = np.zeros((len(grammars), -(-self._backend.tokenizer.vocab_size // 32)), dtype=np.int32)
+        bitmask = np.zeros(
+            (len(grammars), -(-self._backend.tokenizer.vocab_size // 32)), dtype=np.int32
+        )
         matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
-        self._backend.executor.unsafe_compute_mask_ptr(matchers, bitmask.ctypes.data, bitmask.strides[0], len(grammars))
+        self._backend.executor.unsafe_compute_mask_ptr(
+            matchers, bitmask.ctypes.data, bitmask.strides[0], len(grammars)
+        )
         return np.ascontiguousarray(bitmask[:, :words])
 
     def shutdown(self) -> None:
@@ -163,18 +171,24 @@ class StructuredOutputManager:
         from llguidance import LLMatcher
 
         try:
-            matcher = LLMatcher(backend.tokenizer, _to_llguidance(spec), log_level=0, limits=backend.limits)
+            matcher = LLMatcher(
+                backend.tokenizer, _to_llguidance(spec), log_level=0, limits=backend.limits
+            )
             if matcher.is_error():
                 raise ValueError(_reason(matcher))
             self._check_start(matcher.deep_copy(), backend)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured_output.spec is not a valid {spec.kind.value}: {error}") from error
+            raise ValueError(
+                f"structured_output.spec is not a valid {spec.kind.value}: {error}"
+            ) from error
         return matcher
 
     def _check_start(self, matcher: LLMatcher, backend: _Backend) -> None:
         """Raise ValueError if no text matches, or the first token breaks a resource limit."""
         mask = np.zeros((1, -(-backend.tokenizer.vocab_size // 32)), dtype=np.int32)
-        backend.executor.unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.strides[0], 1)
+        backend.executor.unsafe_compute_mask_ptr(
+            [(matcher, 0)], mask.ctypes.data, mask.strides[0], 1
+        )
         if matcher.is_error():
             raise ValueError(_reason(matcher))
         if not mask.any():
@@ -190,7 +204,9 @@ class StructuredOutputManager:
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer
 
         if not self._eos_token_ids:
-            raise ValueError("structured_output needs a model with an eos_token_id: nothing else ends such a text")
+            raise ValueError(
+                "structured_output needs a model with an eos_token_id: nothing else ends such a text"
+            )
         file = self._model_path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -201,14 +217,14 @@ class StructuredOutputManager:
             content = file.read_text(encoding="utf-8")
             try:
                 tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
-            except (
-                ValueError
-            ):  # more ids than logits, in some checkpoints: the ids past the end are cut from the bitmask
+            except ValueError:  # more ids than logits, in some checkpoints: the ids past the end are cut from the bitmask
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
         except Exception as error:
             raise ValueError(f"structured_output cannot use {file}: {error}") from error
         limits = LLParserLimits(
-            max_grammar_size=MAX_GRAMMAR_SIZE, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            max_lexer_states=MAX_LEXER_STATES,
+            verbose_errors=False,
         )
         return _Backend(tokenizer, LLExecutor(num_threads=NUM_THREADS), limits)
 

@@ -86,7 +86,10 @@ class BlockPool:
     """Allocates blocks, counts their holders and finds cached blocks by hash."""
 
     def __init__(
-        self, num_blocks: int, events: list[KVEvent] | None = None, offload: OffloadTier | None = None
+        self,
+        num_blocks: int,
+        events: list[KVEvent] | None = None,
+        offload: OffloadTier | None = None,
     ) -> None:
         """
         Args:

@@ -109,7 +109,9 @@ class KVCacheManager:
         hashes = self.block_hashes(request)[:num_full]
         if rest:
             parent = hashes[-1] if hashes else self._root(request)
-            hashes.append(hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens]))
+            hashes.append(
+                hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens])
+            )
         return hashes
 
     def find_cached_prefix(self, request: KVSequence, max_tokens: int) -> list[CachedBlock]:
@@ -129,7 +131,12 @@ class KVCacheManager:
         return blocks
 
     def allocate(
-        self, request: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = (), *, keep_free: int = 0
+        self,
+        request: KVSequence,
+        num_tokens: int,
+        cached: Sequence[CachedBlock] = (),
+        *,
+        keep_free: int = 0,
     ) -> list[int] | None:
         """Extend the request's blocks to hold its first `num_tokens` tokens, `cached` blocks first.
 
@@ -172,7 +179,9 @@ class KVCacheManager:
         """
         num_blocks = self.num_blocks_for(num_tokens)
         if child.blocks or child.swapped_blocks:
-            raise ValueError(f"{child.request_id} has KV blocks; free it before it is forked from {parent.request_id}")
+            raise ValueError(
+                f"{child.request_id} has KV blocks; free it before it is forked from {parent.request_id}"
+            )
         if num_blocks > len(parent.blocks):
             raise ValueError(
                 f"{child.request_id} cannot share {num_tokens} tokens of {parent.request_id}, "
@@ -246,7 +255,9 @@ class KVCacheManager:
             request.swapped_blocks = host_blocks
         return copies
 
-    def swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> list[BlockCopy] | None:
+    def swap_in(
+        self, requests: Sequence[KVSequence], *, keep_free: int = 0
+    ) -> list[BlockCopy] | None:
         """Move all blocks of these requests back to the device.
 
         Blocks shared on the host are shared there.
@@ -263,11 +274,17 @@ class KVCacheManager:
         """
         for request in requests:
             if request.blocks:
-                raise ValueError(f"{request.request_id} has KV blocks on the device; it cannot be swapped in")
-        num_blocks = len({block.block_id for request in requests for block in request.swapped_blocks})
+                raise ValueError(
+                    f"{request.request_id} has KV blocks on the device; it cannot be swapped in"
+                )
+        num_blocks = len(
+            {block.block_id for request in requests for block in request.swapped_blocks}
+        )
         if not self._can_take(num_blocks, keep_free):
             return None
-        moved, copies = _take_counterparts([request.swapped_blocks for request in requests], self.pool)
+        moved, copies = _take_counterparts(
+            [request.swapped_blocks for request in requests], self.pool
+        )
         for request, blocks in zip(requests, moved, strict=True):
             self._free_host_blocks(request)
             request.blocks = blocks
@@ -366,7 +383,9 @@ def _take_counterparts(
     moved: list[list[Block]] = []
     for table in tables:
         new_table = [counterpart[block] for block in table]
-        target.touch(block for block in new_table if block in taken)  # `allocate` counted the first holder
+        target.touch(
+            block for block in new_table if block in taken
+        )  # `allocate` counted the first holder
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]

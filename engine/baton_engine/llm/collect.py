@@ -5,7 +5,12 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field
 
-from baton_engine.llm.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from baton_engine.llm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
 from baton_engine.llm.params import SamplingParams
 from baton_protocol.messages import (
     EngineCoreOutput,
@@ -14,7 +19,12 @@ from baton_protocol.messages import (
     RoutedExperts,
     TokenLogprobs,
 )
-from baton_text.output import OutputProcessor, join_routed_experts, prompt_token_logprobs, ranked_logprobs
+from baton_text.output import (
+    OutputProcessor,
+    join_routed_experts,
+    prompt_token_logprobs,
+    ranked_logprobs,
+)
 from baton_text.tokenizer import Tokenizer
 
 
@@ -49,7 +59,11 @@ class SamplesCollector(Collector):
     """n samples of one prompt."""
 
     def __init__(
-        self, prompt: Prompt, requests: list[EngineCoreRequest], params: SamplingParams, tokenizer: Tokenizer
+        self,
+        prompt: Prompt,
+        requests: list[EngineCoreRequest],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
     ) -> None:
         super().__init__(prompt, requests)
         self._params = params
@@ -65,14 +79,21 @@ class SamplesCollector(Collector):
         samples = list(self._samples.values())
         # The first of a group computes the prompt, the others may find it cached: the first one's figure is the prompt's.
         output = RequestOutput(
-            request_id, self.prompt.text, self.prompt.token_ids, num_cached_tokens=samples[0].num_cached_tokens
+            request_id,
+            self.prompt.text,
+            self.prompt.token_ids,
+            num_cached_tokens=samples[0].num_cached_tokens,
         )
-        prompt_logprobs = next((s.prompt_logprobs for s in samples if s.prompt_logprobs is not None), None)
+        prompt_logprobs = next(
+            (s.prompt_logprobs for s in samples if s.prompt_logprobs is not None), None
+        )
         if prompt_logprobs is not None:
             output.prompt_logprobs = prompt_token_logprobs(self._tokenizer, prompt_logprobs)
         if len(samples) > self._params.n:
             samples.sort(key=lambda sample: sample.processor.mean_logprob, reverse=True)
-        output.outputs = [sample.result(index) for index, sample in enumerate(samples[: self._params.n])]
+        output.outputs = [
+            sample.result(index) for index, sample in enumerate(samples[: self._params.n])
+        ]
         output.finished = True
         return output
 
@@ -154,7 +175,9 @@ class _Sample:
             text=self.text,
             token_ids=self.token_ids,
             cumulative_logprob=self.processor.cumulative_logprob if wants_logprobs else None,
-            logprobs=[ranked_logprobs(self.tokenizer, item) for item in self.logprobs] if wants_logprobs else None,
+            logprobs=[ranked_logprobs(self.tokenizer, item) for item in self.logprobs]
+            if wants_logprobs
+            else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             routed_experts=join_routed_experts(self.routed_experts),

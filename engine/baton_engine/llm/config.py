@@ -118,7 +118,9 @@ def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
     fields: dict[str, Any] = {"model": {"path": str(model)}, "scheduler": {"max_queue": _NO_LIMIT}}
     for name, value in args.items():
         if name not in _PATHS:
-            raise TypeError(f"LLM() has no argument {name!r}; there are {', '.join(sorted(_PATHS))}")
+            raise TypeError(
+                f"LLM() has no argument {name!r}; there are {', '.join(sorted(_PATHS))}"
+            )
         if value is None:
             continue
         if name in _AT_LEAST_ONE and isinstance(value, int) and value < 1:

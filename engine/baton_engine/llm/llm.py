@@ -99,7 +99,9 @@ class LLM:
             RuntimeError: the engine failed, or this LLM is closed.
         """
         with self._lock:
-            tokenized = [self._tokenize(prompt, index) for index, prompt in enumerate(_prompt_list(prompts))]
+            tokenized = [
+                self._tokenize(prompt, index) for index, prompt in enumerate(_prompt_list(prompts))
+            ]
             return self._generate(tokenized, sampling_params, use_tqdm)
 
     def chat(
@@ -129,23 +131,34 @@ class LLM:
         variables = chat_template_kwargs or {}
         for name in ("messages", "add_generation_prompt"):
             if name in variables:
-                raise ValueError(f"chat_template_kwargs must not set {name}: it is an argument of chat()")
+                raise ValueError(
+                    f"chat_template_kwargs must not set {name}: it is an argument of chat()"
+                )
         if template is None:
-            raise ValueError("this model has no chat template: pass chat_template=..., or use generate()")
+            raise ValueError(
+                "this model has no chat template: pass chat_template=..., or use generate()"
+            )
         conversations = _conversations(messages)
         with self._lock:
             prompts = []
             for conversation in conversations:
                 try:
-                    checked = template_messages(msgspec.convert(list(conversation), list[ChatMessage]))
+                    checked = template_messages(
+                        msgspec.convert(list(conversation), list[ChatMessage])
+                    )
                 except msgspec.ValidationError as error:
                     raise ValueError(f"messages: {error}") from error
-                text = template.render(checked, add_generation_prompt=add_generation_prompt, **variables)
+                text = template.render(
+                    checked, add_generation_prompt=add_generation_prompt, **variables
+                )
                 prompts.append(Prompt(self._tokenizer.encode(text, add_special_tokens=False), text))
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, use_tqdm: ProgressBar = False
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of prompts, as far as a beam search finds them.
 
@@ -161,7 +174,9 @@ class LLM:
             collectors = []
             for index, prompt in enumerate(_prompt_list(prompts)):
                 tokenized = self._tokenize(prompt, index)
-                request = EngineCoreRequest(str(next(self._ids)), tokenized.token_ids, wire, arrival_time=time.time())
+                request = EngineCoreRequest(
+                    str(next(self._ids)), tokenized.token_ids, wire, arrival_time=time.time()
+                )
                 collectors.append(BeamsCollector(tokenized, request, self._tokenizer))
             self._loop.run(collectors, use_tqdm)
             return [collector.result() for collector in collectors]
@@ -220,7 +235,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -247,13 +265,20 @@ class LLM:
             )
         ids = [str(next(self._ids)) for _ in prompts]
         collectors = [
-            SamplesCollector(prompt, self._requests(request_id, prompt, params), params, self._tokenizer)
+            SamplesCollector(
+                prompt, self._requests(request_id, prompt, params), params, self._tokenizer
+            )
             for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True)
         ]
         self._loop.run(collectors, use_tqdm)
-        return [collector.result(request_id) for request_id, collector in zip(ids, collectors, strict=True)]
+        return [
+            collector.result(request_id)
+            for request_id, collector in zip(ids, collectors, strict=True)
+        ]
 
-    def _requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[EngineCoreRequest]:
+    def _requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> list[EngineCoreRequest]:
         """The samples of one prompt: one group, so that the engine computes the prompt once."""
         wire = params.to_wire(self._tokenizer, seed=self._seeds.getrandbits(63))
         num = params.num_candidates
@@ -288,7 +313,9 @@ class LLM:
         elif isinstance(given, list | tuple) and all(type(token_id) is int for token_id in given):
             tokenized = Prompt(list(given), None)
         else:
-            raise TypeError(f"prompt {index} must be a text or a list of token ids (int), got {_type_name(given)}")
+            raise TypeError(
+                f"prompt {index} must be a text or a list of token ids (int), got {_type_name(given)}"
+            )
         if not tokenized.token_ids:
             raise ValueError(f"prompt {index} is empty: a model continues one token at least")
         return tokenized
@@ -309,7 +336,9 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
     if isinstance(given, str | dict):
         return [cast(PromptType, given)]
     if not isinstance(given, list | tuple):
-        raise TypeError(f"prompts must be a text, a list of token ids, or a list of these, got {type(given).__name__}")
+        raise TypeError(
+            f"prompts must be a text, a list of token ids, or a list of these, got {type(given).__name__}"
+        )
     if given and all(isinstance(item, int) for item in given):
         return [cast(list[int], given)]
     return given
@@ -318,7 +347,9 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
 def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
     """One conversation is a list of one. Raises TypeError or ValueError: it is neither, or one is empty."""
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"messages must be a list of messages, or of conversations, got {type(messages).__name__}")
+        raise TypeError(
+            f"messages must be a list of messages, or of conversations, got {type(messages).__name__}"
+        )
     if messages and isinstance(messages[0], dict):
         messages = [messages]
     for index, conversation in enumerate(messages):

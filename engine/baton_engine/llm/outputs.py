@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from baton_protocol.messages import RoutedExperts
 from baton_text.responses import PromptTokenLogprob as Logprob
 
-__all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Metric", "RequestOutput"]
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Logprob",
+    "Metric",
+    "RequestOutput",
+]
 
 
 @dataclass

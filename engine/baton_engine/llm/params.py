@@ -26,7 +26,9 @@ def check_types(params: msgspec.Struct) -> None:
     except msgspec.ValidationError as error:
         what, _, where = str(error).replace("`", "").partition(" - at ")
         # Structs whose form is an array name no fields.
-        path = _INDEX.sub(lambda match: kind.__struct_fields__[int(match[1])], where, count=1).removeprefix("$.")
+        path = _INDEX.sub(
+            lambda match: kind.__struct_fields__[int(match[1])], where, count=1
+        ).removeprefix("$.")
         raise ValueError(f"{path}: {what[:1].lower()}{what[1:]}") from error
     except TypeError as error:
         raise ValueError(f"{_foreign_field(params)}: {error}") from error
@@ -88,9 +90,13 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         if any(not stop for stop in self.stops):
             raise ValueError("stop must not hold an empty string")
         if self.beam_width:
-            raise ValueError("beam_width is set by LLM.beam_search(prompts, BeamSearchParams(beam_width=...))")
+            raise ValueError(
+                "beam_width is set by LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
+            )
         if self.structured_output is not None and self.structured_outputs is not None:
-            raise ValueError("structured_output cannot be combined with structured_outputs: use the latter")
+            raise ValueError(
+                "structured_output cannot be combined with structured_outputs: use the latter"
+            )
         self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
 
     def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
@@ -103,22 +109,34 @@ class SamplingParams(WireSamplingParams, kw_only=True):
             ValueError: naming the field and the bound.
         """
         self.validate()
-        bad_words = bad_words_token_ids(tokenizer, self.bad_words or []) + (self.bad_words_token_ids or [])
-        return self._wire(seed=seed if self.seed is None else self.seed, bad_words=bad_words or None)
+        bad_words = bad_words_token_ids(tokenizer, self.bad_words or []) + (
+            self.bad_words_token_ids or []
+        )
+        return self._wire(
+            seed=seed if self.seed is None else self.seed, bad_words=bad_words or None
+        )
 
     def _wire(self, *, seed: int, bad_words: list[list[int]] | None) -> WireSamplingParams:
-        fields: dict[str, Any] = {name: getattr(self, name) for name in WireSamplingParams.__struct_fields__}
+        fields: dict[str, Any] = {
+            name: getattr(self, name) for name in WireSamplingParams.__struct_fields__
+        }
         if self.num_candidates > self.n and self.logprobs is None:
             fields["logprobs"] = 0  # the best are found by them
         structured_output = self.structured_output or self._structured_output()
-        fields |= {"seed": seed, "bad_words_token_ids": bad_words, "structured_output": structured_output}
+        fields |= {
+            "seed": seed,
+            "bad_words_token_ids": bad_words,
+            "structured_output": structured_output,
+        }
         return WireSamplingParams(**fields)
 
     def _structured_output(self) -> StructuredOutput | None:
         if self.structured_outputs is None:
             return None
         if not self.structured_outputs.given():
-            raise ValueError("structured_outputs must have one of json, json_object, regex, choice and grammar")
+            raise ValueError(
+                "structured_outputs must have one of json, json_object, regex, choice and grammar"
+            )
         try:
             return self.structured_outputs.to_structured_output()
         except ValueError as error:

@@ -62,7 +62,9 @@ class StepLoop:
             finally:
                 self._abort(running)
 
-    def _add(self, collectors: Sequence[Collector], running: dict[str, tuple[int, Collector]]) -> None:
+    def _add(
+        self, collectors: Sequence[Collector], running: dict[str, tuple[int, Collector]]
+    ) -> None:
         for index, collector in enumerate(collectors):
             for request in collector.requests:
                 refusal = self._core.add_request(request)
@@ -126,9 +128,7 @@ class _Bar:
         if self._bar is None or not prompts:
             return
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
-        self._bar.postfix = (
-            f"est. speed input: {self._input / elapsed_s:.2f} toks/s, output: {self._output / elapsed_s:.2f} toks/s"
-        )
+        self._bar.postfix = f"est. speed input: {self._input / elapsed_s:.2f} toks/s, output: {self._output / elapsed_s:.2f} toks/s"
         self._bar.update(prompts)
 
 
@@ -167,7 +167,9 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
         nonlocal came
         if came:
             came = False
-            before(signal.SIGINT, None)  # Python's own raises KeyboardInterrupt; a caller's may let the loop go on
+            before(
+                signal.SIGINT, None
+            )  # Python's own raises KeyboardInterrupt; a caller's may let the loop go on
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -105,7 +105,11 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
             f"{path} {what}: a model is the folder of a checkpoint on this machine; nothing is downloaded"
         )
     config = _read_json(path / CONFIG_FILE)
-    generation = _read_json(path / GENERATION_CONFIG_FILE) if (path / GENERATION_CONFIG_FILE).exists() else {}
+    generation = (
+        _read_json(path / GENERATION_CONFIG_FILE)
+        if (path / GENERATION_CONFIG_FILE).exists()
+        else {}
+    )
     try:
         return _parse(config, generation)
     except KeyError as error:
@@ -130,9 +134,13 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     _refuse_what_we_cannot_compute(config)
     num_layers = _positive(config, "num_hidden_layers")
     num_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads") if "num_key_value_heads" in config else num_heads
+    num_kv_heads = (
+        _positive(config, "num_key_value_heads") if "num_key_value_heads" in config else num_heads
+    )
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
+        raise ValueError(
+            f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+        )
     hidden_size = _positive(config, "hidden_size")
     head_dim = _positive(config, "head_dim") if config.get("head_dim") else hidden_size // num_heads
     if head_dim % 2:
@@ -147,7 +155,11 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     dense_layers = set(config.get("mlp_only_layers") or [])
     step = int(config.get("decoder_sparse_step", 1))
-    sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % step == 0]
+    sparse = [
+        i
+        for i in range(num_layers)
+        if num_experts and i not in dense_layers and (i + 1) % step == 0
+    ]
     return CheckpointConfig(
         architecture=config["architectures"][0],
         vocab_size=_positive(config, "vocab_size"),
@@ -165,12 +177,16 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         sliding_window=sliding_window,
-        windowed_layers=_parse_windowed_layers(config, num_layers) if sliding_window else frozenset(),
+        windowed_layers=_parse_windowed_layers(config, num_layers)
+        if sliding_window
+        else frozenset(),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", config.get("eos_token_id"))),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         num_experts=num_experts,
         num_experts_per_tok=_positive(config, "num_experts_per_tok") if num_experts else 0,
-        moe_intermediate_size=_parse_moe_intermediate_size(config, intermediate_size) if num_experts else 0,
+        moe_intermediate_size=_parse_moe_intermediate_size(config, intermediate_size)
+        if num_experts
+        else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         sparse_layers=frozenset(sparse),
     )
@@ -181,12 +197,16 @@ def _refuse_what_we_cannot_compute(config: Json) -> None:
     if not isinstance(architectures, list) or not architectures:
         raise ValueError("architectures must name the model class")
     if config.get("quantization_config"):
-        raise ValueError("quantization_config is set, but only unquantised checkpoints can be loaded")
+        raise ValueError(
+            "quantization_config is set, but only unquantised checkpoints can be loaded"
+        )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be silu, got {config['hidden_act']}")
     other = set(config.get("layer_types") or []) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if other:
-        raise ValueError(f"layer_types has {', '.join(sorted(other))}; known: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+        raise ValueError(
+            f"layer_types has {', '.join(sorted(other))}; known: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+        )
 
 
 def _parse_window(config: Json) -> int | None:
@@ -205,13 +225,19 @@ def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
     if layer_types is None:
         return frozenset(range(int(config.get("max_window_layers", 0)), num_layers))
     if len(layer_types) != num_layers:
-        raise ValueError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")
+        raise ValueError(
+            f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}"
+        )
     return frozenset(layer for layer, kind in enumerate(layer_types) if kind == SLIDING_ATTENTION)
 
 
 def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
     """Mixtral has no field of its own for it: it has no dense layers."""
-    return _positive(config, "moe_intermediate_size") if "moe_intermediate_size" in config else intermediate_size
+    return (
+        _positive(config, "moe_intermediate_size")
+        if "moe_intermediate_size" in config
+        else intermediate_size
+    )
 
 
 def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
@@ -227,7 +253,9 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"rope_type {kind!r} is not supported; known: default, linear, llama3, yarn")
+        raise ValueError(
+            f"rope_type {kind!r} is not supported; known: default, linear, llama3, yarn"
+        )
     factor = float(parameters["factor"])
     if factor < 1:
         raise ValueError(f"factor of the rope scaling must be at least 1, got {factor}")

@@ -67,7 +67,9 @@ class ExpertShard:
         self._device = device
         self._copies = _copies_seen_from(group.rank, placement, num_experts, device)
 
-    def mix(self, x: Tensor, weights: Tensor, expert_ids: Tensor, wave_tokens: Sequence[int]) -> Tensor:
+    def mix(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, wave_tokens: Sequence[int]
+    ) -> Tensor:
         """Weighted sum of each token's experts, wherever they are. Collective.
 
         Args:
@@ -102,7 +104,9 @@ class ExpertShard:
         except TimeoutError as error:
             raise GroupBrokenError(str(error)) from error
 
-    def _mix_masked(self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor, most: int) -> Tensor:
+    def _mix_masked(
+        self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor, most: int
+    ) -> Tensor:
         """Row t of the `most` rows for a rank is token t."""
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
@@ -119,7 +123,9 @@ class ExpertShard:
     def _mix_contiguous(self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor) -> Tensor:
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
-        goes = torch.zeros((num_tokens, size), dtype=torch.bool, device=self._device).scatter_(1, ranks, True)
+        goes = torch.zeros((num_tokens, size), dtype=torch.bool, device=self._device).scatter_(
+            1, ranks, True
+        )
         target, token = goes.T.nonzero(as_tuple=True)  # by rank, then by token
         send_numbers = goes.sum(0)
         ones = [1] * size
@@ -132,7 +138,9 @@ class ExpertShard:
         received = self.group.all_to_all(rows, send_counts, recv_counts)
         sums = self.group.all_to_all(self._run(format_, received), recv_counts, send_counts)
         total = torch.zeros((num_tokens, hidden), dtype=torch.float32, device=self._device)
-        for tokens_of_rank, sums_of_rank in zip(token.split(send_counts), sums.split(send_counts), strict=True):
+        for tokens_of_rank, sums_of_rank in zip(
+            token.split(send_counts), sums.split(send_counts), strict=True
+        ):
             total.index_add_(0, tokens_of_rank, sums_of_rank.float())
         return total.to(x.dtype)
 
@@ -166,7 +174,9 @@ class _Copies(NamedTuple):
         if self.ranks.shape[1] == 1:
             return self.ranks[expert_ids, 0], self.slots[expert_ids, 0]
         experts = expert_ids.flatten()
-        copy = ((_turns(experts, len(self.numbers)) + self.first) % self.numbers[experts]).view(expert_ids.shape)
+        copy = ((_turns(experts, len(self.numbers)) + self.first) % self.numbers[experts]).view(
+            expert_ids.shape
+        )
         return self.ranks[expert_ids, copy], self.slots[expert_ids, copy]
 
 
@@ -182,7 +192,9 @@ def _turns(experts: Tensor, num_experts: int) -> Tensor:
     return turns
 
 
-def _copies_seen_from(rank: int, placement: LayerPlacement, num_experts: int, device: torch.device) -> _Copies:
+def _copies_seen_from(
+    rank: int, placement: LayerPlacement, num_experts: int, device: torch.device
+) -> _Copies:
     copies: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
     for owner, slots in enumerate(placement):
         for slot, expert in enumerate(slots):
@@ -193,7 +205,9 @@ def _copies_seen_from(rank: int, placement: LayerPlacement, num_experts: int, de
         own = [copy for copy in found if copy[0] == rank]
         copies[expert] = own[:1] or found
     most = max(map(len, copies))
-    padded = torch.tensor([found + found[:1] * (most - len(found)) for found in copies], dtype=torch.int64)
+    padded = torch.tensor(
+        [found + found[:1] * (most - len(found)) for found in copies], dtype=torch.int64
+    )
     ranks, slots_of = padded.to(device).unbind(2)
     numbers = torch.tensor([len(found) for found in copies], dtype=torch.int64, device=device)
     return _Copies(ranks.contiguous(), slots_of.contiguous(), numbers, rank)

@@ -110,5 +110,7 @@ def current_context() -> ForwardContext:
     """Raises RuntimeError outside of `forward_context`."""
     context: ForwardContext | None = getattr(_thread, "context", None)
     if context is None:
-        raise RuntimeError("a model runs only within forward_context(): attention would not know where the KV lies")
+        raise RuntimeError(
+            "a model runs only within forward_context(): attention would not know where the KV lies"
+        )
     return context

@@ -46,7 +46,9 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); without a residual, x is it."""
-        return (self(x), x) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
+        return (
+            (self(x), x) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
+        )
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
@@ -81,7 +83,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         shape = (self.part.total, self.weight.shape[1])
-        return {f"{prefix}.weight": WeightTarget(self.weight[: self.part.length], shape, start=self.part.start)}
+        return {
+            f"{prefix}.weight": WeightTarget(
+                self.weight[: self.part.length], shape, start=self.part.start
+            )
+        }
 
 
 class Attention(nn.Module):
@@ -105,9 +111,15 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         heads, kv_heads = split(config.num_heads, group), split_kv_heads(config.num_kv_heads, group)
-        self.num_heads, self.num_kv_heads, self.head_dim = heads.length, kv_heads.length, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            heads.length,
+            kv_heads.length,
+            config.head_dim,
+        )
         q, kv = (Part(*(n * self.head_dim for n in part)) for part in (heads, kv_heads))
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, qkv_bias)
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, qkv_bias
+        )
         self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, group)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
@@ -122,12 +134,16 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k = rotate_qk(qkv, self.num_heads, self.num_kv_heads, angles.cos, angles.sin, *norms)
-        v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(1, (self.num_kv_heads, self.head_dim))
+        v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(
+            1, (self.num_kv_heads, self.head_dim)
+        )
         attended = attend(q, k, v, self.cache_layer, self.scale, self.window)
         return self.o_proj(attended.flatten(1))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(f"{prefix}.o_proj")
+        targets = self.qkv_proj.weight_targets(prefix) | self.o_proj.weight_targets(
+            f"{prefix}.o_proj"
+        )
         if self.q_norm is not None and self.k_norm is not None:
             targets |= self.q_norm.weight_targets(f"{prefix}.q_norm")
             targets |= self.k_norm.weight_targets(f"{prefix}.k_norm")
@@ -137,17 +153,23 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, group: Group, *, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, group: Group, *, bias: bool = False
+    ) -> None:
         super().__init__()
         part = split(intermediate_size, group)
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": part, "up_proj": part}, bias)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden_size, {"gate_proj": part, "up_proj": part}, bias
+        )
         self.down_proj = RowParallelLinear(part, hidden_size, bias, group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(f"{prefix}.down_proj")
+        return self.gate_up_proj.weight_targets(prefix) | self.down_proj.weight_targets(
+            f"{prefix}.down_proj"
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -157,7 +179,11 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: CheckpointConfig, attention: Attention, mlp: GatedMLP | SparseMoE, mlp_name: str = "mlp"
+        self,
+        config: CheckpointConfig,
+        attention: Attention,
+        mlp: GatedMLP | SparseMoE,
+        mlp_name: str = "mlp",
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -166,7 +192,9 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.mlp_name = mlp_name
 
-    def forward(self, x: Tensor, residual: Tensor | None, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, angles: RotaryAngles
+    ) -> tuple[Tensor, Tensor]:
         """(x, residual) -> (x, residual); the hidden state is their sum. No residual before the first layer."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, angles)
@@ -196,13 +224,19 @@ class CausalLM(nn.Module):
         own = shard(config, parallel)
         self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.rotary_embedding = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(self.make_layer(config, layer, group) for layer in self.layer_ids)
+        self.layers = nn.ModuleList(
+            self.make_layer(config, layer, group) for layer in self.layer_ids
+        )
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.cache_layer = index
         tied, last = config.tie_word_embeddings, parallel.is_last_stage
         vocabulary = (config.vocab_size, config.hidden_size, group)
-        self.embed_tokens = VocabParallelEmbedding(*vocabulary) if parallel.is_first_stage or (last and tied) else None
+        self.embed_tokens = (
+            VocabParallelEmbedding(*vocabulary)
+            if parallel.is_first_stage or (last and tied)
+            else None
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
         self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
 

@@ -68,7 +68,9 @@ def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
     files = {name: _read_file(path / name) for name in sorted(set(weight_map.values()))}
     for tensor, name in weight_map.items():
         if tensor not in files[name]:
-            raise ModelInvalid(f"{path / name}: tensor {tensor} is missing, though {INDEX_FILE} says it is there")
+            raise ModelInvalid(
+                f"{path / name}: tensor {tensor} is missing, though {INDEX_FILE} says it is there"
+            )
     return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
 
 
@@ -116,7 +118,10 @@ def load_weights(
 
 
 def read_slices(
-    entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget], *, show_progress: bool = False
+    entries: Mapping[str, TensorEntry],
+    targets: Mapping[str, WeightTarget],
+    *,
+    show_progress: bool = False,
 ) -> int:
     """Copies the slices that `targets` name, converting the dtype. Nothing else is read.
 
@@ -132,10 +137,18 @@ def read_slices(
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(entries[name].file, []).append(name)
-    total = sum(target.parameter.numel() * entries[name].item_bytes for name, target in targets.items())
+    total = sum(
+        target.parameter.numel() * entries[name].item_bytes for name, target in targets.items()
+    )
     with (
         torch.no_grad(),
-        tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not show_progress) as progress,
+        tqdm(
+            total=total,
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            disable=not show_progress,
+        ) as progress,
     ):
         COUNTER.begin(total)
         for file, names in by_file.items():
@@ -155,7 +168,9 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
     for name, target in targets.items():
         entry = entries[name]
         row_bytes = math.prod(entry.shape[1:]) * entry.item_bytes
-        rows = target.index[0] if target.dim == 0 else slice(0, entry.shape[0])  # slices of rows lie in all of them
+        rows = (
+            target.index[0] if target.dim == 0 else slice(0, entry.shape[0])
+        )  # slices of rows lie in all of them
         at, end = (entry.offset + row * row_bytes for row in (rows.start, rows.stop))
         try:
             with entry.file.open("rb", buffering=0) as file:
@@ -166,7 +181,10 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
 
 
 def _check_tensors(
-    path: Path, entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], unwanted: set[str]
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    unwanted: set[str],
 ) -> None:
     for name, shape in expected.items():
         entry = entries.get(name)
@@ -174,18 +192,28 @@ def _check_tensors(
             source = path / (INDEX_FILE if (path / INDEX_FILE).exists() else SINGLE_FILE)
             raise ModelInvalid(f"{source}: tensor {name} is missing; the architecture needs it")
         if entry.shape != shape:
-            raise ModelInvalid(f"{entry.file}: tensor {name} has shape {entry.shape}, expected {shape}")
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} has shape {entry.shape}, expected {shape}"
+            )
         if entry.dtype not in FLOAT_BYTES:
             raise ModelInvalid(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {sorted(FLOAT_BYTES)}"
             )
     for name, entry in entries.items():
         # Old Llama checkpoints carry the rotary frequencies, which follow from config.json.
-        if name not in expected and name not in unwanted and not name.endswith("rotary_emb.inv_freq"):
-            raise ModelInvalid(f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it")
+        if (
+            name not in expected
+            and name not in unwanted
+            and not name.endswith("rotary_emb.inv_freq")
+        ):
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it"
+            )
 
 
-def _load_file(file: Path, names: Iterable[str], targets: Mapping[str, WeightTarget], progress: tqdm[NoReturn]) -> None:
+def _load_file(
+    file: Path, names: Iterable[str], targets: Mapping[str, WeightTarget], progress: tqdm[NoReturn]
+) -> None:
     name = ""
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -236,7 +264,9 @@ def _read_file(file: Path) -> dict[str, TensorEntry]:
         header.pop("__metadata__", None)
         for name, info in header.items():
             if info["data_offsets"][1] > data_bytes:
-                raise ModelInvalid(f"{file} is truncated: tensor {name} ends past the end of the file")
+                raise ModelInvalid(
+                    f"{file} is truncated: tensor {name} ends past the end of the file"
+                )
             offset = _LENGTH_BYTES + len(header_bytes) + info["data_offsets"][0]
             entries[name] = TensorEntry(file, info["dtype"], tuple(info["shape"]), offset)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -35,7 +35,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
         Like q.
     """
     if torch.compiler.is_compiling():
-        out = torch.empty_like(q)  # by the graph before, so that a captured one finds it at the same address
+        out = torch.empty_like(
+            q
+        )  # by the graph before, so that a captured one finds it at the same address
         torch.ops.baton.attend(q, k, v, out, layer, scale, window)
         return out
     return _attend(q, k, v, layer, scale, window)
@@ -62,7 +64,10 @@ def mix_experts(
     The choice is recorded for who asked for it, except in a compiled graph.
     """
     if torch.compiler.is_compiling():
-        experts = [[weights] if isinstance(weights, Tensor) else list(weights) for weights in (gate_up, down)]
+        experts = [
+            [weights] if isinstance(weights, Tensor) else list(weights)
+            for weights in (gate_up, down)
+        ]
         y: Tensor = torch.ops.baton.mix_experts(x, router_logits, *experts, top_k, renormalize)
         return y
     weights, expert_ids = _route(router_logits, top_k, renormalize)
@@ -101,7 +106,13 @@ def _route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     context = current_context()
     key_cache, value_cache = context.layer_cache(layer)
@@ -137,11 +148,18 @@ def _all_reduce_in_place(x: Tensor) -> None:
 
 
 def _mix_experts(
-    x: Tensor, router_logits: Tensor, gate_up: list[Tensor], down: list[Tensor], top_k: int, renormalize: bool
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    top_k: int,
+    renormalize: bool,
 ) -> Tensor:
     together = gate_up[0].dim() == 3
     weights = route_top_k(router_logits, top_k, renormalize)
-    return run_experts(x, gate_up[0] if together else gate_up, down[0] if together else down, *weights)
+    return run_experts(
+        x, gate_up[0] if together else gate_up, down[0] if together else down, *weights
+    )
 
 
 def _returns_nothing(*args: Any) -> None:

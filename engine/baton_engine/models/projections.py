@@ -53,9 +53,13 @@ class ColumnParallelLinear(nn.Module):
             rows = slice(row, row + part.length)
             row += part.length
             shape = (part.total, self.weight.shape[1])
-            targets[f"{prefix}.{name}.weight"] = WeightTarget(self.weight[rows], shape, start=part.start)
+            targets[f"{prefix}.{name}.weight"] = WeightTarget(
+                self.weight[rows], shape, start=part.start
+            )
             if self.bias is not None:
-                targets[f"{prefix}.{name}.bias"] = WeightTarget(self.bias[rows], (part.total,), start=part.start)
+                targets[f"{prefix}.{name}.bias"] = WeightTarget(
+                    self.bias[rows], (part.total,), start=part.start
+                )
         return targets
 
 
@@ -76,7 +80,9 @@ class RowParallelLinear(nn.Module):
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         shape = (self.weight.shape[0], self.part.total)
-        targets = {f"{prefix}.weight": WeightTarget(self.weight, shape, dim=1, start=self.part.start)}
+        targets = {
+            f"{prefix}.weight": WeightTarget(self.weight, shape, dim=1, start=self.part.start)
+        }
         if self.bias is not None:
             targets[f"{prefix}.bias"] = WeightTarget(self.bias, tuple(self.bias.shape))
         return targets

@@ -78,5 +78,11 @@ def load_model(
     model = model.to(dtype).to_empty(device=device)
     model.rotary_embedding.move_to(device)
     whole = {name: target.shape for name, target in make_model(config).weight_targets().items()}
-    load_weights(path, model.weight_targets(), whole, ignored=model.ignored_weights(), show_progress=show_progress)
+    load_weights(
+        path,
+        model.weight_targets(),
+        whole,
+        ignored=model.ignored_weights(),
+        show_progress=show_progress,
+    )
     return model.eval()

@@ -48,7 +48,9 @@ class RotaryEmbedding(nn.Module):
 
 def inverse_frequencies(config: CheckpointConfig) -> Tensor:
     """Radians per position of each dimension pair: float32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    )
     inv_freq = 1.0 / config.rope_theta**exponents
     match config.rope_scaling:
         case None:
@@ -58,7 +60,9 @@ def inverse_frequencies(config: CheckpointConfig) -> Tensor:
         case Llama3RopeScaling() as scaling:
             # By full turns within the original length: many are kept, few stretched, those between interpolated.
             turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
-            keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            keep = (turns - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
             keep = keep.clamp(0, 1)
             return keep * inv_freq + (1 - keep) * inv_freq / scaling.factor
         case YarnRopeScaling() as scaling:
@@ -82,4 +86,6 @@ def _yarn_ramp(scaling: YarnRopeScaling, theta: float, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # the step from 0 to 1 must have a slope
-    return ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return (
+        (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    ).clamp(0, 1)

@@ -41,7 +41,9 @@ class WeightTarget:
     @property
     def index(self) -> tuple[slice, ...]:
         """Of the slice in the checkpoint's tensor."""
-        return (slice(None),) * self.dim + (slice(self.start, self.start + self.parameter.shape[self.dim]),)
+        return (slice(None),) * self.dim + (
+            slice(self.start, self.start + self.parameter.shape[self.dim]),
+        )
 
 
 WeightTargets = dict[str, WeightTarget]
@@ -78,11 +80,14 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
             f"tensor_parallel_size={tensor_size} must divide num_key_value_heads={config.num_kv_heads} or be a multiple of it"
         )
     if stages > config.num_layers:
-        raise _cannot_split(f"pipeline_parallel_size={stages} is more than num_hidden_layers={config.num_layers}")
+        raise _cannot_split(
+            f"pipeline_parallel_size={stages} is more than num_hidden_layers={config.num_layers}"
+        )
     first_layer = first_layer_of(parallel.pipeline.rank, stages, config.num_layers)
     return ModelShard(
         first_layer=first_layer,
-        num_layers=first_layer_of(parallel.pipeline.rank + 1, stages, config.num_layers) - first_layer,
+        num_layers=first_layer_of(parallel.pipeline.rank + 1, stages, config.num_layers)
+        - first_layer,
         num_heads=split(config.num_heads, parallel.tensor).length,
         num_kv_heads=split_kv_heads(config.num_kv_heads, parallel.tensor).length,
     )

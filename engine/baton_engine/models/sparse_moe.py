@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from baton_engine.distributed.group import Group
 from baton_engine.models.config import CheckpointConfig
 from baton_engine.models.expert_parallel import ExpertShard
-from baton_engine.models.operators import all_reduce, exchange_tokens, mix_experts, mix_spread_experts
+from baton_engine.models.operators import (
+    all_reduce,
+    exchange_tokens,
+    mix_experts,
+    mix_spread_experts,
+)
 from baton_engine.models.projections import Linear, parameter
 from baton_engine.models.sharding import WeightTarget, WeightTargets, split
 from baton_kernels.linear import Int8Weight
@@ -39,15 +44,24 @@ class SparseMoE(nn.Module):
     """
 
     def __init__(
-        self, config: CheckpointConfig, group: Group, *, renormalize: bool, names: ExpertNames = PROJECTIONS
+        self,
+        config: CheckpointConfig,
+        group: Group,
+        *,
+        renormalize: bool,
+        names: ExpertNames = PROJECTIONS,
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize, self.names = config.num_experts_per_tok, renormalize, names
         self.part, self.group = split(config.moe_intermediate_size, group), group
         self.gate = Linear(config.hidden_size, config.num_experts)
         hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
-        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(num_experts, 2 * length, hidden_size)
-        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(num_experts, hidden_size, length)
+        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
+            num_experts, 2 * length, hidden_size
+        )
+        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
+            num_experts, hidden_size, length
+        )
         """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
         self.is_spread = False
         """Over the ranks of an expert-parallel group."""
@@ -98,16 +112,22 @@ class SparseMoE(nn.Module):
                 targets |= self.expert_targets(prefix, expert, gate_up, down)
         return targets
 
-    def expert_targets(self, prefix: str, expert: int, gate_up: Tensor, down: Tensor) -> WeightTargets:
+    def expert_targets(
+        self, prefix: str, expert: int, gate_up: Tensor, down: Tensor
+    ) -> WeightTargets:
         """Of one expert, which is to lie in these tensors: see `new_expert`."""
         total, start, length = self.part
         hidden_size = down.shape[0]
         name = f"{prefix}.experts.{expert}"
         gate, up = gate_up.split(length)
         return {
-            f"{name}.{self.names.gate}.weight": WeightTarget(gate, (total, hidden_size), start=start),
+            f"{name}.{self.names.gate}.weight": WeightTarget(
+                gate, (total, hidden_size), start=start
+            ),
             f"{name}.{self.names.up}.weight": WeightTarget(up, (total, hidden_size), start=start),
-            f"{name}.{self.names.down}.weight": WeightTarget(down, (hidden_size, total), dim=1, start=start),
+            f"{name}.{self.names.down}.weight": WeightTarget(
+                down, (hidden_size, total), dim=1, start=start
+            ),
         }
 
 

@@ -59,7 +59,11 @@ class Admission:
         Args:
             only_loaded: swapped requests are waiting for memory, so no other request may take any.
         """
-        while step.budget > 0 and self._has_place(1) and (first := self._queues.loaded.peek()) is not None:
+        while (
+            step.budget > 0
+            and self._has_place(1)
+            and (first := self._queues.loaded.peek()) is not None
+        ):
             earlier = None if only_loaded else self._queues.waiting.first_before(first)
             if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
                 # It would starve if loaded requests took every place that becomes free.
@@ -83,7 +87,9 @@ class Admission:
                 to_run = None
             decision: Admitted | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
-                decision = self._start_load(to_load, keep_for=self._queues.waiting.first_before(to_load))
+                decision = self._start_load(
+                    to_load, keep_for=self._queues.waiting.first_before(to_load)
+                )
             elif to_run is not None:
                 decision = self._admit_first(to_run, step)
             if decision is None:
@@ -98,8 +104,14 @@ class Admission:
         group = request.group
         if group is not None and self._groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
-        source = self._groups.source(request, step) if request.report.prompt_logprobs is None else None
-        return self._admit_sharing(request, source, step) if source is not None else self._admit(request, step)
+        source = (
+            self._groups.source(request, step) if request.report.prompt_logprobs is None else None
+        )
+        return (
+            self._admit_sharing(request, source, step)
+            if source is not None
+            else self._admit(request, step)
+        )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
         """Allocate blocks for all known tokens of a request. None if it does not fit now."""
@@ -112,7 +124,9 @@ class Admission:
             return None  # A preempted request that outgrew the budget starts in a step of its own.
         keep_free = self._keep_free
         if request.beams is not None:
-            keep_free = max(keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens))
+            keep_free = max(
+                keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens)
+            )
         if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
             return None
         sequence.num_computed_tokens = len(cached) * kv.block_size
@@ -122,7 +136,9 @@ class Admission:
             request.group.leader = request
         return Admitted(request, sequence)
 
-    def _admit_sharing(self, request: Request, source: Request, step: StepBuilder) -> Admitted | None:
+    def _admit_sharing(
+        self, request: Request, source: Request, step: StepBuilder
+    ) -> Admitted | None:
         """Let a request share the prompt's blocks of `source`.
 
         None if the rest does not fit now.
@@ -163,12 +179,17 @@ class Admission:
         """
         kv = self._kv
         if keep_for is not None:
-            wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(keep_for.num_tokens)
+            wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(
+                keep_for.num_tokens
+            )
             if wanted > kv.num_free_blocks:
                 return None
         cached = kv.find_cached_prefix(request, request.num_tokens)
         # One token more, so that the request can start without waiting for memory while it holds some.
-        if kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads) is None:
+        if (
+            kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads)
+            is None
+        ):
             return None
         request.num_computed_tokens = len(cached) * kv.block_size
         if not request.started:

@@ -72,8 +72,15 @@ class GrammarQueue:
             elif isinstance(error, ValueError):
                 yield request, error
             else:  # e.g. a panic of the parser: ends this request, not the engine
-                logger.error("compiling the grammar of request %s failed", request.request_id, exc_info=error)
-                yield request, ValueError(f"structured_output cannot be compiled: {type(error).__name__}: {error}")
+                logger.error(
+                    "compiling the grammar of request %s failed", request.request_id, exc_info=error
+                )
+                yield (
+                    request,
+                    ValueError(
+                        f"structured_output cannot be compiled: {type(error).__name__}: {error}"
+                    ),
+                )
 
     def bitmask(self, requests: Iterable[Request]) -> GrammarOutput | None:
         """Return the tokens allowed next for requests with a grammar. None if there are none."""
@@ -82,7 +89,9 @@ class GrammarQueue:
             return None
         assert self._manager is not None
         grammars = [request.grammar for request in rows if request.grammar is not None]
-        return GrammarOutput([request.request_id for request in rows], self._manager.bitmask(grammars))
+        return GrammarOutput(
+            [request.request_id for request in rows], self._manager.bitmask(grammars)
+        )
 
 
 def accept_tokens(request: Request) -> bool:

@@ -115,7 +115,9 @@ class KVHandoff:
         hashes = self._kv.block_hashes_until(request, num_tokens)
         covered = num_tokens if last else end * self._kv.block_size
         self._metadata.saves.append(
-            BlockSave(transfer_id, first, request.block_ids[first:end], hashes[first:end], covered, last)
+            BlockSave(
+                transfer_id, first, request.block_ids[first:end], hashes[first:end], covered, last
+            )
         )
         send.num_published_blocks = end
         send.complete = last
@@ -210,7 +212,9 @@ class KVHandoff:
             Requests whose load has ended. `load_result` returns how.
         """
         ended = output.finished_sending | output.load_results.keys()
-        self._metadata.cancels = [transfer_id for transfer_id in self._metadata.cancels if transfer_id not in ended]
+        self._metadata.cancels = [
+            transfer_id for transfer_id in self._metadata.cancels if transfer_id not in ended
+        ]
         for transfer_id in output.finished_sending:
             send = self._sends.pop(transfer_id, None)
             if send is not None and send.request.finished:

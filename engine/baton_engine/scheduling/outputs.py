@@ -77,4 +77,6 @@ def _concatenate(parts: list[RoutedExperts]) -> RoutedExperts:
         return parts[0]
     _, num_layers, num_experts = parts[0].shape
     num_tokens = sum(part.shape[0] for part in parts)
-    return RoutedExperts((num_tokens, num_layers, num_experts), b"".join(part.expert_ids for part in parts))
+    return RoutedExperts(
+        (num_tokens, num_layers, num_experts), b"".join(part.expert_ids for part in parts)
+    )

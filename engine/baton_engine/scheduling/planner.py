@@ -64,7 +64,10 @@ class RunningPlanner:
             if request.beams is not None:
                 stays = yield from self._plan_beams(step, request, index)
             elif not request.num_in_flight or self._may_follow(request):
-                if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens > 1:
+                if (
+                    len(request.token_ids) + request.num_placeholders - request.num_computed_tokens
+                    > 1
+                ):
                     prefills.append(request)
                 elif step.may_write(request):
                     step.run(request, 1)
@@ -75,7 +78,9 @@ class RunningPlanner:
         for sequence in prefills:
             if step.budget == 0:
                 break
-            self.run_chunk(step, sequence)  # all of them still run: preemption takes requests behind those in the step
+            self.run_chunk(
+                step, sequence
+            )  # all of them still run: preemption takes requests behind those in the step
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
         """Add as much of a sequence that has its blocks as the budget allows."""
@@ -103,8 +108,12 @@ class RunningPlanner:
     def _shorter_ones_wait(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens
         first = self._waiting.peek()
-        return (first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens) or any(
-            other.num_uncomputed_tokens < num_tokens for other in self._prefills if other is not sequence
+        return (
+            first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens
+        ) or any(
+            other.num_uncomputed_tokens < num_tokens
+            for other in self._prefills
+            if other is not sequence
         )
 
     def _plan_growing(
@@ -113,10 +122,15 @@ class RunningPlanner:
         """Run a decode that needs a block. False: the request was preempted itself."""
         while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
             victim = self._preemptor.find_victim(index)
-            if victim in (None, request) and (loaded := self._preemptor.find_loaded_victim(request)) is not None:
+            if (
+                victim in (None, request)
+                and (loaded := self._preemptor.find_loaded_victim(request)) is not None
+            ):
                 yield Preempted(loaded)
                 continue
-            if victim is None:  # all behind it are PRODUCE requests; wait for earlier requests to end
+            if (
+                victim is None
+            ):  # all behind it are PRODUCE requests; wait for earlier requests to end
                 return True
             yield self._preemptor.preempt(victim, beneficiary=request)
             if victim is request:
@@ -134,7 +148,9 @@ class RunningPlanner:
         """
         group = root.beams
         assert group is not None
-        beams = [beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight]
+        beams = [
+            beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight
+        ]
         if beams and beams[0].num_uncomputed_tokens > 1:  # a single beam that computes its prompt
             self._prefills += beams
             return True

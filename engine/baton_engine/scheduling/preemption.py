@@ -33,7 +33,9 @@ class Preemptor:
         can_swap: bool,
     ) -> None:
         if mode not in PREEMPTION_MODES:
-            raise ValueError(f"scheduler.preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, got {mode!r}")
+            raise ValueError(
+                f"scheduler.preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, got {mode!r}"
+            )
         self._mode = mode if can_swap else "recompute"
         self._kv = kv
         self._running = running
@@ -76,11 +78,17 @@ class Preemptor:
             members = [victim]
             if victim.group is not None:
                 members = sorted(
-                    (member for member in victim.group.members.values() if member.status is RequestStatus.RUNNING),
+                    (
+                        member
+                        for member in victim.group.members.values()
+                        if member.status is RequestStatus.RUNNING
+                    ),
                     key=by_order,
                 )
             if self._wants_swap(members):
-                copies = self._kv.swap_out([sequence for member in members for sequence in member.sequences])
+                copies = self._kv.swap_out(
+                    [sequence for member in members for sequence in member.sequences]
+                )
                 if copies is not None:
                     bisect.insort(self.swapped, members, key=lambda unit: unit[0].order)
                     return SwappedOut(members, copies)
@@ -118,7 +126,9 @@ class Preemptor:
             if len(self._running):
                 keep_free = self._kv.watermark_blocks + num_seqs
             else:
-                num_blocks = len({block.block_id for sequence in sequences for block in sequence.swapped_blocks})
+                num_blocks = len(
+                    {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
+                )
                 keep_free = min(num_seqs, self._kv.pool.num_blocks - num_blocks)
             copies = self._kv.swap_in(sequences, keep_free=keep_free)
             if copies is None:

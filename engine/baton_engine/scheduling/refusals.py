@@ -21,7 +21,12 @@ class RequestRefusedError(Exception):
 
 
 def refuse_what_never_fits(
-    request: EngineCoreRequest, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int, max_num_seqs: int
+    request: EngineCoreRequest,
+    config: SchedulerConfig,
+    kv: KVCacheManager,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
 ) -> None:
     """Raise RequestRefusedError if no amount of waiting would let the request run."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
@@ -43,7 +48,9 @@ def refuse_what_never_fits(
             ErrorCode.INVALID,
             f"beam_width={width} exceeds the {max_num_seqs} sequences that run at a time; raise max_num_seqs",
         )
-    num_blocks = num_tokens // kv.block_size + width  # beams share full blocks, and each writes one of its own
+    num_blocks = (
+        num_tokens // kv.block_size + width
+    )  # beams share full blocks, and each writes one of its own
     if num_blocks > kv.pool.num_blocks:
         raise RequestRefusedError(
             ErrorCode.LENGTH,

@@ -60,17 +60,27 @@ class RemotePrefill:
 
     def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
         """Take in how the prefill stage of `request` ended."""
-        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV or request.prefill_result is not None:
+        if (
+            request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
+            or request.prefill_result is not None
+        ):
             return None
         request.prefill_result = result
         waiting_to_load = self._queues.waiting_to_load
         if request in waiting_to_load:
             if not result.token_ids and result.error and not self._fail_on_load_error:
-                waiting_to_load.discard(request)  # no peer computes the prompt, so it is computed here
+                waiting_to_load.discard(
+                    request
+                )  # no peer computes the prompt, so it is computed here
                 self._handoff.decline(request)
                 request.kv_transfer = None
-                num_cached = len(self._kv.find_cached_prefix(request, request.num_arrival_tokens)) * self._kv.block_size
-                self._counters.kv_transfer_recomputed_tokens += request.num_arrival_tokens - num_cached
+                num_cached = (
+                    len(self._kv.find_cached_prefix(request, request.num_arrival_tokens))
+                    * self._kv.block_size
+                )
+                self._counters.kv_transfer_recomputed_tokens += (
+                    request.num_arrival_tokens - num_cached
+                )
                 return Queued(request)
             return None
         if result.error:
@@ -83,14 +93,18 @@ class RemotePrefill:
         if result is None or prefill is None:
             return None
         num_cached = request.num_computed_tokens
-        num_verified = min(num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens)
+        num_verified = min(
+            num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens
+        )
         if num_verified < request.num_arrival_tokens and self._fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
             return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
         self._handoff.end_load(request)
         del self._queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
-        request.num_remote_tokens = max(0, min(num_verified, request.num_prompt_tokens) - num_cached)
+        request.num_remote_tokens = max(
+            0, min(num_verified, request.num_prompt_tokens) - num_cached
+        )
         self._counters.prompt_tokens_remote += request.num_remote_tokens
         self._counters.kv_transfer_recomputed_tokens += max(
             0, request.num_arrival_tokens - max(num_verified, num_cached)

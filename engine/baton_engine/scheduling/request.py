@@ -120,7 +120,9 @@ class Request(KVSequence):
         self.num_remote_tokens = 0
 
         self.worker = WorkerState()
-        self.report = Report(prompt_logprobs=[] if self.sampling_params.prompt_logprobs is not None else None)
+        self.report = Report(
+            prompt_logprobs=[] if self.sampling_params.prompt_logprobs is not None else None
+        )
 
     @property
     def num_tokens(self) -> int:

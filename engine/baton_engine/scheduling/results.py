@@ -59,14 +59,20 @@ class StepResults:
                     f"{request!r}: step {step_id} sampled {token_id}; it samples iff all known tokens are computed"
                 )
             if entry.start < request.num_prompt_tokens:
-                self._counters.prompt_tokens_computed += min(entry.end, request.num_prompt_tokens) - entry.start
+                self._counters.prompt_tokens_computed += (
+                    min(entry.end, request.num_prompt_tokens) - entry.start
+                )
             if entry.num_preemptions == request.num_preemptions:  # else its KV has left `blocks`
                 self._kv.cache_blocks(request, entry.end)
             if has_extras:
-                self._outputs.collect(request.root or request, entry.start, ran, ran_as=request.request_id)
+                self._outputs.collect(
+                    request.root or request, entry.start, ran, ran_as=request.request_id
+                )
             if token_id is not None:
                 if request.root is not None:
-                    finished = self._report_beam(request.root, request, ran.logprobs.get(request.request_id))
+                    finished = self._report_beam(
+                        request.root, request, ran.logprobs.get(request.request_id)
+                    )
                 else:
                     finished = self._append(request, token_id, ran)
                 if finished is not None:
@@ -143,7 +149,9 @@ class StepResults:
         self._outputs.emit(request, output)
         return None
 
-    def _report_beam(self, root: Request, beam: Request, logprobs: TokenLogprobs | None) -> Finished | None:
+    def _report_beam(
+        self, root: Request, beam: Request, logprobs: TokenLogprobs | None
+    ) -> Finished | None:
         self._beams.report(beam, logprobs)
         # A swapped search advances once it is resumed.
         return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None

@@ -103,12 +103,16 @@ class Scheduler:
                 f"max_model_len={max_model_len} exceeds {kv.pool.num_blocks} blocks of {kv.block_size} tokens"
             )
         if config.policy not in POLICIES:
-            raise ValueError(f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}")
+            raise ValueError(
+                f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}"
+            )
         self.config = config
         self.kv = kv
         self.handoff = KVHandoff(kv)
         self.max_model_len = max_model_len
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # budget for one token each
+        self.max_num_seqs = min(
+            config.max_num_seqs, config.max_num_batched_tokens
+        )  # budget for one token each
         #: All unfinished requests.
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests()
@@ -161,7 +165,9 @@ class Scheduler:
             self._stop_rules,
             fail_on_load_error=fail_on_load_error,
         )
-        self._results = StepResults(kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams)
+        self._results = StepResults(
+            kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams
+        )
         #: Preempted requests, until their steps in flight have returned.
         self._awaiting_steps: dict[str, Request] = {}
         self._in_flight: dict[int, list[ScheduledRange]] = {}
@@ -245,7 +251,9 @@ class Scheduler:
         Running requests come first, then swapped ones, then waiting ones, within budget, places and
         memory.
         """
-        step = StepBuilder(self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens)
+        step = StepBuilder(
+            self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens
+        )
         self._num_steps += 1
         moved = self._end_waits()
         if self.pause_state is not PauseState.PAUSED_ALL:
@@ -276,7 +284,9 @@ class Scheduler:
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
             # Loaded requests hold memory that swapped ones may need.
-            self._apply(step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped)))
+            self._apply(
+                step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
+            )
         resumed: list[Request] = []
         for decision in self._preemptor.resume():
             self._swap_in(step, decision)
@@ -345,7 +355,9 @@ class Scheduler:
             if entry.samples and entry.request.grammar is not None and not entry.request.finished
         )
 
-    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
         """Take in the results of a step and the connector's report. Return the outputs for clients.
 
         Steps must return in the order in which they were scheduled.
@@ -410,7 +422,9 @@ class Scheduler:
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = len(self.requests) - len(self.running)
         stats.num_requests_swapped = self._preemptor.num_swapped
-        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(self.queues.loading)
+        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(
+            self.queues.loading
+        )
         stats.num_transfers_held = self.handoff.num_held
         stats.kv_cache_usage = self.kv.usage
         stats.draining = self.draining
@@ -418,8 +432,13 @@ class Scheduler:
         stats.prefix_cache_hits = self.kv.stats.hits
         if (offload := self.kv.offload) is not None:
             stats.offload_blocks = len(offload)
-            stats.offload_blocks_stored, stats.offload_blocks_restored = offload.num_stored, offload.num_restored
-        stats.requests_finished = {str(reason): count for reason, count in self._outputs.num_finished.items()}
+            stats.offload_blocks_stored, stats.offload_blocks_restored = (
+                offload.num_stored,
+                offload.num_restored,
+            )
+        stats.requests_finished = {
+            str(reason): count for reason, count in self._outputs.num_finished.items()
+        }
         return stats
 
     # How decisions are applied
@@ -429,7 +448,10 @@ class Scheduler:
         match decision:
             case Finished(request, output):
                 self._outputs.emit(request, output)
-                self._end(request, aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR))
+                self._end(
+                    request,
+                    aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
+                )
             case Queued(request):
                 self._awaiting_steps.pop(request.request_id, None)
                 self._enqueue(request)
@@ -519,7 +541,9 @@ class Scheduler:
         self._counters.num_preemptions += 1
         self._outputs.event(request, EngineCoreEventType.PREEMPTED)
 
-    def _finish(self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = "") -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
+    ) -> None:
         """End a request outside its own step."""
         self._settle(Finished.without_token(request, reason, code, error))
 
@@ -547,21 +571,33 @@ class Scheduler:
         """Raise RequestRefusedError if the request cannot be accepted."""
         request_id, transfer = core_request.request_id, core_request.kv_transfer
         if request_id in self.requests:
-            raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
+            raise RequestRefusedError(
+                ErrorCode.INVALID, f"request id {request_id} is already in use"
+            )
         if self._is_taken_by_beams(core_request):
             raise RequestRefusedError(
                 ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
             )
         refuse_what_never_fits(
-            core_request, self.config, self.kv, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
+            core_request,
+            self.config,
+            self.kv,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
         )
         if transfer is not None and transfer.transfer_id in self.handoff:
-            raise RequestRefusedError(ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use")
+            raise RequestRefusedError(
+                ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use"
+            )
         if self.draining:
-            raise RequestRefusedError(ErrorCode.DRAINING, "this engine is draining; send the request to another one")
+            raise RequestRefusedError(
+                ErrorCode.DRAINING, "this engine is draining; send the request to another one"
+            )
         num_queued = self.queues.num_without_memory + len(self._grammars)
         if num_queued >= self.config.max_queue:
-            raise RequestRefusedError(ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later")
+            raise RequestRefusedError(
+                ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later"
+            )
 
     def _is_taken_by_beams(self, core_request: EngineCoreRequest) -> bool:
         """Return whether a beam has, or could get, the id of the request, or the reverse."""

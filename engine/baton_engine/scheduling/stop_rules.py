@@ -18,14 +18,18 @@ class StopRules:
     def is_stop_token(self, request: Request, token_id: int) -> bool:
         """Return whether `token_id` ends the request once it has min_tokens."""
         params = request.sampling_params
-        return token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+        return token_id in params.stop_token_ids or (
+            token_id in self.eos_token_ids and not params.ignore_eos
+        )
 
     def reason(self, request: Request) -> FinishReason | None:
         """Return why the last generated token ends the request, by tokens and lengths alone."""
         params = request.sampling_params
         num_tokens = len(request.token_ids)
         num_generated = num_tokens - request.num_prompt_tokens
-        if num_generated >= params.min_tokens and self.is_stop_token(request, request.token_ids[-1]):
+        if num_generated >= params.min_tokens and self.is_stop_token(
+            request, request.token_ids[-1]
+        ):
             return FinishReason.STOP
         if params.max_tokens is not None and num_generated >= params.max_tokens:
             return FinishReason.LENGTH
@@ -45,12 +49,16 @@ class StopRules:
         if grammar is not None:
             stuck = grammar.error  # set before this token: no token was allowed
             if stuck or not accept_tokens(request):
-                return FinishReason.ERROR, *self._grammar_failure(request, bool(stuck), stuck or grammar.error)
+                return FinishReason.ERROR, *self._grammar_failure(
+                    request, bool(stuck), stuck or grammar.error
+                )
             if reason in (None, FinishReason.LENGTH) and grammar.is_terminated:
                 return FinishReason.STOP, "", None
         if reason is None and detection is not None:
             # Slice the relevant tail only, so that the cost does not grow with the output.
-            length = min(request.num_generated_tokens, detection.max_pattern_size * detection.min_count)
+            length = min(
+                request.num_generated_tokens, detection.max_pattern_size * detection.min_count
+            )
             if length > 0 and repeats(request.token_ids[-length:], detection):
                 return FinishReason.REPETITION, "", None
         return reason, "", None
@@ -59,10 +67,16 @@ class StopRules:
         """Return the message and the code for a token that the grammar does not accept."""
         token_id = request.token_ids[-1]
         if not stuck and token_id in self.eos_token_ids:  # sampled when no token is possible
-            return "structured_output and the parameters that mask tokens leave none to go on with", ErrorCode.INVALID
+            return (
+                "structured_output and the parameters that mask tokens leave none to go on with",
+                ErrorCode.INVALID,
+            )
         if why:  # nearly always a resource limit of the parser
             return f"structured_output cannot go on: {why}", ErrorCode.INVALID
-        return f"token {token_id} was sampled, but structured_output does not allow it", ErrorCode.INTERNAL
+        return (
+            f"token {token_id} was sampled, but structured_output does not allow it",
+            ErrorCode.INTERNAL,
+        )
 
 
 def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:

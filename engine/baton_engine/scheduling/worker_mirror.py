@@ -20,7 +20,12 @@ class WorkerMirror:
         self.forgotten_ids: list[str] = []
 
     def send(
-        self, output: SchedulerOutput, sequence: Request, start: int, end: int, copies: list[BlockCopy] | None
+        self,
+        output: SchedulerOutput,
+        sequence: Request,
+        start: int,
+        end: int,
+        copies: list[BlockCopy] | None,
     ) -> None:
         """Add to a step what the worker lacks to run positions [start, end) of a sequence.
 

@@ -48,7 +48,8 @@ def plan_compilation(
     ):
         if value not in known:
             raise ConfigurationError(
-                "InvalidConfig", f"compilation.{name} must be one of {', '.join(known)}, got {value!r}"
+                "InvalidConfig",
+                f"compilation.{name} must be one of {', '.join(known)}, got {value!r}",
             )
     budget = scheduler.max_num_batched_tokens
     sizes = {"capture_sizes": given.capture_sizes, "compile_sizes": given.compile_sizes}
@@ -69,7 +70,10 @@ def plan_compilation(
             )
         mode = "none"
     if mode != "none" and config.model.quantization is not None and model.sparse_layers:
-        logger.warning("compilation.mode is %s, but experts with quantised weights are not traced: it is none", mode)
+        logger.warning(
+            "compilation.mode is %s, but experts with quantised weights are not traced: it is none",
+            mode,
+        )
         mode = "none"
     cudagraph_mode = _cudagraph_mode(config, compiled=mode != "none", has_graphs=has_graphs)
     capture_sizes = given.capture_sizes or default_sizes(scheduler.max_num_seqs, budget)
@@ -97,7 +101,10 @@ def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -
         return CudagraphMode.FULL_AND_PIECEWISE if compiled else CudagraphMode.FULL_DECODE_ONLY
     mode = CudagraphMode[given.cudagraph_mode.upper()]
     if mode is not CudagraphMode.NONE and not has_graphs:
-        logger.warning("compilation.cudagraph_mode is %s, but there is no GPU: steps run without graphs", mode.name)
+        logger.warning(
+            "compilation.cudagraph_mode is %s, but there is no GPU: steps run without graphs",
+            mode.name,
+        )
         return CudagraphMode.NONE
     if mode.has_pieces and not compiled:
         logger.warning(

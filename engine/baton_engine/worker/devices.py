@@ -22,7 +22,8 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigurationError("InvalidConfig", f"device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            "InvalidConfig", "device is cuda, but torch sees no CUDA device; set device to cpu or auto"
+            "InvalidConfig",
+            "device is cuda, but torch sees no CUDA device; set device to cpu or auto",
         )
     return torch.device(name)
 
@@ -42,7 +43,8 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
     if configured != "auto":
         if configured not in DTYPES:
             raise ConfigurationError(
-                "InvalidConfig", f"dtype must be auto or one of {', '.join(DTYPES)}, got {configured!r}"
+                "InvalidConfig",
+                f"dtype must be auto or one of {', '.join(DTYPES)}, got {configured!r}",
             )
         logger.info("dtype %s, as configured", configured)
         return DTYPES[configured]
@@ -51,9 +53,16 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         logger.info("dtype %s: what the checkpoint is stored in", dtype_name(stored))
         return stored
     if instructions := native_instructions(stored):
-        logger.info("dtype %s: the checkpoint's, in which this CPU multiplies natively (%s)", checkpoint, instructions)
+        logger.info(
+            "dtype %s: the checkpoint's, in which this CPU multiplies natively (%s)",
+            checkpoint,
+            instructions,
+        )
         return stored
-    logger.info("dtype float32: the checkpoint's is %s, in which this CPU does not multiply natively", checkpoint)
+    logger.info(
+        "dtype float32: the checkpoint's is %s, in which this CPU does not multiply natively",
+        checkpoint,
+    )
     return torch.float32
 
 
@@ -62,7 +71,9 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     if quantization is None:
         return
     if quantization != "int8":
-        raise ConfigurationError("InvalidConfig", f"quantization must be int8 or not given, got {quantization!r}")
+        raise ConfigurationError(
+            "InvalidConfig", f"quantization must be int8 or not given, got {quantization!r}"
+        )
     if device.type != "cpu":
         raise ConfigurationError(
             "InvalidConfig",

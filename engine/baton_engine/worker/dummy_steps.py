@@ -37,13 +37,20 @@ def typical(
     steps = [([num_tokens], num_tokens), ([1] * min(num_tokens, max_num_seqs), num_tokens)]
     if device.type == "cuda":
         odd = max(1, num_tokens - 1)
-        steps += [([odd], odd), ([odd, 1], num_tokens), ([1], num_tokens), ([1] * min(3, max_num_seqs), odd)]
+        steps += [
+            ([odd], odd),
+            ([odd, 1], num_tokens),
+            ([1], num_tokens),
+            ([1] * min(3, max_num_seqs), odd),
+        ]
         steps += [([1], longest), ([30] + [1] * 9, 32)]
         steps += [([2**power], 2**power) for power in range(max_num_batched_tokens.bit_length())]
     return [
         (query_lens, seq_len)
         for query_lens, seq_len in steps
-        if len(query_lens) <= max_num_seqs and sum(query_lens) <= max_num_batched_tokens and seq_len <= longest
+        if len(query_lens) <= max_num_seqs
+        and sum(query_lens) <= max_num_batched_tokens
+        and seq_len <= longest
     ]
 
 
@@ -73,11 +80,15 @@ def make_batch(
 def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
     """That of a step without tokens."""
     none = torch.empty(0, dtype=torch.int32, device=device)
-    return ForwardContext(none.long(), none.view(0, 1), none.new_zeros(1), none, kv_cache, max_seqlen_q=0)
+    return ForwardContext(
+        none.long(), none.view(0, 1), none.new_zeros(1), none, kv_cache, max_seqlen_q=0
+    )
 
 
 @torch.inference_mode()
-def run(forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor) -> None:
+def run(
+    forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
+) -> None:
     """Runs and samples such a step; it writes no KV and waits for no other stage. Arguments as of `make_batch`."""
     model = forward.model
     received = None
@@ -94,5 +105,8 @@ def run(forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_c
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:
     """Rows that take every part of the sampler in turn: greedy, random, filtered."""
     ids = np.zeros(1, dtype=np.int64)
-    kinds = [SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01), SamplingParams(temperature=0.0)]
+    kinds = [
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01),
+        SamplingParams(temperature=0.0),
+    ]
     return [SamplingInput(kinds[row % len(kinds)], ids, ids[:0]) for row in range(num_rows)]

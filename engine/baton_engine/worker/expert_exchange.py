@@ -28,7 +28,9 @@ class Transfer(NamedTuple):
 
 def wanted_by(placement: Placement, rank: int) -> set[ExpertKey]:
     """What the rank is to hold."""
-    return {ExpertKey(layer, expert) for layer, ranks in enumerate(placement) for expert in ranks[rank]}
+    return {
+        ExpertKey(layer, expert) for layer, ranks in enumerate(placement) for expert in ranks[rank]
+    }
 
 
 def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Transfer]:
@@ -63,7 +65,9 @@ def exchange_experts(
     when `is_cancelled`.
     """
     try:
-        for transfer in plan_transfers(_tell_held(group, placement, held, store.num_experts), placement):
+        for transfer in plan_transfers(
+            _tell_held(group, placement, held, store.num_experts), placement
+        ):
             if is_cancelled():
                 group.abort()
                 return
@@ -71,12 +75,16 @@ def exchange_experts(
                 for part in store.to_parts(held[transfer.key]):
                     group.send(part, transfer.target)
             elif transfer.target == group.rank:
-                parts = [group.recv(part, transfer.source) for part in store.new_parts(transfer.key)]
+                parts = [
+                    group.recv(part, transfer.source) for part in store.new_parts(transfer.key)
+                ]
                 take(transfer.key, store.from_parts(parts))
     except (GroupBrokenError, TimeoutError) as error:
         group.abort()
         if not is_cancelled():
-            logger.warning("experts that other ranks did not send are read from the checkpoint: %s", error)
+            logger.warning(
+                "experts that other ranks did not send are read from the checkpoint: %s", error
+            )
 
 
 def _tell_held(

@@ -9,7 +9,9 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig
 
 
-def check_expert_parallel(config: EngineConfig, model: CheckpointConfig, device: torch.device) -> None:
+def check_expert_parallel(
+    config: EngineConfig, model: CheckpointConfig, device: torch.device
+) -> None:
     """Raises ConfigurationError, naming the field that does not go with parallel.enable_expert_parallel."""
     parallel, compilation = config.parallel, config.compilation
     if not model.sparse_layers:
@@ -30,7 +32,9 @@ def check_expert_parallel(config: EngineConfig, model: CheckpointConfig, device:
                 f"or leave it out"
             )
     if parallel.num_redundant_experts < 0:
-        raise _cannot(f"parallel.num_redundant_experts must not be negative, got {parallel.num_redundant_experts}")
+        raise _cannot(
+            f"parallel.num_redundant_experts must not be negative, got {parallel.num_redundant_experts}"
+        )
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
             "cache.num_blocks is not set, but how much of the GPU experts will take depends on the size of the group; set it so "

@@ -45,7 +45,11 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
     """That of experts beside other weights which `packed_weights` has prepared."""
     if quantization is not None:
         return ExpertForm.INT8
-    return ExpertForm.PACKED if can_pack(torch.empty(0, dtype=dtype, device=device)) else ExpertForm.PLAIN
+    return (
+        ExpertForm.PACKED
+        if can_pack(torch.empty(0, dtype=dtype, device=device))
+        else ExpertForm.PLAIN
+    )
 
 
 class ExpertStore:
@@ -55,7 +59,14 @@ class ExpertStore:
     packing. By any thread.
     """
 
-    def __init__(self, path: Path, model: CausalLM, dtype: torch.dtype, device: torch.device, form: ExpertForm) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: CausalLM,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ExpertForm,
+    ) -> None:
         """Args:
         path: the checkpoint, of which names and shapes were checked when `model` was loaded.
         model: with spread experts.
@@ -85,13 +96,19 @@ class ExpertStore:
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
         """Room for what `to_parts` gives on another rank."""
-        shapes = [weight.shape for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))]
+        shapes = [
+            weight.shape
+            for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
+        ]
         if self._form is not ExpertForm.INT8:
             return [torch.empty(shape, dtype=self._dtype) for shape in shapes]
         return [
             part
             for shape in shapes
-            for part in (torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], dtype=torch.bfloat16))
+            for part in (
+                torch.empty(shape, dtype=torch.int8),
+                torch.empty(shape[0], dtype=torch.bfloat16),
+            )
         ]
 
     def from_parts(self, parts: list[Tensor]) -> Expert:
@@ -111,7 +128,9 @@ class ExpertStore:
                 return Int8Weight(weight)
 
 
-def together(experts: Iterable[Expert], device: torch.device) -> tuple[ExpertWeights, ExpertWeights]:
+def together(
+    experts: Iterable[Expert], device: torch.device
+) -> tuple[ExpertWeights, ExpertWeights]:
     """(gate and up, down) of several experts as `run_experts` takes them: one by one on a CPU, which shares them with whoever has
     them already, and stacked, so copied, on a GPU."""
     gate_up, down = zip(*experts, strict=True)

@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton_engine.compilation.dispatch import BatchDescriptor, CudagraphMode, Dispatch, Dispatcher, GraphKind
+from baton_engine.compilation.dispatch import (
+    BatchDescriptor,
+    CudagraphMode,
+    Dispatch,
+    Dispatcher,
+    GraphKind,
+)
 from baton_engine.compilation.graphs import CudaGraphs, GraphBackend, PieceGraphs
 from baton_engine.compilation.inductor import InductorCompiler, NoCompiler, PieceCompiler
 from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
@@ -37,7 +43,9 @@ class ForwardRunner:
         graph_backend: of the model's device, see `graph_backend`; None: the plan has no graphs.
     """
 
-    def __init__(self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None) -> None:
+    def __init__(
+        self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None
+    ) -> None:
         self.plan = plan
         self.model = model
         parameter = next(model.parameters())
@@ -76,7 +84,9 @@ class ForwardRunner:
         if descriptor is not None and (pieces := self._pieces.get(descriptor)) is not None:
             padded = self._inputs.fill_tokens(descriptor.num_tokens, batch, hidden)
             context.run_piece = pieces
-            return self._call(self._forward, padded, self._inputs.hidden_of(descriptor.num_tokens))[:num_tokens]
+            return self._call(self._forward, padded, self._inputs.hidden_of(descriptor.num_tokens))[
+                :num_tokens
+            ]
         return self._call(self._forward, batch, hidden)
 
     @torch.inference_mode()
@@ -96,7 +106,9 @@ class ForwardRunner:
         """Traces the model with its first forward, and compiles pieces for the sizes of the plan."""
         if self.backend is None or self.backend.num_pieces:
             return
-        self._forward = compile_model(self.model, self.backend)  # not before: the first run must not be of one token
+        self._forward = compile_model(
+            self.model, self.backend
+        )  # not before: the first run must not be of one token
         size = max((2, *self.plan.compile_sizes, *self.plan.capture_sizes))
         if self._largest_step_numel() > INT32_MAX:
             # The compiler takes 32-bit indices if they do for the step it sees, and no guard would notice a larger one.
@@ -146,7 +158,9 @@ class ForwardRunner:
         self.compiler = NoCompiler() if plan.mode == "eager" else InductorCompiler(folder)
         model, group = self.model, self.model.parallel.tensor
         config = (type(model).__qualname__, model.config, self.dtype, group.size, model.layer_ids)
-        self.backend = PiecewiseBackend(self.compiler, SPLITTING, plan.compile_sizes, config, self.device)
+        self.backend = PiecewiseBackend(
+            self.compiler, SPLITTING, plan.compile_sizes, config, self.device
+        )
 
     def _capture(self, wanted: list[Dispatch], kv_cache: Tensor) -> None:
         if not wanted:
@@ -157,7 +171,9 @@ class ForwardRunner:
             self.drop_graphs()
             if self.plan.graphs_are_asked_for:
                 raise
-            logger.warning("steps run without CUDA graphs, for they could not be captured", exc_info=True)
+            logger.warning(
+                "steps run without CUDA graphs, for they could not be captured", exc_info=True
+            )
             self._dispatcher = Dispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
 
     def _capture_all(self, wanted: list[Dispatch], kv_cache: Tensor) -> None:
@@ -180,7 +196,9 @@ class ForwardRunner:
     def _largest_step_numel(self) -> int:
         """Elements of the largest tensor between a layer's operators, in the largest step."""
         weights = (weight for weight in self.model.layers.parameters() if weight.dim() == 2)
-        return self.plan.max_num_batched_tokens * max((weight.shape[0] for weight in weights), default=1)
+        return self.plan.max_num_batched_tokens * max(
+            (weight.shape[0] for weight in weights), default=1
+        )
 
     def _free_bytes(self) -> int:
         torch.cuda.empty_cache()
@@ -197,7 +215,9 @@ class ForwardRunner:
         batch.context.run_piece = run_piece
         return self._call(self._forward, batch, inputs.hidden_of(descriptor.num_tokens))
 
-    def _call(self, forward: Callable[..., Tensor], batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
+    def _call(
+        self, forward: Callable[..., Tensor], batch: ForwardBatch, hidden: Tensor | None
+    ) -> Tensor:
         batch.context.tensor_group = self.model.parallel.tensor
         with forward_context(batch.context):
             return forward(batch.input_ids, batch.positions, hidden)
@@ -210,5 +230,7 @@ class ForwardRunner:
     def _new_inputs(self, max_tokens: int, max_seqs: int) -> StaticInputs:
         hidden = None
         if not self.model.parallel.is_first_stage:
-            hidden = torch.zeros((max_tokens, self.model.config.hidden_size), dtype=self.dtype, device=self.device)
+            hidden = torch.zeros(
+                (max_tokens, self.model.config.hidden_size), dtype=self.dtype, device=self.device
+            )
         return StaticInputs(max_tokens, max_seqs, self.plan.max_blocks_per_seq, self.device, hidden)

@@ -57,12 +57,16 @@ def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
         secret: the store's; see `store_proof`.
     """
 
-    def join(name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float) -> Group:
+    def join(
+        name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
         return create_group(
             name,
             rank,
             generation.size,
-            connect_store(StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret),
+            connect_store(
+                StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret
+            ),
             generation.number,
             device,
             timeout_s,
@@ -104,8 +108,12 @@ class Generations:
         """
         rank = generation.rank_of(self._worker.instance_id)
         if rank is None:
-            raise ValueError(f"generation {generation.number} does not have {self._worker.instance_id} as a member")
-        known = (each.generation.nonce for each in (self._prepared, self._current) if each is not None)
+            raise ValueError(
+                f"generation {generation.number} does not have {self._worker.instance_id} as a member"
+            )
+        known = (
+            each.generation.nonce for each in (self._prepared, self._current) if each is not None
+        )
         if generation.nonce in known:
             return
         self._drop()
@@ -117,7 +125,11 @@ class Generations:
     def adopt(self, nonce: str) -> None:
         """Steps are of the prepared generation from now on. Raises ValueError if that is not what was prepared."""
         prepared, status = self._prepared, self.preparation()
-        if prepared is None or status.nonce != nonce or status.state is not PreparationState.PREPARED:
+        if (
+            prepared is None
+            or status.nonce != nonce
+            or status.state is not PreparationState.PREPARED
+        ):
             raise ValueError(f"generation {nonce} cannot be adopted: {status}")
         retired, self._current, self._prepared = self._current, prepared, None
         self._give_layers(prepared.shards)
@@ -168,7 +180,11 @@ class _LocalGeneration:
     """One generation on this worker, from the beginning of its preparation to its end."""
 
     def __init__(
-        self, generation: Generation, rank: int, worker: ExpertWorker, before: _LocalGeneration | None
+        self,
+        generation: Generation,
+        rank: int,
+        worker: ExpertWorker,
+        before: _LocalGeneration | None,
     ) -> None:
         """Begins.
 
@@ -188,7 +204,9 @@ class _LocalGeneration:
         self._status = Preparation(generation.nonce, PreparationState.PREPARING)
         self._groups: list[Group] = []
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"prepare-{generation.number}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"prepare-{generation.number}", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -224,18 +242,24 @@ class _LocalGeneration:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             if self._worker.store.device.type == "cuda":
-                torch.cuda.set_device(self._worker.store.device)  # the worker's: new threads begin with the first
+                torch.cuda.set_device(
+                    self._worker.store.device
+                )  # the worker's: new threads begin with the first
             self._prepare()
             status = Preparation(self.generation.nonce, PreparationState.PREPARED)
         except Exception as error:
-            status = Preparation(self.generation.nonce, PreparationState.FAILED, f"{type(error).__name__}: {error}")
+            status = Preparation(
+                self.generation.nonce, PreparationState.FAILED, f"{type(error).__name__}: {error}"
+            )
             self.experts, self.shards = {}, []
         self._before = None
         with self._lock:
             self._status = status
             closed = self._closed
         if status.state is PreparationState.FAILED and not closed:
-            logger.warning("generation %d cannot be prepared: %s", self.generation.number, status.reason)
+            logger.warning(
+                "generation %d cannot be prepared: %s", self.generation.number, status.reason
+            )
             self.abort()  # the others need not wait for this one
 
     @torch.no_grad()
@@ -246,7 +270,9 @@ class _LocalGeneration:
         group = self._join(f"experts-{worker.tensor_rank}", worker.store.device, worker.timeout_s)
         self._check_compatible(group)
         wanted = wanted_by(generation.placement, self.rank)
-        before: Mapping[ExpertKey, Expert] = self._before.experts if self._before is not None else {}
+        before: Mapping[ExpertKey, Expert] = (
+            self._before.experts if self._before is not None else {}
+        )
         self.experts = {key: before[key] for key in wanted & before.keys()}
         num_shared = len(self.experts)
         if generation.size > 1:
@@ -273,10 +299,17 @@ class _LocalGeneration:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)
         except (GroupBrokenError, TimeoutError) as error:
             self._check_open()
-            logger.warning("experts are read from the checkpoint, for ranks cannot exchange them: %s", error)
+            logger.warning(
+                "experts are read from the checkpoint, for ranks cannot exchange them: %s", error
+            )
             return
         exchange_experts(
-            group, self.generation.placement, held, self._worker.store, self.experts.__setitem__, lambda: self._closed
+            group,
+            self.generation.placement,
+            held,
+            self._worker.store,
+            self.experts.__setitem__,
+            lambda: self._closed,
         )
         with self._lock:
             self._groups.remove(group)
@@ -286,7 +319,9 @@ class _LocalGeneration:
         self._check_open()
         group = self._worker.join(name, self.generation, self.rank, device, timeout_s)
         with self._lock:
-            self._groups.append(group)  # before it is looked whether somebody closes this: one of both ends the group
+            self._groups.append(
+                group
+            )  # before it is looked whether somebody closes this: one of both ends the group
         self._check_open()
         return group
 
@@ -297,19 +332,31 @@ class _LocalGeneration:
     def _check_placement(self) -> None:
         num_layers = len(self._worker.store.layers)
         if len(self.generation.placement) != num_layers:
-            raise ValueError(f"{len(self.generation.placement)} layers are placed, but the model has {num_layers}")
+            raise ValueError(
+                f"{len(self.generation.placement)} layers are placed, but the model has {num_layers}"
+            )
         for layer, ranks in enumerate(self.generation.placement):
             experts = {expert for slots in ranks for expert in slots}
-            if len(ranks) != self.generation.size or experts != set(range(self._worker.store.num_experts)):
-                raise ValueError(f"the placement of sparse layer {layer} is not of these ranks, or not of all experts")
+            if len(ranks) != self.generation.size or experts != set(
+                range(self._worker.store.num_experts)
+            ):
+                raise ValueError(
+                    f"the placement of sparse layer {layer} is not of these ranks, or not of all experts"
+                )
 
     def _check_compatible(self, group: Group) -> None:
         digest = hashlib.blake2b(self._worker.compatibility_hash.encode(), digest_size=16).digest()
         own = torch.tensor([list(digest)], dtype=torch.uint8, device=self._worker.store.device)
         differs = (group.all_gather(own, dim=0) != own).any(dim=1)
-        others = [member.name for member, other in zip(self.generation.members, differs.tolist(), strict=True) if other]
+        others = [
+            member.name
+            for member, other in zip(self.generation.members, differs.tolist(), strict=True)
+            if other
+        ]
         if others:
-            raise ValueError(f"{', '.join(others)}: another checkpoint, dtype or quantization than this rank's")
+            raise ValueError(
+                f"{', '.join(others)}: another checkpoint, dtype or quantization than this rank's"
+            )
 
     def _make_shard(self, layer: int, group: Group) -> ExpertShard:
         placement, device = self.generation.placement[layer], self._worker.store.device
@@ -320,5 +367,7 @@ class _LocalGeneration:
         else:
             gate_up, down = together([self.experts[key] for key in keys], device)
             if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-                self.experts.update(zip(keys, map(Expert, gate_up, down), strict=True))  # once in memory, not twice
+                self.experts.update(
+                    zip(keys, map(Expert, gate_up, down), strict=True)
+                )  # once in memory, not twice
         return ExpertShard(group, placement, self._worker.store.num_experts, gate_up, down, device)

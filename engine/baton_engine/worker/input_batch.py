@@ -62,11 +62,15 @@ class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.token_ids: Int64Array = np.zeros((max_num_seqs, min(INITIAL_WIDTH, max_model_len + 1)), dtype=np.int64)
+        self.token_ids: Int64Array = np.zeros(
+            (max_num_seqs, min(INITIAL_WIDTH, max_model_len + 1)), dtype=np.int64
+        )
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_tables: Int32Array = np.zeros((max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32)
+        self.block_tables: Int32Array = np.zeros(
+            (max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32
+        )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         """The next token is the most likely one, and nothing is reported of the others."""
@@ -92,7 +96,9 @@ class InputBatch:
         if request_ids == known_ids:
             return rows
         try:
-            rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
+            rows = np.array(
+                [self._row_of[request_id] for request_id in request_ids], dtype=np.int64
+            )
         except KeyError as error:
             raise RuntimeError(
                 f"request {error.args[0]} is scheduled as known, but this worker has never seen it"
@@ -117,7 +123,9 @@ class InputBatch:
         """
         self.remove((new.request_id,))
         if not self._free_rows:
-            raise RuntimeError(f"request {new.request_id}: all {len(self._inputs)} rows of the input batch are taken")
+            raise RuntimeError(
+                f"request {new.request_id}: all {len(self._inputs)} rows of the input batch are taken"
+            )
         num_prompt, num_generated = len(new.prompt_token_ids), len(new.generated_token_ids)
         num_tokens = num_prompt + num_generated
         if num_tokens > self.max_model_len:
@@ -139,7 +147,9 @@ class InputBatch:
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.wants_routed_experts[row] = params.return_routed_experts
         ids = self.token_ids[row]
-        self._inputs[row] = SamplingInput(params, ids[:num_prompt], ids[num_prompt:num_tokens], new.sample_index)
+        self._inputs[row] = SamplingInput(
+            params, ids[:num_prompt], ids[num_prompt:num_tokens], new.sample_index
+        )
 
     def update(self, cached: Sequence[CachedRequestData]) -> None:
         """Moves known requests on: most of them only by a number of computed tokens.
@@ -259,7 +269,9 @@ class InputBatch:
         if num_tokens <= width:
             return
         # One more column than a request may have: asynchronous scheduling samples a token past the end and drops it.
-        wider = np.zeros((rows, min(max(num_tokens, 2 * width), self.max_model_len + 1)), dtype=np.int64)
+        wider = np.zeros(
+            (rows, min(max(num_tokens, 2 * width), self.max_model_len + 1)), dtype=np.int64
+        )
         wider[:, :width] = self.token_ids
         self.token_ids = wider
         for row in self._row_of.values():

@@ -26,7 +26,11 @@ class KVMemory:
     """
 
     def __init__(
-        self, layout: KVCacheLayout, num_swap_blocks: int, device: torch.device, num_offload_blocks: int = 0
+        self,
+        layout: KVCacheLayout,
+        num_swap_blocks: int,
+        device: torch.device,
+        num_offload_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self.num_swap_blocks = num_swap_blocks
@@ -49,7 +53,9 @@ class KVMemory:
         if self._offloaded is None:
             self._offloaded = self._allocate_host_blocks(self.num_offload_blocks)
         swap_blocks(self.cache, self._offloaded, _pairs(step.store))
-        if step.connector.loads and self.cache.is_cuda:  # a peer may write to these blocks, and knows no streams
+        if (
+            step.connector.loads and self.cache.is_cuda
+        ):  # a peer may write to these blocks, and knows no streams
             torch.cuda.current_stream(self.cache.device).synchronize()
 
     def move_blocks(self, step: SchedulerOutput) -> None:
@@ -82,11 +88,20 @@ class KVMemory:
             self.cache.zero_()
 
     def _allocate_host_blocks(self, num_blocks: int) -> Tensor:
-        return torch.empty(self._shape(num_blocks), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda)
+        return torch.empty(
+            self._shape(num_blocks), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda
+        )
 
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         layout = self.layout
-        return (num_blocks, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
+        return (
+            num_blocks,
+            layout.num_kv_heads,
+            layout.num_layers,
+            2,
+            layout.block_size,
+            layout.head_dim,
+        )
 
 
 def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -94,7 +109,9 @@ def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_elements = math.prod(shape)
-    elements = torch.empty(num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype, device=device)
+    elements = torch.empty(
+        num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype, device=device
+    )
     skipped = -elements.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return elements[skipped : skipped + num_elements].view(shape)
 
@@ -110,7 +127,9 @@ def _ask_for_huge_pages(cache: Tensor) -> None:
     first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     if first_page < end:
         libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(end - first_page), mmap.MADV_HUGEPAGE)
+        libc.madvise(
+            ctypes.c_void_p(first_page), ctypes.c_size_t(end - first_page), mmap.MADV_HUGEPAGE
+        )
 
 
 def _pairs(copies: Sequence[BlockCopy]) -> Tensor:

@@ -44,7 +44,10 @@ class SamplingInput:
 
 
 def process_logits(
-    logits: Tensor, inputs: Sequence[SamplingInput], eos_token_ids: Sequence[int], grammar_bitmask: Tensor | None
+    logits: Tensor,
+    inputs: Sequence[SamplingInput],
+    eos_token_ids: Sequence[int],
+    grammar_bitmask: Tensor | None,
 ) -> Tensor:
     """Returns the processed logits: a copy, or `logits` itself if no row asks for anything.
 
@@ -85,7 +88,9 @@ class _Places:
         inside = (ids >= 0) & (ids < self._logits.shape[-1])
         self._token_ids.append(ids[inside])
         self._rows.append(np.full(len(self._token_ids[-1]), row))
-        self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), ids.shape)[inside])
+        self._values.append(
+            np.broadcast_to(np.asarray(values, dtype=np.float32), ids.shape)[inside]
+        )
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -129,7 +134,11 @@ def _penalize_repetition(logits: Tensor, inputs: Sequence[SamplingInput]) -> Non
     for row, item in enumerate(inputs):
         penalty = item.params.repetition_penalty
         if penalty != 1.0:
-            places.add(row, np.unique(np.concatenate((item.prompt_token_ids, item.generated_token_ids))), penalty)
+            places.add(
+                row,
+                np.unique(np.concatenate((item.prompt_token_ids, item.generated_token_ids))),
+                penalty,
+            )
     if places:
         index, penalties = places.index, places.values
         values = logits[index]
@@ -165,13 +174,22 @@ def _mask_bad_words(logits: Tensor, inputs: Sequence[SamplingInput]) -> None:
         if words := item.params.bad_words_token_ids:
             longest = max(len(word) for word in words) - 1
             # Only so many ids can matter.
-            recent = [*item.prompt_token_ids[-longest:], *item.generated_token_ids[-longest:]] if longest else []
-            places.add(row, [word[-1] for word in words if recent[len(recent) - len(word) + 1 :] == word[:-1]])
+            recent = (
+                [*item.prompt_token_ids[-longest:], *item.generated_token_ids[-longest:]]
+                if longest
+                else []
+            )
+            places.add(
+                row,
+                [word[-1] for word in words if recent[len(recent) - len(word) + 1 :] == word[:-1]],
+            )
     if places:
         logits[places.index] = -math.inf
 
 
-def _mask_ends(logits: Tensor, inputs: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> None:
+def _mask_ends(
+    logits: Tensor, inputs: Sequence[SamplingInput], eos_token_ids: Sequence[int]
+) -> None:
     places = _Places(logits)
     for row, item in enumerate(inputs):
         if item.position < item.params.min_tokens:

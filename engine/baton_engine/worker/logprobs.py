@@ -16,7 +16,9 @@ from baton_protocol.messages import PromptLogprobs, TokenLogprobs
 MIN_LOGPROB = -9999.0
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
     """Per row the chosen token's log-probability and rank, and the `num_top` most likely tokens, best first.
 
     Args:
@@ -50,8 +52,14 @@ def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[To
     """
     values, ids = processed.log_softmax(dim=-1).topk(min(max(num_candidates), processed.shape[-1]))
     result = []
-    for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), num_candidates, strict=True):
-        top = [(token_id, value) for token_id, value in zip(row_ids, row_values, strict=True) if value > MIN_LOGPROB]
+    for row_ids, row_values, count in zip(
+        ids.tolist(), values.tolist(), num_candidates, strict=True
+    ):
+        top = [
+            (token_id, value)
+            for token_id, value in zip(row_ids, row_values, strict=True)
+            if value > MIN_LOGPROB
+        ]
         best_id, best = top[0] if top else (row_ids[0], MIN_LOGPROB)
         result.append(TokenLogprobs(best_id, best, 1, top[:count]))
     return result
@@ -65,10 +73,14 @@ def count_nans(logits: Tensor) -> list[int]:
 
 def without_nans(logits: Tensor) -> Tensor:
     """NaN counts as -inf, +inf as the largest number. A copy."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
+    return logits.nan_to_num(
+        nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf
+    )
 
 
-def _chunk_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def _chunk_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
     logprobs = logits.log_softmax(dim=-1)
     if bool(logprobs[:, 0].isnan().any()):  # one NaN, or infinity, makes its whole row NaN
         logprobs = without_nans(logits).log_softmax(dim=-1).nan_to_num(nan=MIN_LOGPROB)
@@ -77,8 +89,15 @@ def _chunk_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[
     values, ids = logprobs.topk(min(max(num_top), logprobs.shape[-1]))
     tops = zip(ids.tolist(), values.clamp_min(MIN_LOGPROB).tolist(), strict=True)
     return [
-        TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count], strict=True)))
+        TokenLogprobs(
+            token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count], strict=True))
+        )
         for token_id, logprob, rank, (top_ids, top_values), count in zip(
-            token_ids, chosen[:, 0].clamp_min(MIN_LOGPROB).tolist(), ranks, tops, num_top, strict=True
+            token_ids,
+            chosen[:, 0].clamp_min(MIN_LOGPROB).tolist(),
+            ranks,
+            tops,
+            num_top,
+            strict=True,
         )
     ]

@@ -80,7 +80,9 @@ def blocks_on_gpu(
     room = max(0, left // size.rank)
     num_blocks = room if cache.num_blocks is None else cache.num_blocks
     if num_blocks < 1 or num_blocks > room:
-        wanted = "one KV block" if cache.num_blocks is None else f"cache.num_blocks={cache.num_blocks}"
+        wanted = (
+            "one KV block" if cache.num_blocks is None else f"cache.num_blocks={cache.num_blocks}"
+        )
         raise ConfigurationError(
             "InsufficientMemory",
             f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} GiB, "
@@ -96,7 +98,9 @@ def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
     return cache.offload_memory_bytes // size.engine
 
 
-def available_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) -> int | None:
+def available_host_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS
+) -> int | None:
     """Bytes this process can still take without swapping or being killed; None where the system does not say.
 
     The least of what the machine has and what the limits of the process's control groups (version 2) leave. Page cache counts

@@ -25,7 +25,12 @@ from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
-from baton_engine.worker.devices import check_quantization, dtype_name, resolve_device, resolve_dtype
+from baton_engine.worker.devices import (
+    check_quantization,
+    dtype_name,
+    resolve_device,
+    resolve_dtype,
+)
 from baton_engine.worker.expert_parallel_checks import check_expert_parallel
 from baton_engine.worker.expert_weights import ExpertStore, expert_form
 from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
@@ -85,7 +90,9 @@ class ModelRunner:
         self.path: Path = container_path(config.model.path)
         self.device = resolve_device(config.device)
         check_quantization(config.model.quantization, self.device)
-        self._rank = self.parallel.pipeline.rank * self.parallel.tensor.size + self.parallel.tensor.rank
+        self._rank = (
+            self.parallel.pipeline.rank * self.parallel.tensor.size + self.parallel.tensor.rank
+        )
         self._profiler = Profiler(config.observability.profiler_dir, self._rank, self.device)
         self._input_batch: InputBatch
         self._forward_runner: ForwardRunner | None = None
@@ -122,7 +129,9 @@ class ModelRunner:
     def _hashes(self) -> tuple[str, str]:
         """(compatibility hash, hash of the checkpoint alone); what they are made of is read once and not kept."""
         files = identity_files(self.path)
-        compatible = compatibility_hash(files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization)
+        compatible = compatibility_hash(
+            files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization
+        )
         return compatible, compatibility_hash(files, "", "")
 
     @cached_property
@@ -136,7 +145,8 @@ class ModelRunner:
         configured = self.config.model.max_model_len
         if configured is not None and not 0 < configured <= limit:
             raise ConfigurationError(
-                "InvalidConfig", f"max_model_len must be in [1, {limit}] for this model, got {configured}"
+                "InvalidConfig",
+                f"max_model_len must be in [1, {limit}] for this model, got {configured}",
             )
         return configured or limit
 
@@ -272,7 +282,9 @@ class ModelRunner:
         scheduled = batch.schedule(step.num_scheduled_tokens)
         forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
         wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
-        received = None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
+        received = (
+            None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
+        )
         experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
         forward.context.routed_experts = experts
         forward.context.wave_tokens = step.wave_tokens
@@ -308,7 +320,9 @@ class ModelRunner:
         if step.logits is None:
             return output
         if self.config.observability.count_nans_in_logits:
-            output.num_nans_in_logits = dict(zip(step.sampling_ids, count_nans(step.logits), strict=True))
+            output.num_nans_in_logits = dict(
+                zip(step.sampling_ids, count_nans(step.logits), strict=True)
+            )
         token_ids = None
         if grammar is None and batch.is_plain[step.sampling_rows].all():
             token_ids = greedy(step.logits)
@@ -368,7 +382,9 @@ class ModelRunner:
         """
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
         if unknown := wanted - {WEIGHTS, KV_CACHE}:
-            raise ValueError(f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}"
+            )
         slept = self._model is None or (self._kv is not None and self._kv.is_dropped)
         if WEIGHTS in wanted and self._model is None:
             if self._model_on_host is not None:
@@ -400,7 +416,9 @@ class ModelRunner:
             show_progress=show_progress,
         )
         backend = graph_backend(self.device)
-        plan = plan_compilation(self.config, self.model_config, self.max_model_len, has_graphs=backend is not None)
+        plan = plan_compilation(
+            self.config, self.model_config, self.max_model_len, has_graphs=backend is not None
+        )
         if self.config.model.quantization is not None:
             quantize_weights(self._model)
         elif plan.mode == "none":  # a packed weight cannot be traced
@@ -409,7 +427,9 @@ class ModelRunner:
 
     def _loaded(self) -> CausalLM:
         if self._model is None:
-            raise RuntimeError("this runner has no weights: call load_model() first, or wake_up() after sleep()")
+            raise RuntimeError(
+                "this runner has no weights: call load_model() first, or wake_up() after sleep()"
+            )
         return self._model
 
     def _runner(self) -> ForwardRunner:
@@ -431,12 +451,18 @@ class ModelRunner:
     @property
     def _block_size(self) -> BlockSize:
         own = self.kv_cache_layout(1)
-        heads = own.num_kv_heads * self.parallel.tensor.size  # more than the model's, where ranks hold copies of one
+        heads = (
+            own.num_kv_heads * self.parallel.tensor.size
+        )  # more than the model's, where ranks hold copies of one
         per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
-        return BlockSize(own.block_nbytes, heads * self.model_config.num_layers * per_head_and_layer)
+        return BlockSize(
+            own.block_nbytes, heads * self.model_config.num_layers * per_head_and_layer
+        )
 
     def _receive_hidden(self, num_tokens: int) -> Tensor:
-        buffer = torch.empty((num_tokens, self.model_config.hidden_size), dtype=self.dtype, device=self.device)
+        buffer = torch.empty(
+            (num_tokens, self.model_config.hidden_size), dtype=self.dtype, device=self.device
+        )
         return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
 
     def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
@@ -449,7 +475,11 @@ class ModelRunner:
         return list(self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1))
 
     def _prepare_sampling(
-        self, model: CausalLM, scheduled: ScheduledRows, hidden: Tensor, routed_experts: list[Tensor] | None
+        self,
+        model: CausalLM,
+        scheduled: ScheduledRows,
+        hidden: Tensor,
+        routed_experts: list[Tensor] | None,
     ) -> _StepInFlight:
         """Starts the logits of those that sample."""
         sampling = self._input_batch.reaches_last_token(scheduled)
@@ -459,7 +489,10 @@ class ModelRunner:
             logits = model.compute_logits(hidden)
         else:
             indices = np.flatnonzero(sampling)
-            ids, rows = [scheduled.request_ids[index] for index in indices.tolist()], scheduled.rows[indices]
+            ids, rows = (
+                [scheduled.request_ids[index] for index in indices.tolist()],
+                scheduled.rows[indices],
+            )
             last_tokens = scheduled.first_tokens[indices + 1] - 1
             if ids:
                 logits = model.compute_logits(hidden[to_device(last_tokens, self.device)])

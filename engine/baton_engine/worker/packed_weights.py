@@ -23,7 +23,11 @@ def pack_weights(model: CausalLM) -> None:
     Does nothing where oneDNN does not multiply in the model's dtype. A packed model cannot be filled again: load another.
     """
     if can_pack(next(model.parameters())):
-        _replace_weights(model, lambda weight: nn.Parameter(pack_weight(weight), requires_grad=False), routers=True)
+        _replace_weights(
+            model,
+            lambda weight: nn.Parameter(pack_weight(weight), requires_grad=False),
+            routers=True,
+        )
 
 
 @torch.no_grad()

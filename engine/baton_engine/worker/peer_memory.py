@@ -19,7 +19,14 @@ from baton_kv_transfer.staged_memory import StagedKVMemory
 class PeerMemory:
     """Made by the worker's thread; `memory` is the connector's."""
 
-    def __init__(self, cache: Tensor, layout: KVCacheLayout, staging_bytes: int, *, staged: bool | None = None) -> None:
+    def __init__(
+        self,
+        cache: Tensor,
+        layout: KVCacheLayout,
+        staging_bytes: int,
+        *,
+        staged: bool | None = None,
+    ) -> None:
         """
         Args:
             cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
@@ -38,7 +45,9 @@ class PeerMemory:
             self.memory = HostKVMemory(cache.data_ptr(), layout, sum_runs)
             return
         num_slots = min(staging_bytes // layout.block_nbytes, layout.num_blocks)
-        self._slots = torch.empty((num_slots, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda)
+        self._slots = torch.empty(
+            (num_slots, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda
+        )
         self.memory = StagedKVMemory(
             self._slots.data_ptr(),
             num_slots,
@@ -74,7 +83,9 @@ class PeerMemory:
                 for head in range(first, first + heads.count)
             ]
             sources, targets = zip(*rows, strict=True)
-            swap_blocks(self._slots.flatten(0, 1), self._cache.flatten(0, 1), _pairs(sources, targets))
+            swap_blocks(
+                self._slots.flatten(0, 1), self._cache.flatten(0, 1), _pairs(sources, targets)
+            )
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:

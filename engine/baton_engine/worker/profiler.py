@@ -31,7 +31,9 @@ class Profiler:
     def start(self) -> None:
         """Raises ValueError if no directory is configured, RuntimeError if it runs already."""
         if not self._directory:
-            raise ValueError("profiling is off: set observability.profiler_dir to the folder where traces shall go")
+            raise ValueError(
+                "profiling is off: set observability.profiler_dir to the folder where traces shall go"
+            )
         if self._running is not None:
             raise RuntimeError("the profiler runs already; stop it first")
         started = profile(activities=self._activities)

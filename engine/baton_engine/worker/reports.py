@@ -33,8 +33,12 @@ def prompt_logprobs_of(
     first_tokens = scheduled.first_tokens.tolist()
     found: dict[str, PromptLogprobs] = {}
     for index in np.flatnonzero(batch.wants_prompt_logprobs[scheduled.rows]).tolist():
-        row, start, end = (int(of[index]) for of in (scheduled.rows, scheduled.starts, scheduled.ends))
-        end = min(end, int(batch.num_prompt_tokens[row]) - 1)  # the prompt's last token predicts a generated one
+        row, start, end = (
+            int(of[index]) for of in (scheduled.rows, scheduled.starts, scheduled.ends)
+        )
+        end = min(
+            end, int(batch.num_prompt_tokens[row]) - 1
+        )  # the prompt's last token predicts a generated one
         if start >= end:
             continue
         num_top = batch.sampling_input(row).params.prompt_logprobs
@@ -49,7 +53,9 @@ def prompt_logprobs_of(
     return found
 
 
-def routed_experts_of(layers: list[Tensor], scheduled: ScheduledRows, batch: InputBatch) -> dict[str, RoutedExperts]:
+def routed_experts_of(
+    layers: list[Tensor], scheduled: ScheduledRows, batch: InputBatch
+) -> dict[str, RoutedExperts]:
     """Args:
     layers: of each sparse layer, in order, the experts of every token: int [num_tokens, experts per token].
     """
@@ -61,5 +67,7 @@ def routed_experts_of(layers: list[Tensor], scheduled: ScheduledRows, batch: Inp
     for index in np.flatnonzero(batch.wants_routed_experts[scheduled.rows]).tolist():
         own = experts[first_tokens[index] : first_tokens[index + 1]]
         num_tokens, num_layers, per_token = own.shape
-        found[scheduled.request_ids[index]] = RoutedExperts((num_tokens, num_layers, per_token), own.tobytes())
+        found[scheduled.request_ids[index]] = RoutedExperts(
+            (num_tokens, num_layers, per_token), own.tobytes()
+        )
     return found

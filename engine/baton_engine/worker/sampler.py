@@ -87,9 +87,13 @@ def sample(
             index = torch.tensor(random_rows, device=logits.device)
             tokens[index] = draw_tokens(processed[index], params, keys)
     if impossible:
-        tokens[impossible] = next((token for token in eos_token_ids if 0 <= token < logits.shape[-1]), 0)
+        tokens[impossible] = next(
+            (token for token in eos_token_ids if 0 <= token < logits.shape[-1]), 0
+        )
     token_ids: list[int] = tokens.tolist()
-    return SamplerOutput(token_ids, _logprobs(logits, processed, inputs, eos_token_ids, token_ids), impossible)
+    return SamplerOutput(
+        token_ids, _logprobs(logits, processed, inputs, eos_token_ids, token_ids), impossible
+    )
 
 
 def _logprobs(
@@ -105,12 +109,20 @@ def _logprobs(
         widths = [inputs[row].params.beam_width for row in beam_rows]
         num_ends = [len(end_token_ids(inputs[row].params, eos_token_ids)) for row in beam_rows]
         counts = [width + max(width, ends) for width, ends in zip(widths, num_ends, strict=True)]
-        for row, found in zip(beam_rows, beam_candidates(processed[beam_rows], counts), strict=True):
+        for row, found in zip(
+            beam_rows, beam_candidates(processed[beam_rows], counts), strict=True
+        ):
             result[row] = found
-    asking = [row for row, item in enumerate(inputs) if item.params.logprobs is not None and not item.params.beam_width]
+    asking = [
+        row
+        for row, item in enumerate(inputs)
+        if item.params.logprobs is not None and not item.params.beam_width
+    ]
     if asking:
         raw = logits if len(asking) == len(inputs) else logits[asking]
         num_top = [inputs[row].params.logprobs or 0 for row in asking]
-        for row, reported in zip(asking, token_logprobs(raw, [token_ids[row] for row in asking], num_top), strict=True):
+        for row, reported in zip(
+            asking, token_logprobs(raw, [token_ids[row] for row in asking], num_top), strict=True
+        ):
             result[row] = reported
     return result

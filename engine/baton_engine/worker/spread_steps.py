@@ -13,7 +13,11 @@ from baton_engine.worker import dummy_steps
 
 
 def take_part(
-    model: CausalLM, kv_cache: Tensor, wave_tokens: tuple[int, ...], tensor_group: Group, device: torch.device
+    model: CausalLM,
+    kv_cache: Tensor,
+    wave_tokens: tuple[int, ...],
+    tensor_group: Group,
+    device: torch.device,
 ) -> None:
     """A step of the other ranks' tokens. Raises GroupBrokenError as `check_unbroken` does."""
     context = dummy_steps.no_batch(kv_cache, device)

@@ -21,7 +21,12 @@ class StaticInputs:
     """
 
     def __init__(
-        self, max_tokens: int, max_seqs: int, max_blocks: int, device: torch.device, hidden: Tensor | None
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        device: torch.device,
+        hidden: Tensor | None,
     ) -> None:
         # Each an allocation of its own: compiled code would copy what does not lie at a multiple of 16 bytes.
         self.input_ids, self.positions, self.slot_mapping = (
@@ -34,7 +39,13 @@ class StaticInputs:
 
     def clear(self) -> None:
         """Makes all of it padding, to capture with."""
-        for tensor in (self.input_ids, self.positions, self.block_tables, self.cu_seqlens_q, self.seq_lens):
+        for tensor in (
+            self.input_ids,
+            self.positions,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.seq_lens,
+        ):
             tensor.zero_()
         self.slot_mapping.fill_(-1)
 
@@ -57,7 +68,9 @@ class StaticInputs:
     def hidden_of(self, num_tokens: int) -> Tensor | None:
         return None if self.hidden is None else self.hidden[:num_tokens]
 
-    def fill_tokens(self, num_padded: int, batch: ForwardBatch, hidden: Tensor | None) -> ForwardBatch:
+    def fill_tokens(
+        self, num_padded: int, batch: ForwardBatch, hidden: Tensor | None
+    ) -> ForwardBatch:
         """For graphs without attention: the tokens here, padded; of the rest, which attention reads itself, the step's own."""
         num_tokens = len(batch.input_ids)
         _fill(self.input_ids[:num_padded], batch.input_ids, 0)
@@ -74,7 +87,9 @@ class StaticInputs:
         self.fill_tokens(descriptor.num_tokens, batch, hidden)
         _fill(self.slot_mapping[: descriptor.num_tokens], context.slot_mapping, -1)
         _fill(self.seq_lens[: descriptor.num_seqs], context.seq_lens, 0)
-        _fill(self.cu_seqlens_q[: descriptor.num_seqs + 1], context.cu_seqlens_q, len(batch.input_ids))
+        _fill(
+            self.cu_seqlens_q[: descriptor.num_seqs + 1], context.cu_seqlens_q, len(batch.input_ids)
+        )
         # Nothing is read of the tables of padded sequences, nor past the blocks of a sequence.
         self.block_tables[:num_seqs, : context.block_tables.shape[1]].copy_(context.block_tables)
 

@@ -28,7 +28,12 @@ from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import ConnectorStats, KVCacheLayout, KVConnectorWorker, RankAddress
+from baton_kv_transfer.connector import (
+    ConnectorStats,
+    KVCacheLayout,
+    KVConnectorWorker,
+    RankAddress,
+)
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.config import EngineConfig, KVRole, pod_ip
@@ -61,7 +66,11 @@ class Worker:
     # Getting ready
 
     def join_groups(
-        self, store_address: StoreAddress, generation: int, host: str | None = None, secret: bytes = b""
+        self,
+        store_address: StoreAddress,
+        generation: int,
+        host: str | None = None,
+        secret: bytes = b"",
     ) -> None:
         """Meets the other ranks. Collective.
 
@@ -207,7 +216,11 @@ class Worker:
         """Samples from the step that ran last."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
-        output = self._loaded.sample_tokens(grammar) if step.reaches_model_runner else ModelRunnerOutput()
+        output = (
+            self._loaded.sample_tokens(grammar)
+            if step.reaches_model_runner
+            else ModelRunnerOutput()
+        )
         if self.connector is not None:
             output.connector = self.connector.get_finished()
         return output
@@ -320,7 +333,9 @@ class Worker:
 
     @property
     def _spread(self) -> Generations:
-        assert self._generations is not None, "only an engine with parallel.enable_expert_parallel has generations"
+        assert self._generations is not None, (
+            "only an engine with parallel.enable_expert_parallel has generations"
+        )
         return self._generations
 
     def _make_generations(self, runner: ModelRunner) -> Generations:

@@ -11,7 +11,9 @@ from baton_kernels.activation.reference import silu_and_mul_reference
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer 2020): silu(gate) * up, for gate and up concatenated in [..., 2 * dim] -> [..., dim]."""
-    if gate_up.is_cuda and not torch.compiler.is_compiling():  # a compiler fuses the reference with what surrounds it
+    if (
+        gate_up.is_cuda and not torch.compiler.is_compiling()
+    ):  # a compiler fuses the reference with what surrounds it
         from baton_kernels.activation.triton_kernel import silu_and_mul_triton
 
         return silu_and_mul_triton(gate_up)

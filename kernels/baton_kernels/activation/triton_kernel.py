@@ -10,7 +10,9 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration, configuration
 
 CANDIDATES: list[Configuration] = [
-    {"tile": tile, "num_warps": num_warps} for tile in (256, 512, 1024, 2048) for num_warps in (1, 2, 4, 8)
+    {"tile": tile, "num_warps": num_warps}
+    for tile in (256, 512, 1024, 2048)
+    for num_warps in (1, 2, 4, 8)
 ]
 
 
@@ -33,7 +35,11 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]  # Triton types its pa
     source = gate_up_ptr + row * stride_gate_up_row + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * dim + column, (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + row * dim + column,
+        (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 def silu_and_mul_triton(gate_up: Tensor, config: Configuration | None = None) -> Tensor:
@@ -45,7 +51,9 @@ def silu_and_mul_triton(gate_up: Tensor, config: Configuration | None = None) ->
     if out.numel() == 0:
         return out
     if config is None:
-        default = {"tile": 512, "num_warps": 4} if num_rows <= 64 else {"tile": 1024, "num_warps": 4}
+        default = (
+            {"tile": 512, "num_warps": 4} if num_rows <= 64 else {"tile": 1024, "num_warps": 4}
+        )
         config = configuration("activation", shape_class(num_rows, dim), gate_up.device, default)
     _silu_and_mul_kernel[(num_rows, triton.cdiv(dim, config["tile"]))](
         out, rows, dim, rows.stride(0), TILE=config["tile"], num_warps=config["num_warps"]

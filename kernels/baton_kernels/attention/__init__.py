@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 def plan_attention(
-    key_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None = None
+    key_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    window: int | None = None,
 ) -> AttentionPlan | None:
     """Computes once what the layers of a step have in common. Arguments as of `paged_attention`.
 
@@ -160,12 +164,22 @@ def _check(
     """Raises ValueError for what no implementation computes; looks at no tensor's values."""
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
-        raise ValueError(f"key_scale and value_scale go with float8_e4m3fn caches, and these are {key_cache.dtype}")
+        raise ValueError(
+            f"key_scale and value_scale go with float8_e4m3fn caches, and these are {key_cache.dtype}"
+        )
     if not is_fp8 and key_cache.dtype != query.dtype:
         raise ValueError(
             f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, not {key_cache.dtype}"
         )
     if query.shape[1] % key_cache.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads cannot share {key_cache.shape[1]} KV heads evenly")
-    if scale <= 0 or (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale, window and soft_cap must be positive: {scale}, {window}, {soft_cap}")
+        raise ValueError(
+            f"{query.shape[1]} query heads cannot share {key_cache.shape[1]} KV heads evenly"
+        )
+    if (
+        scale <= 0
+        or (window is not None and window < 1)
+        or (soft_cap is not None and soft_cap <= 0)
+    ):
+        raise ValueError(
+            f"scale, window and soft_cap must be positive: {scale}, {window}, {soft_cap}"
+        )

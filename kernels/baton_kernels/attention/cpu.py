@@ -36,18 +36,27 @@ def paged_attention_cpu(
         return _attend(query, key_cache, value_cache, plan, plan.groups[0], scale)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)  # padding is in no group
     for group in plan.groups:
-        out[group.queries] = _attend(query[group.queries], key_cache, value_cache, plan, group, scale)
+        out[group.queries] = _attend(
+            query[group.queries], key_cache, value_cache, plan, group, scale
+        )
     return out
 
 
 def _attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, group: _Group, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    group: _Group,
+    scale: float,
 ) -> Tensor:
     """Of the group's queries [n, num_heads, head_dim]."""
     head_dim = query.shape[2]
     gathered = (group.num_seqs, plan.num_kv_heads, -1, head_dim)
     key, value = (
-        torch.index_select(cache.as_strided(plan.matrix, (plan.matrix[1], 1)), 0, group.rows, out=room).view(gathered)
+        torch.index_select(
+            cache.as_strided(plan.matrix, (plan.matrix[1], 1)), 0, group.rows, out=room
+        ).view(gathered)
         for cache, room in zip((key_cache, value_cache), plan.room(group), strict=True)
     )
     if group.invisible is not None:
@@ -57,7 +66,9 @@ def _attend(
     key, value = key[:, :, group.slots], value[:, :, group.slots]
     if group.is_decode:  # the query heads of one KV head take the place of its queries
         by_kv_head = query.reshape(group.num_seqs, plan.num_kv_heads, -1, head_dim)
-        attended = scaled_dot_product_attention(by_kv_head, key, value, attn_mask=group.mask, scale=scale)
+        attended = scaled_dot_product_attention(
+            by_kv_head, key, value, attn_mask=group.mask, scale=scale
+        )
         return attended.reshape(query.shape)
     attended = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -108,7 +119,12 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, key_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None
+        self,
+        key_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        window: int | None,
     ) -> None:
         num_blocks, self.num_kv_heads, self.block_size, head_dim = key_cache.shape
         self.strides = key_cache.stride()
@@ -120,11 +136,17 @@ class AttentionPlan:
                 f"and otherwise multiples of {row}; it has {self.strides}"
             )
         self._rows_per_block, self._rows_per_head = per_block // row, per_head // row
-        num_rows = 1 + (num_blocks - 1) * self._rows_per_block + (self.num_kv_heads - 1) * self._rows_per_head
+        num_rows = (
+            1
+            + (num_blocks - 1) * self._rows_per_block
+            + (self.num_kv_heads - 1) * self._rows_per_head
+        )
         self.matrix = (num_rows, row)
         """Shape of a cache as a matrix, a row for each block and KV head."""
         self._dtype = key_cache.dtype
-        self.groups = self._make_groups(block_tables, cu_seqlens_q.tolist(), seq_lens.tolist(), window)
+        self.groups = self._make_groups(
+            block_tables, cu_seqlens_q.tolist(), seq_lens.tolist(), window
+        )
         most = max((len(group.rows) for group in self.groups), default=0)
         self._room = torch.empty((2, most, row), dtype=key_cache.dtype)
 
@@ -170,9 +192,14 @@ class AttentionPlan:
         return (blocks.long()[:, None] * self._rows_per_block + heads).flatten()
 
     def _decodes(self, decodes: list[_Decode], block_tables: Tensor, num_blocks: int) -> _Group:
-        tables = torch.stack([block_tables[seq, self._blocks(first, end)] for seq, _, first, end in decodes])
+        tables = torch.stack(
+            [block_tables[seq, self._blocks(first, end)] for seq, _, first, end in decodes]
+        )
         # Positions within what is gathered, in which sequences may begin and end at different slots.
-        visible = [(first % self.block_size, first % self.block_size + end - first) for *_, first, end in decodes]
+        visible = [
+            (first % self.block_size, first % self.block_size + end - first)
+            for *_, first, end in decodes
+        ]
         if len(decodes) == 1:
             query = decodes[0].query
             return _Group(slice(query, query + 1), 1, True, self._rows(tables), slice(*visible[0]))
@@ -182,12 +209,18 @@ class AttentionPlan:
         slot = torch.arange(num_blocks * self.block_size)
         invisible = (slot < first_slot) | (slot >= end_slot)  # [num_seqs, slots]
         if invisible.any():
-            group.mask = torch.zeros(invisible.shape, dtype=self._dtype).masked_fill_(invisible, -torch.inf)
+            group.mask = torch.zeros(invisible.shape, dtype=self._dtype).masked_fill_(
+                invisible, -torch.inf
+            )
             group.mask = group.mask[:, None, None]
-            group.invisible = invisible[:, None].expand(-1, self.num_kv_heads, -1).flatten().nonzero()[:, 0]
+            group.invisible = (
+                invisible[:, None].expand(-1, self.num_kv_heads, -1).flatten().nonzero()[:, 0]
+            )
         return group
 
-    def _chunk(self, queries: slice, table: Tensor, first: int, end: int, window: int | None) -> _Group:
+    def _chunk(
+        self, queries: slice, table: Tensor, first: int, end: int, window: int | None
+    ) -> _Group:
         """The last tokens of one sequence; the first of them sees from position `first` on."""
         num_queries = queries.stop - queries.start
         start = first % self.block_size
@@ -198,5 +231,7 @@ class AttentionPlan:
             hidden = distance < 0
             if window is not None:
                 hidden |= distance >= window
-            group.mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+            group.mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(
+                hidden, -torch.inf
+            )
         return group

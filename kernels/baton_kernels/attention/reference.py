@@ -33,10 +33,16 @@ def paged_attention_reference(
         blocks, slots = block_tables[seq, positions // block_size].long(), positions % block_size
         keys, values = key_cache[blocks, :, slots].double(), value_cache[blocks, :, slots].double()
         if key_scale is not None and value_scale is not None:
-            keys, values = keys * key_scale.double()[:, None], values * value_scale.double()[:, None]
+            keys, values = (
+                keys * key_scale.double()[:, None],
+                values * value_scale.double()[:, None],
+            )
         for row in range(first, end):
             position = seq_len - end + row
-            visible = slice(0 if window is None else max(0, position - window + 1 - oldest), position + 1 - oldest)
+            visible = slice(
+                0 if window is None else max(0, position - window + 1 - oldest),
+                position + 1 - oldest,
+            )
             k = keys[visible].repeat_interleave(group, dim=1)  # [tokens, num_heads, head_dim]
             v = values[visible].repeat_interleave(group, dim=1)
             scores = scale * torch.einsum("hd,thd->ht", query[row].double(), k)

@@ -55,7 +55,9 @@ def find_segment(  # type: ignore[no-untyped-def]
     all_tiles = 0
     for start in range(0, num_seqs, SCAN):
         seqs = start + lanes
-        all_tiles += tl.sum(_count_tiles(seqs, seqs < num_seqs, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW))
+        all_tiles += tl.sum(
+            _count_tiles(seqs, seqs < num_seqs, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+        )
     tiles_per_segment = tl.maximum(MIN_TILES, (all_tiles + target_segments - 1) // target_segments)
 
     seq = 0
@@ -123,7 +125,9 @@ def join_segments_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )  # [SEGMENT_TILE, HEAD_DIM_PADDED]
         new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # so far no segment that this query sees
+        base = tl.where(
+            new_max == float("-inf"), 0.0, new_max
+        )  # so far no segment that this query sees
         rescale = tl.math.exp2(running_max - base)
         weights = tl.math.exp2(maxima - base)
         running_sum = running_sum * rescale + tl.sum(sums * weights, axis=0)

@@ -26,13 +26,25 @@ from baton_kernels.configurations import Configuration, configuration
 LOG2E = tl.constexpr(math.log2(math.e))
 
 DECODE_CANDIDATES: list[Configuration] = [
-    {"BLOCK_M": 16, "KV_TILE": tile, "PROGRAMS_PER_SM": programs, "num_warps": warps, "num_stages": stages}
+    {
+        "BLOCK_M": 16,
+        "KV_TILE": tile,
+        "PROGRAMS_PER_SM": programs,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
     for tile, warps in ((32, 2), (64, 4), (128, 4), (128, 8))
     for stages in (2, 3, 4, 5)
     for programs in (1, 2, 3)
 ]
 PREFILL_CANDIDATES: list[Configuration] = [
-    {"BLOCK_M": rows, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": warps, "num_stages": stages}
+    {
+        "BLOCK_M": rows,
+        "KV_TILE": tile,
+        "PROGRAMS_PER_SM": 2,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
     for rows, tile, warps in (
         (64, 32, 4),
         (64, 64, 4),
@@ -73,9 +85,21 @@ def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) ->
     tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
     if decode:
         stages = 4 if kv_dtype.itemsize == 1 else 3
-        return {"BLOCK_M": 16, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": 4, "num_stages": stages}
+        return {
+            "BLOCK_M": 16,
+            "KV_TILE": tile,
+            "PROGRAMS_PER_SM": 2,
+            "num_warps": 4,
+            "num_stages": stages,
+        }
     if kv_dtype.itemsize == 4:  # no tensor cores: products live in registers
-        return {"BLOCK_M": 64, "KV_TILE": min(tile, 32), "PROGRAMS_PER_SM": 2, "num_warps": 8, "num_stages": 2}
+        return {
+            "BLOCK_M": 64,
+            "KV_TILE": min(tile, 32),
+            "PROGRAMS_PER_SM": 2,
+            "num_warps": 8,
+            "num_stages": 2,
+        }
     return {"BLOCK_M": 128, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": 8, "num_stages": 3}
 
 
@@ -135,7 +159,15 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     segments = 1
     if SPLIT:
         seq, segment, segments = find_segment(
-            item, cu_seqlens_q_ptr, seq_lens_ptr, num_seqs, target_segments, KV_TILE, MIN_TILES, WINDOW, SCAN
+            item,
+            cu_seqlens_q_ptr,
+            seq_lens_ptr,
+            num_seqs,
+            target_segments,
+            KV_TILE,
+            MIN_TILES,
+            WINDOW,
+            SCAN,
         )
         if seq >= num_seqs:
             return
@@ -216,8 +248,12 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         token = tile_start + in_tile
         block = next_block.to(tl.int64)
         next_token = token + KV_TILE
-        next_block = tl.load(table_ptr + next_token // BLOCK_SIZE, mask=next_token < kv_end, other=0)
-        kv_offset = (block * stride_kv_block + (token % BLOCK_SIZE) * stride_kv_slot)[:, None] + dims[None, :]
+        next_block = tl.load(
+            table_ptr + next_token // BLOCK_SIZE, mask=next_token < kv_end, other=0
+        )
+        kv_offset = (block * stride_kv_block + (token % BLOCK_SIZE) * stride_kv_slot)[
+            :, None
+        ] + dims[None, :]
         # What lies past kv_end is never loaded: stale bytes may be NaN, and 0 * NaN is NaN. What lies before kv_start may be freed.
         kv_mask = (token < kv_end)[:, None]
         if WINDOW > 0:
@@ -263,8 +299,12 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         acc *= tl.load(value_scale_ptr + kv_head)
     mask = row_mask[:, None] & dim_mask[None, :]
     if segments == 1:
-        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # 0: an empty sequence, whose result is 0
-        out = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :]
+        acc = (
+            acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        )  # 0: an empty sequence, whose result is 0
+        out = (
+            out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :]
+        )
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
     elif SPLIT:
         index = (item * NUM_KV_HEADS + kv_head) * BLOCK_M + rows
@@ -275,7 +315,11 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 def paged_attention_triton(
@@ -315,19 +359,25 @@ def paged_attention_triton(
         or query.stride(2) != 1
         or out.stride(2) != 1
     ):
-        raise ValueError("key and value cache need equal strides, and the head dimension of q, k, v and out stride 1")
+        raise ValueError(
+            "key and value cache need equal strides, and the head dimension of q, k, v and out stride 1"
+        )
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_heads // num_kv_heads
-    one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(FEW_ROWS, triton.next_power_of_2(group))
+    one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(
+        FEW_ROWS, triton.next_power_of_2(group)
+    )
     # The longest query may be unknown; where queries are short on average, long blocks would be empty for the most part.
     decode = one_block or num_tokens <= 4 * num_seqs
     queries_at_once = max_seqlen_q if one_block and max_seqlen_q is not None else 1
     rows = max(16, triton.next_power_of_2(queries_at_once * group))
     default = default_configuration(decode, head_dim, key_cache.dtype)
-    measured = configuration("attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default)
+    measured = configuration(
+        "attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default
+    )
     config = measured if config is None else {**measured, **config}
     block_m = max(config["BLOCK_M"], rows)
     block_q = block_m // group
@@ -349,7 +399,9 @@ def paged_attention_triton(
     if split:
         partials = (items, num_kv_heads, block_m)
         partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=query.device)
-        partial_sum, partial_max = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind()
+        partial_sum, partial_max = torch.empty(
+            (2, *partials), dtype=torch.float32, device=query.device
+        ).unbind()
         segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=query.device)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     _paged_attention_kernel[(items * num_kv_heads,)](

@@ -47,7 +47,9 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
     return sums
 
 
-def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1) -> Tensor:
+def block_sums(
+    kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1
+) -> Tensor:
     """Word sums of a range of heads of each block, by device of the cache. On a GPU nothing waits for the device.
 
     Args:
@@ -64,20 +66,30 @@ def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: 
         IndexError: a block lies outside the cache.
     """
     if kv_cache.dim() < 3 or not kv_cache.is_contiguous():
-        raise ValueError(f"a cache must be contiguous, of shape [num_blocks, heads, ...], not {list(kv_cache.shape)}")
+        raise ValueError(
+            f"a cache must be contiguous, of shape [num_blocks, heads, ...], not {list(kv_cache.shape)}"
+        )
     num_blocks, cache_heads = kv_cache.shape[:2]
     if first_head < 0 or num_heads < 1 or first_head + num_heads > cache_heads:
-        raise ValueError(f"the cache has {cache_heads} heads, not [{first_head}, {first_head + num_heads})")
+        raise ValueError(
+            f"the cache has {cache_heads} heads, not [{first_head}, {first_head + num_heads})"
+        )
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1 or block_ids.is_cuda:
-        raise ValueError(f"block ids must be int64 [n] in host memory, not {block_ids.dtype} {list(block_ids.shape)}")
+        raise ValueError(
+            f"block ids must be int64 [n] in host memory, not {block_ids.dtype} {list(block_ids.shape)}"
+        )
     if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < num_blocks:
         raise IndexError(f"block ids lie outside the cache's {num_blocks} blocks")
     head_nbytes = kv_cache[0, 0].nbytes if num_blocks else 0
     if head_nbytes % WORD_BYTES:
-        raise ValueError(f"a head of a block must be a multiple of {WORD_BYTES} bytes, not {head_nbytes}")
+        raise ValueError(
+            f"a head of a block must be a multiple of {WORD_BYTES} bytes, not {head_nbytes}"
+        )
     if kv_cache.is_cuda:
         from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 
         return block_sums_triton(kv_cache, block_ids, first_head, num_heads)
     addresses = kv_cache.data_ptr() + (block_ids * cache_heads + first_head) * head_nbytes
-    return torch.from_numpy(sum_runs(addresses.numpy(), num_heads * head_nbytes, num_threads).view(np.int64))
+    return torch.from_numpy(
+        sum_runs(addresses.numpy(), num_heads * head_nbytes, num_threads).view(np.int64)
+    )

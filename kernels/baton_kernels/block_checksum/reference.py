@@ -20,7 +20,10 @@ OUTER_OFFSET = 2**32
 def word_sums_reference(words: Tensor) -> Tensor:
     """Sums of the rows of words: int64 [n, num_words] -> int64 [n]."""
     num_words = words.shape[1]
-    inner, outer = factors(0, min(num_words, PERIOD)), factors(OUTER_OFFSET, -(-num_words // PERIOD))
+    inner, outer = (
+        factors(0, min(num_words, PERIOD)),
+        factors(OUTER_OFFSET, -(-num_words // PERIOD)),
+    )
     sums = words.new_zeros(len(words))
     for period, factor in enumerate(outer):
         part = words[:, period * PERIOD : (period + 1) * PERIOD]
@@ -34,7 +37,9 @@ def sum_runs_reference(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.
     sums = np.zeros(len(addresses), dtype=np.uint64)
     if nbytes:
         for row, address in enumerate(addresses.tolist()):
-            run = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.int64)
+            run = torch.frombuffer(
+                (ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.int64
+            )
             sums[row] = word_sums_reference(run[None]).numpy().view(np.uint64)[0]
     return sums
 

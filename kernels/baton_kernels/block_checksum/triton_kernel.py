@@ -54,7 +54,11 @@ def _block_sums_kernel(  # type: ignore[no-untyped-def]  # Triton types its para
 
 
 def block_sums_triton(
-    kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, config: Configuration | None = None
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    first_head: int,
+    num_heads: int,
+    config: Configuration | None = None,
 ) -> Tensor:
     """Arguments and result as `baton_kernels.block_checksum.block_sums`, which checks them."""
     if len(block_ids) == 0:

@@ -63,7 +63,9 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
         return
     for cache in (source, target):
         if not cache.is_cuda and not cache.is_pinned():
-            raise ValueError("the host's swap blocks are not in pinned memory; allocate them with pin_memory=True")
+            raise ValueError(
+                "the host's swap blocks are not in pinned memory; allocate them with pin_memory=True"
+            )
     runs = list(_adjacent_runs(pairs))
     if len(runs) == 1:
         first_source, first_target, length = runs[0]
@@ -78,12 +80,16 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 def _check_cache(cache: Tensor) -> None:
     if cache.dim() < 2 or not cache.is_contiguous():
-        raise ValueError(f"a cache must be contiguous, of shape [num_blocks, ...], not {list(cache.shape)} strided")
+        raise ValueError(
+            f"a cache must be contiguous, of shape [num_blocks, ...], not {list(cache.shape)} strided"
+        )
 
 
 def _check_pairs(pairs: Tensor) -> None:
     if pairs.dtype != torch.int64 or pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.is_cuda:
-        raise ValueError(f"pairs must be int64 [n, 2] in host memory, not {pairs.dtype} {list(pairs.shape)}")
+        raise ValueError(
+            f"pairs must be int64 [n, 2] in host memory, not {pairs.dtype} {list(pairs.shape)}"
+        )
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,9 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration, configuration
 
 CANDIDATES: list[Configuration] = [
-    {"tile": tile, "num_warps": num_warps} for tile in (512, 1024, 2048, 4096) for num_warps in (4, 8)
+    {"tile": tile, "num_warps": num_warps}
+    for tile in (512, 1024, 2048, 4096)
+    for num_warps in (4, 8)
 ]
 """tile: in words of up to eight bytes."""
 
@@ -49,7 +51,10 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton types its par
 
 
 def copy_blocks_triton(
-    source: Tensor, target: Tensor, chains: list[list[tuple[int, int]]], config: Configuration | None = None
+    source: Tensor,
+    target: Tensor,
+    chains: list[list[tuple[int, int]]],
+    config: Configuration | None = None,
 ) -> None:
     """Copies in one launch, without waiting for the device.
 

@@ -27,7 +27,9 @@ Answer = Callable[[str, str, Configuration], Configuration]
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
-def configuration(operation: str, shape_class: str, device: torch.device, default: Configuration) -> Configuration:
+def configuration(
+    operation: str, shape_class: str, device: torch.device, default: Configuration
+) -> Configuration:
     """What was measured best for the operation on this device and shape class, or `default`.
 
     Args:
@@ -74,7 +76,11 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
     table = read_table(file)
     for operation, classes in measured.items():
         merged = {**table.get(operation, {}), **classes}
-        table[operation] = {shape_class: dict(config) for shape_class, config in merged.items() if config is not None}
+        table[operation] = {
+            shape_class: dict(config)
+            for shape_class, config in merged.items()
+            if config is not None
+        }
     file.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
 
 

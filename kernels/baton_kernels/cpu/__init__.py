@@ -67,7 +67,10 @@ def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, s
         return None, "BATON_CPU_KERNELS=torch"
     able = [one for one in instruction_sets() if one.needs <= flags and wanted in ("", one.name)]
     if not able:
-        return None, f"no C++ kernels for this processor{f' and BATON_CPU_KERNELS={wanted}' if wanted else ''}"
+        return (
+            None,
+            f"no C++ kernels for this processor{f' and BATON_CPU_KERNELS={wanted}' if wanted else ''}",
+        )
     compiled = next((one for one in able if library_file(one).exists()), None)
     if compiled is None:
         return None, "not compiled for this version: python -m baton_kernels.cpu.build"
@@ -86,7 +89,11 @@ def _load() -> tuple[Ops | None, str]:
     _register_fakes()
     sum_runs.restype = None
     sum_runs.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
-    operators = {name: getattr(torch.ops.baton_cpu, name).default for name in Ops.__slots__ if name != "sum_runs"}
+    operators = {
+        name: getattr(torch.ops.baton_cpu, name).default
+        for name in Ops.__slots__
+        if name != "sum_runs"
+    }
     return Ops(**operators, sum_runs=sum_runs), f"C++ ({why})"
 
 

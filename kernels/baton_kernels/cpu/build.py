@@ -19,7 +19,14 @@ from pathlib import Path
 
 import torch
 
-from baton_kernels.cpu.libraries import BUILT, FLAGS, SOURCES, InstructionSet, instruction_sets, library_file
+from baton_kernels.cpu.libraries import (
+    BUILT,
+    FLAGS,
+    SOURCES,
+    InstructionSet,
+    instruction_sets,
+    library_file,
+)
 
 # Compiled with OpenMP but not linked with it: torch's copy is in the process already, and a second one would have its own threads.
 # That copy is GCC's: what Clang compiles calls another one.
@@ -48,7 +55,18 @@ def build(instruction_set: InstructionSet, command: str) -> Path:
         compiled, linked = Path(folder, "ops.o"), Path(folder, "ops.so")
         flags = [*FLAGS, *instruction_set.flags, OPENMP, abi, "-isystem", str(include)]
         _run([command, *flags, "-c", str(SOURCES / "ops.cpp"), "-o", str(compiled)])
-        _run([command, "-shared", str(compiled), "-o", str(linked), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        _run(
+            [
+                command,
+                "-shared",
+                str(compiled),
+                "-o",
+                str(linked),
+                f"-L{libraries}",
+                "-ltorch_cpu",
+                "-lc10",
+            ]
+        )
         linked.replace(target)  # at once: another process may be loading
     for old in BUILT.glob(f"{instruction_set.name}-torch{torch.__version__}-*.so"):
         if old != target:
@@ -73,7 +91,9 @@ def main() -> int:
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:
         futures = {one.name: pool.submit(build, one, command) for one in wanted}
-    failed = {name: error for name, future in futures.items() if (error := future.exception()) is not None}
+    failed = {
+        name: error for name, future in futures.items() if (error := future.exception()) is not None
+    }
     for name, error in failed.items():
         print(
             f"compiling the CPU kernels for {name} failed; torch operations serve there, slower:\n{error}",

@@ -21,7 +21,11 @@ def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
     Args:
         slot_mapping: as of `write_kv`.
     """
-    return None if slot_mapping.is_cuda or compiled.OPS is not None else Slots(slot_mapping, block_size)
+    return (
+        None
+        if slot_mapping.is_cuda or compiled.OPS is not None
+        else Slots(slot_mapping, block_size)
+    )
 
 
 def write_kv(
@@ -55,4 +59,6 @@ def write_kv(
     else:
         if key_cache.dtype == torch.float8_e4m3fn:
             key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)
-        write_kv_cpu(key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2]))
+        write_kv_cpu(
+            key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2])
+        )

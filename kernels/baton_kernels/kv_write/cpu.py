@@ -17,7 +17,9 @@ class Slots:
         self.block, self.slot = slot_mapping // block_size, slot_mapping % block_size
 
 
-def write_kv_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Slots) -> None:
+def write_kv_cpu(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Slots
+) -> None:
     """Arguments as `baton_kernels.kv_write.write_kv`."""
     if slots.tokens is not None:
         key, value = key[slots.tokens], value[slots.tokens]

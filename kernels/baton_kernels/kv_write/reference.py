@@ -31,4 +31,6 @@ def write_kv_reference(
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             key_cache[slot // block_size, :, slot % block_size] = key[token].to(key_cache.dtype)
-            value_cache[slot // block_size, :, slot % block_size] = value[token].to(value_cache.dtype)
+            value_cache[slot // block_size, :, slot % block_size] = value[token].to(
+                value_cache.dtype
+            )

@@ -59,12 +59,19 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
     dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (head < num_kv_heads) & (dims < HEAD_DIM)
     key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + dims, mask=mask)
-    value = tl.load(value_ptr + token * stride_value_token + head * stride_value_head + dims, mask=mask)
+    value = tl.load(
+        value_ptr + token * stride_value_token + head * stride_value_head + dims, mask=mask
+    )
     if SCALED:
         key = _to_fp8(key, key_scale_ptr, head, head < num_kv_heads, key_cache_ptr.dtype.element_ty)
-        value = _to_fp8(value, value_scale_ptr, head, head < num_kv_heads, value_cache_ptr.dtype.element_ty)
+        value = _to_fp8(
+            value, value_scale_ptr, head, head < num_kv_heads, value_cache_ptr.dtype.element_ty
+        )
     target = (
-        (slot // BLOCK_SIZE) * stride_kv_block + head * stride_kv_head + (slot % BLOCK_SIZE) * stride_kv_slot + dims
+        (slot // BLOCK_SIZE) * stride_kv_block
+        + head * stride_kv_head
+        + (slot % BLOCK_SIZE) * stride_kv_slot
+        + dims
     )
     tl.store(key_cache_ptr + target, key.to(key_cache_ptr.dtype.element_ty), mask=mask)
     tl.store(value_cache_ptr + target, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
@@ -92,7 +99,9 @@ def write_kv_triton(
         or key.stride(2) != 1
         or value.stride(2) != 1
     ):
-        raise ValueError("key and value cache need equal strides, and the head dimension of all of them stride 1")
+        raise ValueError(
+            "key and value cache need equal strides, and the head dimension of all of them stride 1"
+        )
     if num_tokens == 0:
         return
     scaled = key_cache.dtype == torch.float8_e4m3fn
@@ -102,7 +111,9 @@ def write_kv_triton(
     if config is None:
         heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
         default = {"heads": heads, "num_warps": min(max(heads * head_dim_padded // 256, 1), 4)}
-        config = configuration("kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default)
+        config = configuration(
+            "kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default
+        )
     _write_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, config["heads"]))](
         key,
         value,

@@ -36,7 +36,9 @@ def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
     return route_top_k_triton(router_logits, top_k, renormalize)
 
 
-def run_experts(x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
+) -> Tensor:
     """Weighted sum of each token's experts, by device of `x`. Experts without tokens cost nothing.
 
     Args:

@@ -33,7 +33,9 @@ def run_experts_cpu(
     order = pairs.argsort(stable=True)[: sum(counts)]
     inputs = x[order // top_k].split(counts)
     products = [
-        _run_expert(rows, gate_up[expert], down[expert]) for expert, rows in enumerate(inputs) if counts[expert]
+        _run_expert(rows, gate_up[expert], down[expert])
+        for expert, rows in enumerate(inputs)
+        if counts[expert]
     ]
     if not products:
         return torch.zeros_like(x)
@@ -45,7 +47,9 @@ def run_experts_cpu(
     return (by_pair.view(num_tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
-def _run_expert(rows: Tensor, gate_up: Any, down: Any) -> Tensor:  # Any: a ModuleList does not say what it holds
+def _run_expert(
+    rows: Tensor, gate_up: Any, down: Any
+) -> Tensor:  # Any: a ModuleList does not say what it holds
     return linear(silu_and_mul(linear(rows, gate_up)), down)
 
 
@@ -57,7 +61,9 @@ def _run_one_token(
     here = [choice for choice, expert in enumerate(ids) if 0 <= expert < len(gate_up)]
     if not here:
         return torch.zeros_like(x)
-    products = torch.cat([_run_expert(x, gate_up[ids[choice]], down[ids[choice]]) for choice in here])
+    products = torch.cat(
+        [_run_expert(x, gate_up[ids[choice]], down[ids[choice]]) for choice in here]
+    )
     if len(here) < len(ids):
         weights = weights[:, here]
     return weights.to(x.dtype) @ products

@@ -148,7 +148,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for k_start in range(0, INTERMEDIATE, BLOCK_K):
         activated = _load_rows(activated_ptrs, k_start, row_mask, INTERMEDIATE, BLOCK_K)
-        acc = _multiply(activated, _load_weights(down_ptrs, k_start, INTERMEDIATE, BLOCK_K), acc, SWAP)
+        acc = _multiply(
+            activated, _load_weights(down_ptrs, k_start, INTERMEDIATE, BLOCK_K), acc, SWAP
+        )
 
     weight = tl.load(weights_ptr + pair, mask=row_mask, other=0.0).to(tl.float32)
     target_row = rows_ptr + pair.to(tl.int64) * HIDDEN
@@ -182,7 +184,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         here = (expert >= 0) & (expert < NUM_EXPERTS)
         row = tl.load(rows_ptr + pair * HIDDEN + column, mask=(column < HIDDEN) & here, other=0.0)
         acc += row.to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + column, acc.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
+    tl.store(
+        out_ptr + token * HIDDEN + column, acc.to(out_ptr.dtype.element_ty), mask=column < HIDDEN
+    )
 
 
 def run_experts_gemm(

@@ -81,13 +81,17 @@ def _down_row_kernel(  # type: ignore[no-untyped-def]
         here = (experts >= 0) & (experts < NUM_EXPERTS)
         weight = tl.load(weights_ptr + pair).to(tl.float32)
         down_ptrs = down_ptr + expert * (HIDDEN * INTERMEDIATE) + weight_row * INTERMEDIATE
-        activated_ptrs = activated_ptr + pair * INTERMEDIATE + tl.zeros([BLOCK_N, 1], dtype=tl.int64)
+        activated_ptrs = (
+            activated_ptr + pair * INTERMEDIATE + tl.zeros([BLOCK_N, 1], dtype=tl.int64)
+        )
         product = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         for k_start in range(0, INTERMEDIATE, BLOCK_K):
             k = k_start + tl.arange(0, BLOCK_K)[None, :]
             mask = (k < INTERMEDIATE) & here
             activated = tl.load(activated_ptrs + k, mask=mask, other=0.0).to(tl.float32)
-            product += tl.load(down_ptrs[:, None] + k, mask=mask, other=0.0).to(tl.float32) * activated
+            product += (
+                tl.load(down_ptrs[:, None] + k, mask=mask, other=0.0).to(tl.float32) * activated
+            )
         acc += product * tl.where((expert >= 0) & (expert < NUM_EXPERTS), weight, 0.0)
     target = out_ptr + token * HIDDEN + column
     tl.store(target, tl.sum(acc, axis=1).to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
@@ -107,12 +111,25 @@ def run_experts_gemv(
     num_experts, hidden, intermediate = down.shape
     block_n = config["BLOCK_N"]
     activated = torch.empty(num_tokens * top_k, intermediate, dtype=x.dtype, device=x.device)
-    shapes = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
+    shapes = {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "HIDDEN": hidden,
+        "INTERMEDIATE": intermediate,
+    }
     tiles = {"BLOCK_N": block_n, "BLOCK_K": config["BLOCK_K"]}
     # Pairs vary fastest: those of one expert then read its weights at about the same time, once from memory.
     _gate_up_row_kernel[(num_tokens * top_k, triton.cdiv(intermediate, block_n))](
         activated, x, gate_up, expert_ids, **shapes, **tiles, num_warps=config["num_warps"]
     )
     _down_row_kernel[(num_tokens, triton.cdiv(hidden, block_n))](
-        out, activated, down, weights, expert_ids, **shapes, **tiles, UNROLL=2, num_warps=config["num_warps"]
+        out,
+        activated,
+        down,
+        weights,
+        expert_ids,
+        **shapes,
+        **tiles,
+        UNROLL=2,
+        num_warps=config["num_warps"],
     )

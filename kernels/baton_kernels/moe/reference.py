@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 
-def route_top_k_reference(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route_top_k_reference(
+    router_logits: Tensor, top_k: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
     """Arguments and result as `baton_kernels.moe.route_top_k`."""
     probs = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
     weights, expert_ids = probs.topk(top_k, dim=-1)
@@ -19,7 +21,11 @@ def route_top_k_reference(router_logits: Tensor, top_k: int, renormalize: bool) 
 
 
 def run_experts_reference(
-    x: Tensor, gate_up: Iterable[Tensor], down: Iterable[Tensor], weights: Tensor, expert_ids: Tensor
+    x: Tensor,
+    gate_up: Iterable[Tensor],
+    down: Iterable[Tensor],
+    weights: Tensor,
+    expert_ids: Tensor,
 ) -> Tensor:
     """Arguments and result as `baton_kernels.moe.run_experts`; the experts' weights are plain ones."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

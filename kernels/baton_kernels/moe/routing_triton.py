@@ -19,7 +19,8 @@ from baton_kernels.configurations import Configuration, configuration
 
 ROUTING_DEFAULT: Configuration = {"ROWS": 1, "num_warps": 1}
 ROUTING_CANDIDATES: list[Configuration] = [
-    {"ROWS": rows, "num_warps": warps} for rows, warps in ((1, 1), (1, 2), (2, 1), (4, 2), (4, 4), (8, 4))
+    {"ROWS": rows, "num_warps": warps}
+    for rows, warps in ((1, 1), (1, 2), (2, 1), (4, 2), (4, 4), (8, 4))
 ]
 
 
@@ -65,7 +66,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameter
         total = tl.where(total == total, tl.sum(weights, axis=1), total)
     target = token[:, None] * TOP_K + choices[None, :]
     mask = token_mask[:, None] & (choices[None, :] < TOP_K)
-    tl.store(weights_ptr + target, (weights / total[:, None]).to(weights_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        weights_ptr + target, (weights / total[:, None]).to(weights_ptr.dtype.element_ty), mask=mask
+    )
     tl.store(expert_ids_ptr + target, chosen.to(tl.int64), mask=mask)
 
 

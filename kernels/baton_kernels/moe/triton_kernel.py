@@ -21,7 +21,13 @@ from baton_kernels.moe.gemm_triton import run_experts_gemm
 from baton_kernels.moe.gemv_triton import run_experts_gemv
 from baton_kernels.moe.routing_triton import route_top_k_triton
 
-__all__ = ["CANDIDATES", "default_configuration", "route_top_k_triton", "run_experts_triton", "shape_class"]
+__all__ = [
+    "CANDIDATES",
+    "default_configuration",
+    "route_top_k_triton",
+    "run_experts_triton",
+    "shape_class",
+]
 
 GEMV_TOKENS = 8
 """Up to so many tokens are multiplied one by one where nothing was measured."""
@@ -32,7 +38,13 @@ def _gemv(block_n: int, block_k: int, num_warps: int) -> Configuration:
 
 
 def _gemm(
-    block_m: int, block_n: int, block_k: int, group_m: int, swap: int, num_warps: int, num_stages: int
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    group_m: int,
+    swap: int,
+    num_warps: int,
+    num_stages: int,
 ) -> Configuration:
     return {
         "BLOCK_M": block_m,
@@ -74,7 +86,10 @@ CANDIDATES: list[Configuration] = [
             (256, 128, 2),
         )
     ),
-    *(_gemm(16, block_n, 128, 4, 0, 4, num_stages) for block_n, num_stages in ((64, 4), (128, 3), (128, 4))),
+    *(
+        _gemm(16, block_n, 128, 4, 0, 4, num_stages)
+        for block_n, num_stages in ((64, 4), (128, 3), (128, 4))
+    ),
     *(
         _gemm(64, block_n, block_k, group_m, swap, num_warps, num_stages)
         for block_n, block_k, swap, num_warps, num_stages in (
@@ -95,7 +110,9 @@ CANDIDATES: list[Configuration] = [
 """What tune.py measures, for 16-bit weights. Those that need more shared memory than a device has fail to launch there."""
 
 
-def default_configuration(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype) -> Configuration:
+def default_configuration(
+    num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype
+) -> Configuration:
     """What serves where nothing was measured: tiles about as high as an expert has rows on average."""
     halves = dtype.itemsize // 2  # float32 takes twice the room
     rows_per_expert = num_tokens * top_k / num_experts
@@ -111,7 +128,12 @@ def default_configuration(num_tokens: int, num_experts: int, top_k: int, dtype: 
 
 
 def shape_class(
-    num_tokens: int, num_experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
 ) -> str:
     """Tokens count up to the next power of two, and those beyond 8192 as 8192."""
     tokens = min(8192, triton.next_power_of_2(num_tokens))

@@ -16,7 +16,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: of shape [..., dim].
         weight: of shape [dim].
     """
-    if x.is_cuda and not torch.compiler.is_compiling():  # a compiler fuses the reference with what surrounds it
+    if (
+        x.is_cuda and not torch.compiler.is_compiling()
+    ):  # a compiler fuses the reference with what surrounds it
         from baton_kernels.norm.triton_kernel import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)

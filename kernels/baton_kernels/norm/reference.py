@@ -11,7 +11,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch_rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Arguments and result as `baton_kernels.norm.add_rms_norm`."""
     total = residual + x
     return rms_norm_reference(total, weight, eps), total

@@ -13,7 +13,9 @@ MAX_TILE = 8192
 """Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers."""
 
 CANDIDATES: list[Configuration] = [
-    {"elements": elements, "num_warps": num_warps} for elements in (1024, 2048, 4096) for num_warps in (2, 4, 8, 16)
+    {"elements": elements, "num_warps": num_warps}
+    for elements in (1024, 2048, 4096)
+    for num_warps in (2, 4, 8, 16)
 ]
 """elements: of short rows, as many rows per program as have this many."""
 
@@ -53,7 +55,9 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
             mask = (row < num_rows) & (start + column < dim)
             more = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
             if ADD:
-                more += tl.load(residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0)
+                more += tl.load(
+                    residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0
+                )
                 tl.store(total_ptr + row * dim + start + column, more, mask=mask)
             squares += tl.sum(more.to(tl.float32) * more.to(tl.float32), axis=1)
     factor = tl.rsqrt(squares / dim + eps)[:, None]
@@ -69,12 +73,16 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
             weight = tl.load(weight_ptr + start + column, mask=start + column < dim, other=0.0)
             x = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
             if ADD:  # the sum again, since what another thread stored may not be seen yet
-                x += tl.load(residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0)
+                x += tl.load(
+                    residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0
+                )
             normed = (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * dim + start + column, normed * weight, mask=mask)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: Configuration | None = None) -> Tensor:
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
+) -> Tensor:
     """Arguments and result as `baton_kernels.norm.rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
     return _launch(rows, None, weight, eps, config)[0].view(x.shape)

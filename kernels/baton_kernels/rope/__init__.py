@@ -53,7 +53,9 @@ def rotate_qk(
     Returns:
         Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim], dtype of qkv, computed in float32.
     """
-    if qkv.is_cuda and not torch.compiler.is_compiling():  # a compiler fuses the reference with what surrounds it
+    if (
+        qkv.is_cuda and not torch.compiler.is_compiling()
+    ):  # a compiler fuses the reference with what surrounds it
         from baton_kernels.rope.triton_kernel import rotate_qk_triton
 
         return rotate_qk_triton(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)

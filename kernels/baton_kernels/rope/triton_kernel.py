@@ -65,8 +65,12 @@ def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its param
         second = (second_wide * factor).to(dtype) * second_weight
     cos = tl.load(cos_ptr + token * stride_cos_token + dim, mask=dim < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * stride_sin_token + dim, mask=dim < HALF, other=0.0)
-    turned_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(q_ptr.dtype.element_ty)
-    turned_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(q_ptr.dtype.element_ty)
+    turned_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(
+        q_ptr.dtype.element_ty
+    )
+    turned_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(
+        q_ptr.dtype.element_ty
+    )
 
     to_q = q_ptr + (token * NUM_HEADS + head) * (2 * HALF) + dim
     tl.store(to_q, turned_first, mask=mask & is_q)

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from baton_kernels.sampling.noise import gumbel, keys_tensor, least_mantissa, noise_mantissa
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
-from baton_kernels.sampling.vocabulary_blocks import block_maxima, rank_bound, row_chunks, tokens_at_least
+from baton_kernels.sampling.vocabulary_blocks import (
+    block_maxima,
+    rank_bound,
+    row_chunks,
+    tokens_at_least,
+)
 
 FEW = 64
 MANY = 1024
@@ -30,7 +35,8 @@ _LOWEST = torch.finfo(torch.float32).min
 def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
     """Arguments and result as `baton_kernels.sampling.draw_tokens`."""
     drawn = [
-        _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device)) for rows in row_chunks(logits)
+        _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device))
+        for rows in row_chunks(logits)
     ]
     return torch.cat(drawn)
 
@@ -87,7 +93,9 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
         )
     token_ids, scores = _draw(logits, tokens_at_least(logits, maxima, bound), rows)
 
-    free = column([p.top_p >= 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)], torch.bool)
+    free = column(
+        [p.top_p >= 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)], torch.bool
+    )
     index = (free & (bound > floor)).nonzero()[:, 0]
     if len(index):
         mine, others, to_beat = rows.take(index), logits, scores[index]
@@ -108,30 +116,40 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
     Candidates are row indices and token ids, ordered by row, then id.
     """
     token_ids, present = _compact(candidates, len(logits))
-    scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(~present, -math.inf)
+    scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(
+        ~present, -math.inf
+    )
     scaled.masked_fill_(scaled < rows.best + rows.log_min_p, -math.inf)
     if bool((rows.top_k < logits.shape[-1]).any() | (rows.top_p < 1).any()):
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         token_ids = token_ids.gather(-1, order)
-        scaled.masked_fill_(torch.arange(scaled.shape[-1], device=scaled.device) >= rows.top_k, -math.inf)
+        scaled.masked_fill_(
+            torch.arange(scaled.shape[-1], device=scaled.device) >= rows.top_k, -math.inf
+        )
         weights = _fixed_point(scaled, rows.best)
         total = torch.where(rows.total > 0, rows.total, weights.sum(dim=-1, keepdim=True))
         # A token stays if those ahead of it do not reach top_p yet.
         drop = weights.cumsum(dim=-1) - weights >= rows.top_p * total
         drop[:, 0] = False
         scaled.masked_fill_(drop, -math.inf)
-    scores, winner = (scaled + gumbel(noise_mantissa(rows.keys, token_ids))).max(dim=-1, keepdim=True)
+    scores, winner = (scaled + gumbel(noise_mantissa(rows.keys, token_ids))).max(
+        dim=-1, keepdim=True
+    )
     return token_ids.gather(-1, winner), scores
 
 
 def _min_p_bound(rows: _Rows) -> Tensor:
     """A logit that all tokens that min_p keeps reach; [rows, 1] float32."""
     least = (rows.best + rows.log_min_p) * rows.temperature
-    slack = 1e-6 * (least.abs() + (rows.best * rows.temperature).abs())  # more than float32 rounds away
+    slack = 1e-6 * (
+        least.abs() + (rows.best * rows.temperature).abs()
+    )  # more than float32 rounds away
     return torch.nan_to_num(least - slack, nan=_LOWEST).clamp_min_(_LOWEST).float()
 
 
-def _top_p_bound(logits: Tensor, rows: _Rows, sorted_maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+def _top_p_bound(
+    logits: Tensor, rows: _Rows, sorted_maxima: Tensor, floor: Tensor
+) -> tuple[Tensor, Tensor]:
     """A logit that all tokens that top_p keeps reach, and the sum of all probabilities that min_p leaves; [rows, 1] each."""
     scaled = logits.double().div_(rows.temperature)
     if bool((rows.log_min_p > -math.inf).any()):

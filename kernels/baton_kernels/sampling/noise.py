@@ -31,7 +31,9 @@ def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise per (key, token id), float64 of shape [len(keys), vocab_size]."""
-    return gumbel(noise_mantissa(keys_tensor(keys, device)[:, None], torch.arange(vocab_size, device=device)))
+    return gumbel(
+        noise_mantissa(keys_tensor(keys, device)[:, None], torch.arange(vocab_size, device=device))
+    )
 
 
 def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -12,12 +12,16 @@ from baton_kernels.sampling.noise import gumbel_noise
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 
 
-def draw_tokens_reference(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
+def draw_tokens_reference(
+    logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]
+) -> Tensor:
     """Arguments and result as `baton_kernels.sampling.draw_tokens`."""
     vocab_size = logits.shape[-1]
     winners = []
     for row, wish, key in zip(logits, params, keys, strict=True):
-        scaled, token_ids = (row.double() / max(wish.temperature, MIN_TEMPERATURE)).sort(descending=True, stable=True)
+        scaled, token_ids = (row.double() / max(wish.temperature, MIN_TEMPERATURE)).sort(
+            descending=True, stable=True
+        )
         best = scaled[0].clone()
         if wish.min_p > 0:
             scaled[scaled < best + math.log(wish.min_p)] = -math.inf

@@ -22,7 +22,9 @@ def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = tl.load(logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.load(
+        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
+    )
     x = tl.where(x == x, x, float("inf"))  # a NaN is found as what is not finite
     best = tl.max(x, axis=0)
     to = row * tl.num_programs(1) + tl.program_id(1)
@@ -62,12 +64,22 @@ def greedy_triton(logits: Tensor, config: Configuration | None = None) -> Tensor
     if num_rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    config = config or configuration("sampling", shape_class(num_rows, vocab_size), logits.device, DEFAULT)
+    config = config or configuration(
+        "sampling", shape_class(num_rows, vocab_size), logits.device, DEFAULT
+    )
     num_tiles = triton.cdiv(vocab_size, config["tile"])
     best = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     winner = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
     _greedy_tiles_kernel[(num_rows, num_tiles)](
-        best, winner, logits, vocab_size, logits.stride(0), TILE=config["tile"], num_warps=config["num_warps"]
+        best,
+        winner,
+        logits,
+        vocab_size,
+        logits.stride(0),
+        TILE=config["tile"],
+        num_warps=config["num_warps"],
     )
-    _greedy_kernel[(num_rows,)](out, best, winner, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1)
+    _greedy_kernel[(num_rows,)](
+        out, best, winner, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1
+    )
     return out

@@ -62,7 +62,14 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
-_PER_ROW = ["noise_key_ptr", "top_k_ptr", "rank_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"]
+_PER_ROW = [
+    "noise_key_ptr",
+    "top_k_ptr",
+    "rank_ptr",
+    "temperature_ptr",
+    "log_min_p_ptr",
+    "top_p_ptr",
+]
 """Lines of one table: where they begin depends on the number of rows, which is another in every step."""
 
 
@@ -79,7 +86,9 @@ def _block_maxima_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
-    x = tl.load(logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.load(
+        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
+    )
     x = tl.where(x == x, x, float("-inf"))  # a NaN counts as masked
     tl.store(maxima_ptr + row * num_blocks + block, tl.max(x, axis=1), mask=block < num_blocks)
 
@@ -101,7 +110,9 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
     best = tl.full([], float("-inf"), tl.float32)
     for start in range(0, num_blocks, TILE):
         block = start + tl.arange(0, TILE)
-        x = tl.load(maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
+        x = tl.load(
+            maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")
+        )
         best = tl.maximum(best, tl.max(x, axis=0))
     left = tl.full([], LOWEST_KEY, tl.int64)
     right = tl.maximum(order_key(best).to(tl.int64), left)
@@ -113,8 +124,12 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
         reach = tl.zeros([PIVOTS], tl.int32)
         for start in range(0, num_blocks, TILE):
             block = start + tl.arange(0, TILE)
-            x = tl.load(maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-            reach += tl.sum((order_key(x).to(tl.int64)[None, :] >= pivots[:, None]).to(tl.int32), axis=1)
+            x = tl.load(
+                maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")
+            )
+            reach += tl.sum(
+                (order_key(x).to(tl.int64)[None, :] >= pivots[:, None]).to(tl.int32), axis=1
+            )
         left += tl.sum((reach >= rank).to(tl.int64), axis=0) * step
         right = tl.minimum(right, left + step - 1)
     tl.store(best_ptr + row, best)
@@ -149,18 +164,27 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     top_p = tl.load(top_p_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = tl.load(logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.load(
+        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
+    )
     best = tl.load(best_ptr + row).to(tl.float64) / temperature
     scaled = x.to(tl.float64) / temperature
     kept = (x > float("-inf")) & (scaled >= best + tl.load(log_min_p_ptr + row))
     if (top_k >= vocab_size) & (top_p > 1.0):
         noise = gumbel_of(tl.load(noise_key_ptr + row), token)
-        score, place = tl.max(tl.where(kept, scaled + noise, float("-inf")), axis=0, return_indices=True)
+        score, place = tl.max(
+            tl.where(kept, scaled + noise, float("-inf")), axis=0, return_indices=True
+        )
         tl.store(score_ptr + row * tl.num_programs(1) + tl.program_id(1), score)
-        tl.store(winner_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.program_id(1) * TILE + place)
+        tl.store(
+            winner_ptr + row * tl.num_programs(1) + tl.program_id(1),
+            tl.program_id(1) * TILE + place,
+        )
     else:
         if top_k >= vocab_size:  # whole numbers: exact in any order
-            tl.atomic_add(total_ptr + row, tl.sum(tl.where(kept, relative_weight(scaled, best), 0.0), axis=0))
+            tl.atomic_add(
+                total_ptr + row, tl.sum(tl.where(kept, relative_weight(scaled, best), 0.0), axis=0)
+            )
         reach = (kept & (order_key(x) >= tl.load(bound_ptr + row))).to(tl.int32)
         found = tl.sum(reach, axis=0)
         if found > 0:
@@ -201,7 +225,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     if (top_k >= vocab_size) & (top_p > 1.0):
         for start in range(0, num_tiles, TILE):
             tile = start + tl.arange(0, TILE)
-            score = tl.load(score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+            score = tl.load(
+                score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
+            )
             token = tl.load(winner_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0)
             top_score = tl.max(score, axis=0)
             if top_score > winning_score:
@@ -225,7 +251,17 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         enough = gathered <= CAPACITY
         if enough & (top_k >= vocab_size):
             mass = reaching(
-                row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least, lowest, True, TILE
+                row_ptr,
+                values_ptr,
+                ids_ptr,
+                in_row,
+                gathered,
+                temperature,
+                best,
+                least,
+                lowest,
+                True,
+                TILE,
             )
             enough = mass >= top_p * total
         if not enough:
@@ -236,7 +272,17 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         if top_k < vocab_size:
             wanted = top_k.to(tl.float64)
             mass = reaching(
-                row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least, lowest, False, TILE
+                row_ptr,
+                values_ptr,
+                ids_ptr,
+                in_row,
+                gathered,
+                temperature,
+                best,
+                least,
+                lowest,
+                False,
+                TILE,
             )
             if mass > wanted:
                 threshold = search(
@@ -258,7 +304,17 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         if top_p <= 1.0:
             if top_k < vocab_size:
                 total = reaching(
-                    row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least, threshold, True, TILE
+                    row_ptr,
+                    values_ptr,
+                    ids_ptr,
+                    in_row,
+                    gathered,
+                    temperature,
+                    best,
+                    least,
+                    threshold,
+                    True,
+                    TILE,
                 )
             threshold = search(
                 row_ptr,
@@ -271,7 +327,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
                 least,
                 threshold,
                 highest,
-                tl.maximum(top_p * total, 1.0),  # the best token reaches that: it stays even if top_p is 0
+                tl.maximum(
+                    top_p * total, 1.0
+                ),  # the best token reaches that: it stays even if top_p is 0
                 True,
                 PIVOTS,
                 TILE,
@@ -280,7 +338,11 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, in_row + gathered, TILE):
             x, token = load_tokens(row_ptr, values_ptr, ids_ptr, start, in_row, gathered, TILE)
             scaled = x.to(tl.float64) / temperature
-            kept = (x > float("-inf")) & (scaled >= least) & (order_place(order_key(x), token) >= threshold)
+            kept = (
+                (x > float("-inf"))
+                & (scaled >= least)
+                & (order_place(order_key(x), token) >= threshold)
+            )
             score = tl.where(kept, scaled + gumbel_of(noise_key, token), float("-inf"))
             top_score = tl.max(score, axis=0)
             first = tl.min(tl.where(kept & (score == top_score), token, vocab_size), axis=0)
@@ -291,7 +353,10 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 
 def draw_tokens_triton(
-    logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int], config: Configuration | None = None
+    logits: Tensor,
+    params: Sequence[DrawParams],
+    keys: Sequence[int],
+    config: Configuration | None = None,
 ) -> Tensor:
     """Arguments and result as `baton_kernels.sampling.draw_tokens`; a NaN counts as -inf.
 
@@ -300,14 +365,18 @@ def draw_tokens_triton(
     """
     num_rows, vocab_size = logits.shape
     if vocab_size >= 2**24:
-        raise ValueError(f"vocabularies of 2**24 tokens and more cannot be sampled, and this one has {vocab_size}")
+        raise ValueError(
+            f"vocabularies of 2**24 tokens and more cannot be sampled, and this one has {vocab_size}"
+        )
     device = logits.device
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     config = config or configuration("sampling", shape_class(num_rows, vocab_size), device, DEFAULT)
-    noise_keys, top_k, rank, temperature, log_min_p, top_p = _upload(params, keys, vocab_size, device)
+    noise_keys, top_k, rank, temperature, log_min_p, top_p = _upload(
+        params, keys, vocab_size, device
+    )
     tile, row_tile = config["tile"], config["row_tile"]
     num_blocks, num_tiles = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, tile)
 
@@ -317,7 +386,10 @@ def draw_tokens_triton(
     maxima = empty(num_blocks, dtype=torch.float32)
     best, bound = empty(dtype=torch.float32), empty(dtype=torch.int32)
     count, total = empty(dtype=torch.int32), empty(dtype=torch.float64)
-    gathered, gathered_ids = empty(CAPACITY, dtype=torch.float32), empty(CAPACITY, dtype=torch.int32)
+    gathered, gathered_ids = (
+        empty(CAPACITY, dtype=torch.float32),
+        empty(CAPACITY, dtype=torch.int32),
+    )
     scores, winners = empty(num_tiles, dtype=torch.float64), empty(num_tiles, dtype=torch.int32)
 
     _block_maxima_kernel[(num_rows, num_tiles)](
@@ -331,12 +403,27 @@ def draw_tokens_triton(
         num_warps=config["num_warps"],
     )
     _bounds_kernel[(num_rows,)](
-        best, bound, count, total, maxima, rank, num_blocks, PIVOTS=PIVOTS, TILE=row_tile, num_warps=config["row_warps"]
+        best,
+        bound,
+        count,
+        total,
+        maxima,
+        rank,
+        num_blocks,
+        PIVOTS=PIVOTS,
+        TILE=row_tile,
+        num_warps=config["row_warps"],
     )
     wishes = (noise_keys, top_k, temperature, log_min_p, top_p, vocab_size)
     found = (gathered, gathered_ids, count, total, scores, winners, logits, best)
     _collect_kernel[(num_rows, num_tiles)](
-        *found, bound, *wishes, logits.stride(0), TILE=tile, CAPACITY=CAPACITY, num_warps=config["num_warps"]
+        *found,
+        bound,
+        *wishes,
+        logits.stride(0),
+        TILE=tile,
+        CAPACITY=CAPACITY,
+        num_warps=config["num_warps"],
     )
     _draw_kernel[(num_rows,)](
         out,
@@ -357,7 +444,10 @@ def _upload(
 ) -> tuple[Tensor, ...]:
     """Per row: noise key, top_k, rank of the bound (int64), temperature, log min_p, top_p (float64); in one transfer."""
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    rank = [k if k < vocab_size else TOP_P_RANK if p.top_p < 1 else 0 for k, p in zip(top_k, params, strict=True)]
+    rank = [
+        k if k < vocab_size else TOP_P_RANK if p.top_p < 1 else 0
+        for k, p in zip(top_k, params, strict=True)
+    ]
     integers = torch.tensor([[signed(key) for key in keys], top_k, rank], dtype=torch.int64)
     floats = torch.tensor(
         [

@@ -13,7 +13,9 @@ from baton_kernels.sampling.noise import GAMMA, MIX_1, MIX_2
 _GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float32
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
-_TO_INTEGER = tl.constexpr(2.0**52)  # added and taken away again, it rounds to a whole number, half to even
+_TO_INTEGER = tl.constexpr(
+    2.0**52
+)  # added and taken away again, it rounds to a whole number, half to even
 
 
 @triton.jit
@@ -32,7 +34,9 @@ def order_place(key, token):  # type: ignore[no-untyped-def]
 @triton.jit
 def gumbel_of(noise_key, token_id):  # type: ignore[no-untyped-def]
     """float64 noise; see noise.py."""
-    bits = noise_key.to(tl.uint64, bitcast=True) + (token_id.to(tl.int64) + 1).to(tl.uint64) * _GAMMA
+    bits = (
+        noise_key.to(tl.uint64, bitcast=True) + (token_id.to(tl.int64) + 1).to(tl.uint64) * _GAMMA
+    )
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
     mantissa = (bits ^ (bits >> 31)) >> 12
@@ -47,7 +51,9 @@ def relative_weight(scaled, best):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_tokens(row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_tokens(
+    row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """Logits and ids of a tile of the row's tokens, or of the gathered ones: one of the two numbers is 0. -inf past the end."""
     place = start + tl.arange(0, TILE)
     from_row = tl.load(row_ptr + place, mask=place < in_row, other=float("-inf"))
@@ -63,7 +69,9 @@ def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):  # type
     amount = tl.full(x.shape, 1.0, tl.float64)
     if WEIGH:
         amount = relative_weight(scaled, best)
-    return order_place(order_key(x), token), tl.where((x > float("-inf")) & (scaled >= least), amount, 0.0)
+    return order_place(order_key(x), token), tl.where(
+        (x > float("-inf")) & (scaled >= least), amount, 0.0
+    )
 
 
 @triton.jit
@@ -83,7 +91,9 @@ def reaching(  # type: ignore[no-untyped-def]
     """The number of tokens that reach the threshold, or the sum of their probabilities."""
     result = tl.zeros([], tl.float64)
     for start in range(0, in_row + gathered, TILE):
-        x, token = load_tokens(row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE)
+        x, token = load_tokens(
+            row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE
+        )
         place, amount = amounts_of(x, token, temperature, best, least, WEIGH)
         result += tl.sum(tl.where(place >= threshold, amount, 0.0), axis=0)
     return result
@@ -114,9 +124,13 @@ def search(  # type: ignore[no-untyped-def]
         pivots = left + (tl.arange(0, PIVOTS) + 1).to(tl.int64) * step
         reach = tl.zeros([PIVOTS], tl.float64)
         for start in range(0, in_row + gathered, TILE):
-            x, token = load_tokens(row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE)
+            x, token = load_tokens(
+                row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE
+            )
             place, amount = amounts_of(x, token, temperature, best, least, WEIGH)
-            reach += tl.sum(tl.where(place[None, :] >= pivots[:, None], amount[None, :], 0.0), axis=1)
+            reach += tl.sum(
+                tl.where(place[None, :] >= pivots[:, None], amount[None, :], 0.0), axis=1
+            )
         left += tl.sum((reach >= wanted).to(tl.int64), axis=0) * step
         right = tl.minimum(right, left + step - 1)
     return left

@@ -59,10 +59,14 @@ def tokens_at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tens
     rows, blocks = (maxima >= bound).nonzero(as_tuple=True)
     token_ids = _tokens_of(blocks[:, None], logits.shape[-1])
     reach = logits[rows[:, None], token_ids] >= bound[rows]
-    reach[:, 1:] &= token_ids[:, 1:] > token_ids[:, :-1]  # the last token stands for those past the end
+    reach[:, 1:] &= (
+        token_ids[:, 1:] > token_ids[:, :-1]
+    )  # the last token stands for those past the end
     return rows[:, None].expand_as(token_ids)[reach], token_ids[reach]
 
 
 def _tokens_of(blocks: Tensor, vocab_size: int) -> Tensor:
     """Ids in the blocks [n, 1]: [n, BLOCK_SIZE]; past the vocabulary's end the last id again."""
-    return (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=blocks.device)).clamp_max(vocab_size - 1)
+    return (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=blocks.device)).clamp_max(
+        vocab_size - 1
+    )

@@ -36,8 +36,12 @@ def choose_lanes(kind: str) -> dict[str, type[Lane]]:
         from baton_kv_transfer.transports.ucx.lane import UCXLane
 
         lanes["ucx"] = UCXLane
-    kinds = [kind] if kind != "auto" else ["shm", "ucx", "tcp"] if has_rdma else ["shm", "tcp", "ucx"]
+    kinds = (
+        [kind] if kind != "auto" else ["shm", "ucx", "tcp"] if has_rdma else ["shm", "tcp", "ucx"]
+    )
     chosen = {kind: lanes[kind] for kind in kinds if kind in lanes}
     if not chosen:
-        raise ValueError(f"kv_transfer.transport must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}")
+        raise ValueError(
+            f"kv_transfer.transport must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}"
+        )
     return chosen

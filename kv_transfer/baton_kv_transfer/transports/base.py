@@ -58,7 +58,13 @@ class Transfer(Post):
     """A posted batch of reads or writes, whichever way it goes."""
 
     def __init__(
-        self, op: str, peer: str, local: Descriptors, remote: Descriptors, regions: NDArray[np.int64], notif: bytes
+        self,
+        op: str,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        regions: NDArray[np.int64],
+        notif: bytes,
     ) -> None:
         """
         Args:

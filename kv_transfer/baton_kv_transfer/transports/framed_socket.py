@@ -57,14 +57,19 @@ class FramedSocket:
         self.takes_data = takes_data
         self._moved: Counter[str] = Counter() if moved is None else moved
         self._messages = bytearray()  # to send before the next frame of data
-        self._head = bytearray()  # being sent: messages, and the header of the frame of data that follows
+        self._head = (
+            bytearray()
+        )  # being sent: messages, and the header of the frame of data that follows
         self._sending: tuple[int, Rows] | None = None
         self._waiting: dict[int, Rows] = {}
         self._expected: dict[int, Rows] = {}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._base = c.addressof(c.c_char.from_buffer(self._buffer))
-        self._read, self._filled = 0, 0  # what lies between them in the buffer was not looked at yet
+        self._read, self._filled = (
+            0,
+            0,
+        )  # what lies between them in the buffer was not looked at yet
         self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
         self._payload = bytearray()
         self._missing = 0  # bytes of the payload, or of the frame's data
@@ -87,7 +92,11 @@ class FramedSocket:
 
     def announced_whole(self, number: int) -> bool:
         """Whether the last frame of a transfer's data is being sent: once it ends, the other side has all it expects."""
-        return self._sending is not None and self._sending[0] == number and self._sending[1].in_last_frame
+        return (
+            self._sending is not None
+            and self._sending[0] == number
+            and self._sending[1].in_last_frame
+        )
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
         """A message, and data under the same number."""
@@ -151,7 +160,9 @@ class FramedSocket:
         turn, more = 0, True
         while True:
             while (message := self._next_message()) is not None:
-                more = more and message[0] != DATA  # who waits for it is told before the socket is read again
+                more = (
+                    more and message[0] != DATA
+                )  # who waits for it is told before the socket is read again
                 yield message
             if not more or turn >= _TURN_BYTES:
                 return
@@ -247,7 +258,9 @@ class FramedSocket:
         self._frame, self._missing = (kind, number), nbytes
         if kind != DATA:
             if nbytes > self.max_payload_bytes:
-                raise ConnectionError(f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}")
+                raise ConnectionError(
+                    f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}"
+                )
             self._payload = bytearray(nbytes)
             return
         if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:

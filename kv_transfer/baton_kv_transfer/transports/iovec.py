@@ -66,7 +66,9 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
             else:
                 outside += 1
         return outside
-    unsigned = _as_array(iovec).view(np.uint64)  # what is negative, or before a region, becomes huge
+    unsigned = _as_array(iovec).view(
+        np.uint64
+    )  # what is negative, or before a region, becomes huge
     addresses, lengths = unsigned[:, 0], unsigned[:, 1]
     inside = np.zeros(len(unsigned), dtype=bool)
     for region in regions:
@@ -84,7 +86,9 @@ def split(iovec: bytes, max_bytes: int) -> bytes:
     pieces = -(-lengths // max_bytes)
     row = np.repeat(np.arange(len(lengths)), pieces)
     offset = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_bytes
-    return np.stack((rows[row, 0] + offset, np.minimum(lengths[row] - offset, max_bytes)), axis=1).tobytes()
+    return np.stack(
+        (rows[row, 0] + offset, np.minimum(lengths[row] - offset, max_bytes)), axis=1
+    ).tobytes()
 
 
 def _are_few(iovec: bytes | bytearray) -> bool:

@@ -76,7 +76,14 @@ class Clients(abc.ABC, Generic[_Client]):
                     client.name = self._greet(client, kind, payload)
                     client.link.max_payload_bytes = MAX_PAYLOAD_BYTES
             self._watch_writable(client)
-        except (OSError, ValueError, OverflowError, RecursionError, msgspec.DecodeError, CopyError) as error:
+        except (
+            OSError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            msgspec.DecodeError,
+            CopyError,
+        ) as error:
             self._drop(client, str(error))
 
     def _answer(self, client: _Client, number: int, error: str) -> None:

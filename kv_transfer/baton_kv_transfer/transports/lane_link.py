@@ -76,7 +76,12 @@ class Link(abc.ABC):
             self._lose(connection, self.error)
 
     def _post(
-        self, kind: int, payload: bytes, transfer: Transfer | None, outgoing: Rows | None, incoming: Rows | None
+        self,
+        kind: int,
+        payload: bytes,
+        transfer: Transfer | None,
+        outgoing: Rows | None,
+        incoming: Rows | None,
     ) -> str:
         if len(payload) > MAX_PAYLOAD_BYTES:
             return f"{len(payload)} bytes are more than a frame's {MAX_PAYLOAD_BYTES}: make several smaller transfers"

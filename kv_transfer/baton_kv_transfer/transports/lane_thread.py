@@ -49,7 +49,9 @@ class Job:
 class _Waiting:
     """A user's time in `waiting`. A class, since entering and leaving a generator takes longer, twice per message."""
 
-    def __init__(self, borrow: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll) -> None:
+    def __init__(
+        self, borrow: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll
+    ) -> None:
         self._borrow = borrow
         self._leave = leave
         self._epoll = epoll
@@ -271,7 +273,9 @@ class LaneThread:
                 os.close(self._event_fd)
                 os.close(self._kick_fd)
                 return
-            os.eventfd_write(self._event_fd, 1)  # for a user that was woken when the last turn had used up what woke it
+            os.eventfd_write(
+                self._event_fd, 1
+            )  # for a user that was woken when the last turn had used up what woke it
             if not self._resume.wait(CLOSE_TIMEOUT_S):
                 return  # a user still polls these descriptors: they must not become others
 
@@ -299,7 +303,11 @@ class LaneThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:
-        return min(at_most_s, max(0.0, self._later[0][0] - time.monotonic())) if self._later else at_most_s
+        return (
+            min(at_most_s, max(0.0, self._later[0][0] - time.monotonic()))
+            if self._later
+            else at_most_s
+        )
 
     def _run_due(self) -> None:
         while self._later and self._later[0][0] <= time.monotonic():

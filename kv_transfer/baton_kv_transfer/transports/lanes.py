@@ -42,7 +42,11 @@ class LaneContext:
         outside = count_outside(iovec, self.regions)
         self.num_refused += outside
         count = len(iovec) // RUN_BYTES
-        return f"{outside} of {count} descriptors are outside the memory registered there" if outside else ""
+        return (
+            f"{outside} of {count} descriptors are outside the memory registered there"
+            if outside
+            else ""
+        )
 
 
 class Lane(abc.ABC):

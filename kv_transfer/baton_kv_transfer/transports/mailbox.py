@@ -49,7 +49,9 @@ class Mailbox:
         try:
             return future.result(CALL_TIMEOUT_S)
         except TimeoutError:
-            raise TransportError(f"the progress thread does not answer within {CALL_TIMEOUT_S:g} s") from None
+            raise TransportError(
+                f"the progress thread does not answer within {CALL_TIMEOUT_S:g} s"
+            ) from None
 
     def run(self) -> None:
         """The thread's part: runs what was submitted."""

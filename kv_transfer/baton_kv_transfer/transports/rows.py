@@ -87,7 +87,9 @@ class Rows:
         Raises:
             OSError: BlockingIOError if there is nothing to move.
         """
-        moved = self._call(_load("readv"), fd, self._next + 1, min(self._frame_end - self._next, _MAX_ROWS))
+        moved = self._call(
+            _load("readv"), fd, self._next + 1, min(self._frame_end - self._next, _MAX_ROWS)
+        )
         self._advance(moved)
         return moved
 
@@ -99,7 +101,10 @@ class Rows:
             self._advance(moved)
             return 0, moved
         start = 2 * self._next
-        self._numbers[start], self._numbers[start + 1] = c.addressof(c.c_char.from_buffer(head)), len(head)
+        self._numbers[start], self._numbers[start + 1] = (
+            c.addressof(c.c_char.from_buffer(head)),
+            len(head),
+        )
         moved = self._call(_load("writev"), fd, self._next, count + 1)
         of_head = min(moved, len(head))
         self._advance(moved - of_head)

@@ -36,7 +36,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
     plain = serialization.NoEncryption()
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain)
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain
+    )
 
 
 def _name(common_name: str) -> x509.Name:
@@ -47,7 +49,10 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
     """A new authority and a server certificate by it for IP `addresses` and `localhost`. The authority's key is not kept."""
     now = datetime.datetime.now(datetime.UTC)
     directory.mkdir(parents=True, exist_ok=True)
-    authority_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    authority_key, server_key = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
 
     def builder(subject: str, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         return (
@@ -60,7 +65,8 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
             .not_valid_after(now + _VALIDITY)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+                critical=False,
             )
         )
 
@@ -81,8 +87,14 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
         .add_extension(usage, critical=True)
         .sign(authority_key, hashes.SHA256())
     )
-    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName("kubernetes.default.svc")]
-    names += [x509.IPAddress(ipaddress.ip_address(address)) for address in dict.fromkeys([*addresses, "127.0.0.1"])]
+    names: list[x509.GeneralName] = [
+        x509.DNSName("localhost"),
+        x509.DNSName("kubernetes.default.svc"),
+    ]
+    names += [
+        x509.IPAddress(ipaddress.ip_address(address))
+        for address in dict.fromkeys([*addresses, "127.0.0.1"])
+    ]
     server = (
         builder("baton-local-apiserver", server_key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -90,7 +102,9 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
-    files = ServerCertificate(directory / "ca.crt", directory / "apiserver.crt", directory / "apiserver.key")
+    files = ServerCertificate(
+        directory / "ca.crt", directory / "apiserver.crt", directory / "apiserver.key"
+    )
     files.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
     files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
     write_private(files.key, _pem(server_key))

@@ -18,15 +18,21 @@ def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
     return path
 
 
-def write_kubeconfig(path: Path, server: str, authority: Path, token: str, user: str = "baton-admin") -> Path:
+def write_kubeconfig(
+    path: Path, server: str, authority: Path, token: str, user: str = "baton-admin"
+) -> Path:
     """One cluster, one user with a bearer token, one context called `baton`; readable by its owner only."""
     data = base64.b64encode(authority.read_bytes()).decode()
     document = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "baton", "cluster": {"server": server, "certificate-authority-data": data}}],
+        "clusters": [
+            {"name": "baton", "cluster": {"server": server, "certificate-authority-data": data}}
+        ],
         "users": [{"name": user, "user": {"token": token}}],
-        "contexts": [{"name": "baton", "context": {"cluster": "baton", "user": user, "namespace": "default"}}],
+        "contexts": [
+            {"name": "baton", "context": {"cluster": "baton", "user": user, "namespace": "default"}}
+        ],
         "current-context": "baton",
     }
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())

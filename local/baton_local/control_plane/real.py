@@ -37,7 +37,9 @@ from baton_local.ports import free_ports
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "control-plane"
+_CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "control-plane"
+)
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -54,7 +56,9 @@ def find_assets() -> Path | None:
     """The folder with all four binaries: `KUBEBUILDER_ASSETS`, else the newest in the cache; None if there is none."""
     if named := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(named) if _complete(Path(named)) else None
-    versions = sorted((p for p in _CACHE.glob("v*") if _complete(p)), key=lambda p: _numbers(p.name))
+    versions = sorted(
+        (p for p in _CACHE.glob("v*") if _complete(p)), key=lambda p: _numbers(p.name)
+    )
     return versions[-1] if versions else None
 
 
@@ -141,7 +145,9 @@ class RealControlPlane:
         pki = self._state_dir / "pki"
         certificate = create_server_certificate(pki, [_HOST])
         accounts_key = create_signing_key(pki / "service-accounts.key")
-        tokens = {name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")}
+        tokens = {
+            name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")
+        }
         lines = (
             f'{tokens["admin"]},baton-admin,baton-admin,"system:masters"',
             f"{tokens['controller-manager']},system:kube-controller-manager,kcm",
@@ -155,7 +161,11 @@ class RealControlPlane:
         self._await("etcd", lambda: self._answers(f"http://{_HOST}:{etcd}/health"), deadline)
         self._spawn_apiserver(api, etcd, certificate, accounts_key, pki / "tokens.csv")
         tls = ssl.create_default_context(cafile=str(certificate.authority))
-        self._await("kube-apiserver", lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]), deadline)
+        self._await(
+            "kube-apiserver",
+            lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]),
+            deadline,
+        )
 
         def kubeconfig(name: str) -> Path:
             path = self._state_dir / f"{name}.kubeconfig"
@@ -181,7 +191,11 @@ class RealControlPlane:
         )
         # Pods can be created once the controllers have made the default service account.
         account = f"{server}/api/v1/namespaces/default/serviceaccounts/default"
-        self._await("kube-controller-manager", lambda: self._answers(account, tls, tokens["admin"]), deadline)
+        self._await(
+            "kube-controller-manager",
+            lambda: self._answers(account, tls, tokens["admin"]),
+            deadline,
+        )
         write_kubeconfig(self.kubeconfig, server, certificate.authority, tokens["admin"])
 
     def _spawn_etcd(self, port: int, peer_port: int) -> None:
@@ -197,7 +211,12 @@ class RealControlPlane:
         )
 
     def _spawn_apiserver(
-        self, port: int, etcd_port: int, certificate: ServerCertificate, accounts_key: Path, tokens: Path
+        self,
+        port: int,
+        etcd_port: int,
+        certificate: ServerCertificate,
+        accounts_key: Path,
+        tokens: Path,
     ) -> None:
         self._spawn(
             "kube-apiserver",
@@ -248,11 +267,15 @@ class RealControlPlane:
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
         """Before 1.23 controllers opened a port without TLS unless told not to; later the flag is gone."""
         command = [str(self._assets / name), "--version"]
-        version = _numbers(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
+        version = _numbers(
+            subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        )
         return ("--port=0",) if version < (1, 23) else ()
 
     def _answers(self, url: str, tls: ssl.SSLContext | None = None, token: str = "") -> bool:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(
+            url, headers={"Authorization": f"Bearer {token}"} if token else {}
+        )
         try:
             with urllib.request.urlopen(request, timeout=5, context=tls) as response:
                 return bool(response.status == 200)
@@ -274,16 +297,24 @@ def _end(number: int, frame: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baton_local.control_plane.real")
-    parser.add_argument("--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig")
-    parser.add_argument("--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services")
-    parser.add_argument("--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere")
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"
+    )
+    parser.add_argument(
+        "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
+    )
+    parser.add_argument(
+        "--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere"
+    )
     arguments = parser.parse_args()
     assets = find_assets()
     if assets is None:
         sys.exit(missing_assets())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    plane = RealControlPlane(assets, arguments.state_dir, arguments.service_network, arguments.audit_log)
+    plane = RealControlPlane(
+        assets, arguments.state_dir, arguments.service_network, arguments.audit_log
+    )
     try:
         plane.start()
         print(plane.kubeconfig, flush=True)

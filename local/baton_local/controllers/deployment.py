@@ -33,7 +33,9 @@ def template_hash(template: Object, collisions: int = 0) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def plan_deployment(deployment: Object, replica_sets: list[Object], now: datetime) -> DeploymentPlan:
+def plan_deployment(
+    deployment: Object, replica_sets: list[Object], now: datetime
+) -> DeploymentPlan:
     """One step of the rollout; call again whenever a ReplicaSet has changed.
 
     Args:
@@ -41,7 +43,9 @@ def plan_deployment(deployment: Object, replica_sets: list[Object], now: datetim
     """
     wanted = template_hash(deployment["spec"]["template"])
     live = [rs for rs in replica_sets if not rs["metadata"].get("deletionTimestamp")]
-    new = next((rs for rs in live if rs["metadata"].get("labels", {}).get(HASH_LABEL) == wanted), None)
+    new = next(
+        (rs for rs in live if rs["metadata"].get("labels", {}).get(HASH_LABEL) == wanted), None
+    )
     old = [rs for rs in live if rs is not new]
     plan = DeploymentPlan(status=deployment_status(deployment, new, live, now))
     spec = deployment["spec"]
@@ -65,8 +69,12 @@ def plan_deployment(deployment: Object, replica_sets: list[Object], now: datetim
     if not recreate:
         plan.scale |= _scale_down_old(deployment, new, old)
     limit = spec.get("revisionHistoryLimit")
-    finished = sorted((rs for rs in old if desired_replicas(rs) == 0 and _current(rs) == 0), key=_revision)
-    plan.delete = [_name(rs) for rs in finished[: max(len(finished) - (10 if limit is None else limit), 0)]]
+    finished = sorted(
+        (rs for rs in old if desired_replicas(rs) == 0 and _current(rs) == 0), key=_revision
+    )
+    plan.delete = [
+        _name(rs) for rs in finished[: max(len(finished) - (10 if limit is None else limit), 0)]
+    ]
     return plan
 
 
@@ -99,7 +107,9 @@ def rolling_limits(deployment: Object) -> tuple[int, int]:
     return surge, unavailable if surge or unavailable else 1
 
 
-def deployment_status(deployment: Object, new: Object | None, live: list[Object], now: datetime) -> Object:
+def deployment_status(
+    deployment: Object, new: Object | None, live: list[Object], now: datetime
+) -> Object:
     """Counts and the conditions Available and Progressing."""
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
@@ -121,7 +131,11 @@ def deployment_status(deployment: Object, new: Object | None, live: list[Object]
         "Available": (
             (True, "MinimumReplicasAvailable", "Deployment has minimum availability.")
             if enough
-            else (False, "MinimumReplicasUnavailable", "Deployment does not have minimum availability.")
+            else (
+                False,
+                "MinimumReplicasUnavailable",
+                "Deployment does not have minimum availability.",
+            )
         ),
         "Progressing": _progress(deployment, status, complete, before.get("Progressing"), now),
     }
@@ -129,7 +143,11 @@ def deployment_status(deployment: Object, new: Object | None, live: list[Object]
     for kind, (truth, reason, message) in verdicts.items():
         value, old = "True" if truth else "False", before.get(kind)
         same = old is not None and old["status"] == value
-        moved = kind == "Progressing" and truth and _counts(deployment.get("status") or {}) != _counts(status)
+        moved = (
+            kind == "Progressing"
+            and truth
+            and _counts(deployment.get("status") or {}) != _counts(status)
+        )
         condition = {
             "type": kind,
             "status": value,
@@ -154,16 +172,30 @@ def _progress(
         return True, "NewReplicaSetAvailable", f"Deployment {name!r} has successfully progressed."
     deadline = deployment["spec"].get("progressDeadlineSeconds", 600)
     stalled = before is not None and _counts(deployment.get("status") or {}) == _counts(status)
-    stalled = stalled and status["observedGeneration"] == (deployment.get("status") or {}).get("observedGeneration")
+    stalled = stalled and status["observedGeneration"] == (deployment.get("status") or {}).get(
+        "observedGeneration"
+    )
     if stalled and before is not None and before["reason"] != "NewReplicaSetAvailable":
-        since = datetime.fromisoformat(before["lastUpdateTime"].replace("Z", "+00:00")).astimezone(UTC)
-        if before["reason"] == "ProgressDeadlineExceeded" or (now - since).total_seconds() > deadline:
-            return False, "ProgressDeadlineExceeded", f"Deployment {name!r} has timed out progressing."
+        since = datetime.fromisoformat(before["lastUpdateTime"].replace("Z", "+00:00")).astimezone(
+            UTC
+        )
+        if (
+            before["reason"] == "ProgressDeadlineExceeded"
+            or (now - since).total_seconds() > deadline
+        ):
+            return (
+                False,
+                "ProgressDeadlineExceeded",
+                f"Deployment {name!r} has timed out progressing.",
+            )
     return True, "ReplicaSetUpdated", f"Deployment {name!r} is progressing."
 
 
 def _counts(status: Object) -> tuple[int, ...]:
-    return tuple(status.get(key, 0) for key in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"))
+    return tuple(
+        status.get(key, 0)
+        for key in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+    )
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
@@ -182,7 +214,12 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
     sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
     _, max_unavailable = rolling_limits(deployment)
     minimum = desired_replicas(deployment) - max_unavailable
-    spare = sum(sizes.values()) + desired_replicas(new) - minimum - (desired_replicas(new) - _available(new))
+    spare = (
+        sum(sizes.values())
+        + desired_replicas(new)
+        - minimum
+        - (desired_replicas(new) - _available(new))
+    )
     result: dict[str, int] = {}
     by_age = sorted((rs for rs in old if _name(rs) in sizes), key=_revision)
     for rs in by_age:  # what does not serve goes first
@@ -191,7 +228,9 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
             sizes[_name(rs)] -= idle
             result[_name(rs)] = sizes[_name(rs)]
             spare -= idle
-    surplus = sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new) - minimum
+    surplus = (
+        sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new) - minimum
+    )
     for rs in by_age:
         step = min(sizes[_name(rs)], max(surplus, 0))
         if step:

@@ -61,7 +61,12 @@ class Queue:
         count = self._failures[key] = self._failures.get(key, 0) + 1
         delay = min(0.1 * 2**count, 10.0)
         log.log(
-            logging.INFO if expected else logging.WARNING, "%s %s: %s; again in %.1f s", self._name, key, why, delay
+            logging.INFO if expected else logging.WARNING,
+            "%s %s: %s; again in %.1f s",
+            self._name,
+            key,
+            why,
+            delay,
         )
         asyncio.get_running_loop().call_later(delay, self.add, key)
 
@@ -86,7 +91,9 @@ class Controllers:
         self._schedule_queue = Queue("schedule", self._schedule)
         # ReplicaSet uid -> (pods we made, pods we removed, when): not yet seen in the cache.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
-        self._deployments.subscribe(lambda old, new: self._deployment_queue.add(key_of(_one(old, new))))
+        self._deployments.subscribe(
+            lambda old, new: self._deployment_queue.add(key_of(_one(old, new)))
+        )
         self._replica_sets.subscribe(self._replica_set_changed)
         self._pods.subscribe(self._pod_changed)
         self._nodes.subscribe(lambda old, new: self._schedule_pending())
@@ -94,7 +101,9 @@ class Controllers:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`."""
         caches = (self._deployments, self._replica_sets, self._pods, self._nodes)
-        await until_stopped(stop, self._events.run(), self._work(caches), *(cache.run() for cache in caches))
+        await until_stopped(
+            stop, self._events.run(), self._work(caches), *(cache.run() for cache in caches)
+        )
 
     async def _work(self, caches: tuple[Reflector, ...]) -> None:
         # Nothing is decided on half a picture.
@@ -130,29 +139,39 @@ class Controllers:
     def _owned(self, cache: Reflector, owner: Object) -> list[Object]:
         namespace = owner["metadata"]["namespace"]
         return [
-            obj for obj in cache.objects.values() if obj["metadata"]["namespace"] == namespace and owned_by(obj, owner)
+            obj
+            for obj in cache.objects.values()
+            if obj["metadata"]["namespace"] == namespace and owned_by(obj, owner)
         ]
 
     async def _reconcile_deployment(self, key: str) -> None:
         deployment = self._deployments.objects.get(key)
         if deployment is None:
             return
-        plan = plan_deployment(deployment, self._owned(self._replica_sets, deployment), datetime.now(UTC))
+        plan = plan_deployment(
+            deployment, self._owned(self._replica_sets, deployment), datetime.now(UTC)
+        )
         base = f"/apis/apps/v1/namespaces/{deployment['metadata']['namespace']}"
         if plan.create is not None:
             try:
                 await self._api.create(f"{base}/replicasets", plan.create)
             except KubeError as error:
                 if error.status != 409:  # 409: made already, the cache lags
-                    self._events.record(deployment, "Deployment", "FailedCreate", str(error), api_version="apps/v1")
+                    self._events.record(
+                        deployment, "Deployment", "FailedCreate", str(error), api_version="apps/v1"
+                    )
                     raise
         for name, replicas in plan.scale.items():
             await self._api.merge(f"{base}/replicasets/{name}", {"spec": {"replicas": replicas}})
             message = f"Scaled replica set {name} to {replicas}"
-            self._events.record(deployment, "Deployment", "ScalingReplicaSet", message, api_version="apps/v1")
+            self._events.record(
+                deployment, "Deployment", "ScalingReplicaSet", message, api_version="apps/v1"
+            )
         for name in plan.delete:
             await self._delete(f"{base}/replicasets/{name}")
-        await self._write_status(f"{base}/deployments/{deployment['metadata']['name']}", deployment, plan.status)
+        await self._write_status(
+            f"{base}/deployments/{deployment['metadata']['name']}", deployment, plan.status
+        )
 
     async def _reconcile_replica_set(self, key: str) -> None:
         replica_set = self._replica_sets.objects.get(key)
@@ -173,7 +192,9 @@ class Controllers:
                 pod = await self._api.create(collection, pod_of(replica_set))
                 made.add(pod["metadata"]["name"])
         except KubeError as error:
-            self._events.record(replica_set, "ReplicaSet", "FailedCreate", str(error), api_version="apps/v1")
+            self._events.record(
+                replica_set, "ReplicaSet", "FailedCreate", str(error), api_version="apps/v1"
+            )
             raise
         for name in plan.delete:
             await self._delete(f"{collection}/{name}")
@@ -183,12 +204,18 @@ class Controllers:
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
         """Whether the cache shows what we did last; without this a lagging cache would make pods twice."""
-        made, removed, when = self._expected.get(replica_set["metadata"]["uid"], (set(), set(), 0.0))
+        made, removed, when = self._expected.get(
+            replica_set["metadata"]["uid"], (set(), set(), 0.0)
+        )
         if time.monotonic() - when > EXPECTATION_S:
             return True
         names = {pod["metadata"]["name"]: pod for pod in pods}
         made -= names.keys()
-        living = {name for name in removed if name in names and not names[name]["metadata"].get("deletionTimestamp")}
+        living = {
+            name
+            for name in removed
+            if name in names and not names[name]["metadata"].get("deletionTimestamp")
+        }
         return not made and not living
 
     async def _delete(self, path: str) -> None:
@@ -214,7 +241,9 @@ class Controllers:
             return
         node = self._choose_node()
         if node is None:
-            self._events.record(pod, "Pod", "FailedScheduling", "no node is ready; is the kubelet running?")
+            self._events.record(
+                pod, "Pod", "FailedScheduling", "no node is ready; is the kubelet running?"
+            )
             return
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"

@@ -19,7 +19,9 @@ class ReplicaSetPlan:
 def owned_by(obj: Object, owner: Object) -> bool:
     """Whether `owner` is the controller of `obj`, by uid."""
     references = obj["metadata"].get("ownerReferences") or []
-    return any(ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references)
+    return any(
+        ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references
+    )
 
 
 def owner_reference(owner: Object, kind: str) -> Object:

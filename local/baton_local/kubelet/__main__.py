@@ -13,11 +13,15 @@ from baton_protocol import arguments
 def main() -> None:
     """Parse the command line and run until SIGTERM."""
     parser = argparse.ArgumentParser(
-        prog="baton_local.kubelet", description="Run the pods of one node as processes of this machine."
+        prog="baton_local.kubelet",
+        description="Run the pods of one node as processes of this machine.",
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument(
-        "--state-dir", type=Path, required=True, help="pod folders, volumes and logs; one kubelet per folder"
+        "--state-dir",
+        type=Path,
+        required=True,
+        help="pod folders, volumes and logs; one kubelet per folder",
     )
     parser.add_argument("--node-name", default=socket.gethostname().lower())
     parser.add_argument(
@@ -26,23 +30,43 @@ def main() -> None:
         help="network pods get their addresses from; outside of 127.0.0.0/8 they are added to the loopback device (needs root)",
     )
     parser.add_argument(
-        "--port", type=arguments.port, default=0, help="of the kubelet's HTTPS server; 0 lets the system choose"
+        "--port",
+        type=arguments.port,
+        default=0,
+        help="of the kubelet's HTTPS server; 0 lets the system choose",
     )
     parser.add_argument("--max-pods", type=int, default=500)
     parser.add_argument(
-        "--extended-resource", action="append", default=[], metavar="NAME=N", help="for example nvidia.com/gpu=1"
+        "--extended-resource",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="for example nvidia.com/gpu=1",
     )
     parser.add_argument(
-        "--backoff-base", type=float, default=1.0, help="seconds before the first restart of a container"
+        "--backoff-base",
+        type=float,
+        default=1.0,
+        help="seconds before the first restart of a container",
     )
-    parser.add_argument("--backoff-cap", type=float, default=30.0, help="seconds at most before a restart")
     parser.add_argument(
-        "--refresh", type=float, default=10.0, help="seconds between refreshes of configMap, secret and token files"
+        "--backoff-cap", type=float, default=30.0, help="seconds at most before a restart"
     )
     parser.add_argument(
-        "--shutdown-grace", type=float, default=5.0, help="seconds running containers get when the kubelet stops"
+        "--refresh",
+        type=float,
+        default=10.0,
+        help="seconds between refreshes of configMap, secret and token files",
     )
-    parser.add_argument("--parent-pid", type=int, help="end when this process (which must be the parent) ends")
+    parser.add_argument(
+        "--shutdown-grace",
+        type=float,
+        default=5.0,
+        help="seconds running containers get when the kubelet stops",
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
+    )
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     resources = dict(item.split("=", 1) for item in args.extended_resource)
@@ -58,7 +82,9 @@ def main() -> None:
         refresh_s=args.refresh,
         shutdown_grace_s=args.shutdown_grace,
     )
-    run_until_terminated(Kubelet(config).run, name="kubelet", stop_timeout_s=args.shutdown_grace + 15)
+    run_until_terminated(
+        Kubelet(config).run, name="kubelet", stop_timeout_s=args.shutdown_grace + 15
+    )
 
 
 if __name__ == "__main__":

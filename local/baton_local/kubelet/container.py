@@ -15,7 +15,13 @@ import aiohttp
 from baton_kube.client import KubeClient, Object
 from baton_local.events import EventRecorder
 from baton_local.kubelet.backoff import BackoffPolicy
-from baton_local.kubelet.env import ConfigError, Lookup, base_environment, command_line, container_environment
+from baton_local.kubelet.env import (
+    ConfigError,
+    Lookup,
+    base_environment,
+    command_line,
+    container_environment,
+)
 from baton_local.kubelet.logs import ContainerLog, rotated
 from baton_local.kubelet.probes import HandlerContext, HandlerError, call_handler, run_probe
 from baton_local.kubelet.runtime import Guard, Process, StartError
@@ -66,7 +72,9 @@ class PodContext:
 class ContainerRunner:
     """Runs one container until it is finished for good under the restart policy, or stopped."""
 
-    def __init__(self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False):
+    def __init__(
+        self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False
+    ):
         self.container = container
         self.state = state
         self.log: ContainerLog | None = None  # of the instance that runs now
@@ -105,7 +113,12 @@ class ContainerRunner:
         if isinstance(self.state.state, Waiting):
             last = self.state.last
             self.state.state = last or Terminated(
-                137, "ContainerStatusUnknown", "the pod was deleted before this container ran", None, None, ""
+                137,
+                "ContainerStatusUnknown",
+                "the pod was deleted before this container ran",
+                None,
+                None,
+                "",
             )
             self.state.last = None
 
@@ -143,7 +156,9 @@ class ContainerRunner:
         self.state.state = Running(started_at)
         self.state.started = self.state.ready = False
         self._context.changed()
-        self._event("Started", f"Started container {self.container['name']} (process {process.pid})")
+        self._event(
+            "Started", f"Started container {self.container['name']} (process {process.pid})"
+        )
         attendants = asyncio.create_task(self._attend(process, environment, root))
         try:
             code = await process.wait()
@@ -183,14 +198,18 @@ class ContainerRunner:
         in_root(root, self._message_path()).parent.mkdir(parents=True, exist_ok=True)
         return environment, command_line(self.container, environment), root
 
-    def _start(self, environment: dict[str, str], argv: list[str], root: Path) -> tuple[Process, str]:
+    def _start(
+        self, environment: dict[str, str], argv: list[str], root: Path
+    ) -> tuple[Process, str]:
         again = bool(self.state.container_id)
         restart = self.state.restart_count + 1 if again else 0
         cwd = self._working_folder(root)
         instance = uuid.uuid4().hex
         output = ContainerLog(log_file(self._context.log_folder, self.container["name"], restart))
         try:
-            process = Process.start(argv, environment, cwd, self._context.services.guard, instance, output)
+            process = Process.start(
+                argv, environment, cwd, self._context.services.guard, instance, output
+            )
         except StartError:
             output.close()
             output.path.unlink()
@@ -209,7 +228,9 @@ class ContainerRunner:
 
     def _drop_old_logs(self, restart: int) -> None:
         """Only this instance and the one before keep their logs."""
-        for path in log_file(self._context.log_folder, self.container["name"], restart).parent.iterdir():
+        for path in log_file(
+            self._context.log_folder, self.container["name"], restart
+        ).parent.iterdir():
             if int(path.name.split(".")[0]) < restart - 1:
                 path.unlink(missing_ok=True)
                 rotated(path).unlink(missing_ok=True)
@@ -232,7 +253,9 @@ class ContainerRunner:
                 await self._kill_unhealthy(process, "failed its postStart hook")
                 return
         if startup := self.container.get("startupProbe"):
-            await run_probe(startup, context, self._verdict("Startup", process), self._failure("Startup"))
+            await run_probe(
+                startup, context, self._verdict("Startup", process), self._failure("Startup")
+            )
             if not self.state.started:
                 return
         self.state.started = True
@@ -242,7 +265,11 @@ class ContainerRunner:
         else:
             self.state.ready = True
         if liveness := self.container.get("livenessProbe"):
-            loops.append(run_probe(liveness, context, self._verdict("Liveness", process), self._failure("Liveness")))
+            loops.append(
+                run_probe(
+                    liveness, context, self._verdict("Liveness", process), self._failure("Liveness")
+                )
+            )
         self._context.changed()
         await asyncio.gather(*loops)
 
@@ -278,7 +305,9 @@ class ContainerRunner:
         self._killing = True
         try:
             await asyncio.shield(
-                self._terminate(process, f"Container {self.container['name']} {why}", lambda: deadline)
+                self._terminate(
+                    process, f"Container {self.container['name']} {why}", lambda: deadline
+                )
             )
         finally:
             self._killing = False
@@ -291,7 +320,9 @@ class ContainerRunner:
             root = self._context.volumes.root(self.container["name"])
             services = self._context.services
             host, port = services.api_host_port
-            environment = base_environment(self._context.pod, pod_ip=self._context.pod_ip, api_host=host, api_port=port)
+            environment = base_environment(
+                self._context.pod, pod_ip=self._context.pod_ip, api_host=host, api_port=port
+            )
             environment |= {"BATON_POD_ROOT": str(root)}
             handler = HandlerContext(
                 self.container,
@@ -316,7 +347,9 @@ class ContainerRunner:
     async def _back_off(self, delay: float) -> None:
         ended = self.state.state
         pod = self._context.pod["metadata"]
-        where = f"container={self.container['name']} pod={pod['name']}_{pod['namespace']}({pod['uid']})"
+        where = (
+            f"container={self.container['name']} pod={pod['name']}_{pod['namespace']}({pod['uid']})"
+        )
         text = f"back-off {delay:g}s restarting failed {where}"
         if isinstance(ended, Terminated):
             self.state.last = ended
@@ -347,7 +380,9 @@ class ContainerRunner:
     def _event(self, reason: str, message: str) -> None:
         group = "initContainers" if self._init else "containers"
         path = f"spec.{group}{{{self.container['name']}}}"
-        self._context.services.events.record(self._context.pod, "Pod", reason, message, field_path=path)
+        self._context.services.events.record(
+            self._context.pod, "Pod", reason, message, field_path=path
+        )
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:

@@ -58,7 +58,9 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
         raise ConfigError(
             f"container {container['name']!r} has no command; images are ignored here, so spec.containers[].command must be set"
         )
-    return [expand(word, variables) for word in [*container["command"], *(container.get("args") or [])]]
+    return [
+        expand(word, variables) for word in [*container["command"], *(container.get("args") or [])]
+    ]
 
 
 def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
@@ -136,7 +138,9 @@ def resource_value(reference: Object, container: Object, capacity: Mapping[str, 
     """`limits.cpu`, `requests.memory`, ... divided by the divisor and rounded up. Raises: ConfigError."""
     group, _, name = reference["resource"].partition(".")
     if group not in ("limits", "requests") or not name:
-        raise ConfigError(f"unsupported resource {reference['resource']!r}; use limits.<name> or requests.<name>")
+        raise ConfigError(
+            f"unsupported resource {reference['resource']!r}; use limits.<name> or requests.<name>"
+        )
     resources = container.get("resources") or {}
     quantity = (resources.get(group) or {}).get(name)
     if quantity is None:
@@ -149,10 +153,14 @@ def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
     if kind == "Secret":
         return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
     plain = {key: value.encode() for key, value in (obj.get("data") or {}).items()}
-    return plain | {key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()}
+    return plain | {
+        key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()
+    }
 
 
-async def _data(kind: str, namespace: str, reference: Object, lookup: Lookup) -> dict[str, str] | None:
+async def _data(
+    kind: str, namespace: str, reference: Object, lookup: Lookup
+) -> dict[str, str] | None:
     obj = await lookup(kind, namespace, reference["name"])
     if obj is None:
         if reference.get("optional"):

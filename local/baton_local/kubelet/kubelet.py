@@ -70,14 +70,22 @@ class Kubelet:
         try:
             pool = AddressPool(config.address_pool, loopback)
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
-            async with connect(config.kubeconfig) as api, aiohttp.ClientSession(connector=connector) as http:
+            async with (
+                connect(config.kubeconfig) as api,
+                aiohttp.ClientSession(connector=connector) as http,
+            ):
                 await self._serve(stop, api, guard, pool, http)
         finally:
             await guard.stop()
             loopback.remove_all()
 
     async def _serve(
-        self, stop: asyncio.Event, api: KubeClient, guard: Guard, pool: AddressPool, http: aiohttp.ClientSession
+        self,
+        stop: asyncio.Event,
+        api: KubeClient,
+        guard: Guard,
+        pool: AddressPool,
+        http: aiohttp.ClientSession,
     ) -> None:
         config = self._config
         capacity = node_object.allocatable(config.max_pods)
@@ -96,15 +104,22 @@ class Kubelet:
         )
         server = KubeletServer(self._workers)
         port = await server.start(pool.node_address, config.port)
-        node = Node(api, config.node_name, pool.node_address, port, capacity, config.extended_resources)
+        node = Node(
+            api, config.node_name, pool.node_address, port, capacity, config.extended_resources
+        )
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
         pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
         try:
             await _register(node, stop)
             log.info(
-                "node %s is ready; pods get addresses of %s; server on port %d", config.node_name, pool.network, port
+                "node %s is ready; pods get addresses of %s; server on port %d",
+                config.node_name,
+                pool.network,
+                port,
             )
-            await until_stopped(stop, events.run(), node.run(), pods.run(), self._remove_orphans(pods))
+            await until_stopped(
+                stop, events.run(), node.run(), pods.run(), self._remove_orphans(pods)
+            )
         finally:
             for worker in self._workers.values():
                 worker.shut_down(config.shutdown_grace_s)
@@ -113,8 +128,12 @@ class Kubelet:
             with contextlib.suppress(KubeError, OSError):
                 await node.write_status(ready=False)
 
-    def _pod_changed(self, services: Services, pool: AddressPool, old: Object | None, new: Object | None) -> None:
-        replaced = old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"])
+    def _pod_changed(
+        self, services: Services, pool: AddressPool, old: Object | None, new: Object | None
+    ) -> None:
+        replaced = old is not None and (
+            new is None or new["metadata"]["uid"] != old["metadata"]["uid"]
+        )
         if old is not None and replaced and (gone := self._workers.get(old["metadata"]["uid"])):
             gone.forget()
         if new is None:
@@ -157,7 +176,9 @@ def _lookup(api: KubeClient) -> Lookup:
         except (KubeError, OSError) as error:
             if isinstance(error, KubeError) and error.status == 404:
                 return None
-            raise ConfigError(f"cannot read {_COLLECTIONS[kind]} {namespace}/{name}: {error}") from error
+            raise ConfigError(
+                f"cannot read {_COLLECTIONS[kind]} {namespace}/{name}: {error}"
+            ) from error
 
     return lookup
 

@@ -35,7 +35,13 @@ class Node:
     """Registers the node and keeps it ready."""
 
     def __init__(
-        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str], extra: dict[str, str]
+        self,
+        api: KubeClient,
+        name: str,
+        address: str,
+        port: int,
+        capacity: dict[str, str],
+        extra: dict[str, str],
     ):
         """
         Args:
@@ -64,12 +70,15 @@ class Node:
         }
         try:
             await self._api.create(
-                "/api/v1/nodes", {"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}}
+                "/api/v1/nodes",
+                {"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}},
             )
         except KubeError as error:
             if error.status != 409:
                 raise
-            await self._api.merge(self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}})
+            await self._api.merge(
+                self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}}
+            )
         await self.write_status(ready=True)
         return await self._api.get(self._path)
 
@@ -113,7 +122,9 @@ class Node:
                 "type": "Ready",
                 "status": "True" if ready else "False",
                 "reason": "KubeletReady" if ready else "KubeletStopped",
-                "message": "the kubelet of processes is running" if ready else "the kubelet has shut down",
+                "message": "the kubelet of processes is running"
+                if ready
+                else "the kubelet has shut down",
                 "lastHeartbeatTime": now,
                 "lastTransitionTime": self._ready_since if ready else now,
             }
@@ -174,6 +185,10 @@ class Node:
             if error.status != 404:
                 raise
             # A fresh API server makes this namespace in its own time; a small one never does.
-            namespace = {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": LEASE_NAMESPACE}}
+            namespace = {
+                "kind": "Namespace",
+                "apiVersion": "v1",
+                "metadata": {"name": LEASE_NAMESPACE},
+            }
             await self._api.create("/api/v1/namespaces", namespace)
             await self._api.create(collection, lease)

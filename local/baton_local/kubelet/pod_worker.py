@@ -52,8 +52,14 @@ class PodWorker:
         self.runtime = PodRuntime(
             host_ip=services.host_ip,
             start_time=parse_time(status.get("startTime")) or datetime.now(UTC),
-            init={c["name"]: inherited_state(before_init.get(c["name"]), policy, init=True) for c in self._init_specs},
-            main={c["name"]: inherited_state(before.get(c["name"]), policy) for c in pod["spec"]["containers"]},
+            init={
+                c["name"]: inherited_state(before_init.get(c["name"]), policy, init=True)
+                for c in self._init_specs
+            },
+            main={
+                c["name"]: inherited_state(before.get(c["name"]), policy)
+                for c in pod["spec"]["containers"]
+            },
         )
         if self._init_specs:
             for state in self.runtime.main.values():
@@ -152,12 +158,16 @@ class PodWorker:
         self._context = context
         self._dirty.set()
         await self._retry("FailedMount", volumes.make)
-        self.runtime.pod_ip = self._address  # a pod has its address, as others see it, once its volumes are there
+        self.runtime.pod_ip = (
+            self._address
+        )  # a pod has its address, as others see it, once its volumes are there
         self._dirty.set()
         refresher = asyncio.create_task(self._refresh(volumes))
         try:
             for container in pod["spec"].get("initContainers") or []:
-                runner = ContainerRunner(context, container, self.runtime.init[container["name"]], init=True)
+                runner = ContainerRunner(
+                    context, container, self.runtime.init[container["name"]], init=True
+                )
                 self.runners[container["name"]] = runner
                 await runner.run()
                 if not runner.succeeded or self._leave.is_set():
@@ -212,7 +222,10 @@ class PodWorker:
 
     def _grace_s(self) -> float:
         metadata, spec = self.pod["metadata"], self.pod["spec"]
-        for value in (metadata.get("deletionGracePeriodSeconds"), spec.get("terminationGracePeriodSeconds")):
+        for value in (
+            metadata.get("deletionGracePeriodSeconds"),
+            spec.get("terminationGracePeriodSeconds"),
+        ):
             if value is not None:
                 return max(float(value), MIN_GRACE_S)
         return DEFAULT_GRACE_S
@@ -237,15 +250,25 @@ class PodWorker:
         previous = self._written or observed
         own = {c["type"]: c for c in previous.get("conditions") or []}
         foreign = {c["type"]: c for c in observed.get("conditions") or []}
-        wanted = pod_status(self.pod, self.runtime, {"conditions": list((foreign | own).values())}, datetime.now(UTC))
+        wanted = pod_status(
+            self.pod,
+            self.runtime,
+            {"conditions": list((foreign | own).values())},
+            datetime.now(UTC),
+        )
         if _same(wanted, previous):
             return True
         metadata = self.pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
         try:
-            await self._services.api.merge(path, {"metadata": {"uid": metadata["uid"]}, "status": wanted})
+            await self._services.api.merge(
+                path, {"metadata": {"uid": metadata["uid"]}, "status": wanted}
+            )
         except (KubeError, OSError) as error:
-            if isinstance(error, KubeError) and error.status in (404, 409):  # gone, or another pod has the name now
+            if isinstance(error, KubeError) and error.status in (
+                404,
+                409,
+            ):  # gone, or another pod has the name now
                 return True
             log.warning("status of pod %s: %s", metadata["name"], error)
             return False
@@ -273,7 +296,10 @@ class PodWorker:
                 await self._services.api.delete(path, grace_s=0, uid=metadata["uid"])
                 return
             except (KubeError, OSError) as error:
-                if isinstance(error, KubeError) and error.status in (404, 409):  # gone, or another pod has the name now
+                if isinstance(error, KubeError) and error.status in (
+                    404,
+                    409,
+                ):  # gone, or another pod has the name now
                     return
                 log.warning("deleting pod %s: %s; trying again", metadata["name"], error)
             await asyncio.sleep(delay)
@@ -283,7 +309,9 @@ class PodWorker:
         """A defect of ours must not look like a pod that starts slowly."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             log.error("pod %s", self.pod["metadata"]["name"], exc_info=error)
-            self._services.events.record(self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}")
+            self._services.events.record(
+                self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}"
+            )
 
 
 def _same(wanted: Object, previous: Object) -> bool:

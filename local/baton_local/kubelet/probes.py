@@ -74,11 +74,15 @@ async def call_handler(handler: Object, context: HandlerContext, timeout_s: floa
         elif action := handler.get("tcpSocket"):
             await _tcp_connect(action, context, timeout_s)
         elif action := handler.get("exec"):
-            code, output = await run_command(action["command"], context.env, context.cwd, context.guard, timeout_s)
+            code, output = await run_command(
+                action["command"], context.env, context.cwd, context.guard, timeout_s
+            )
             if code != 0:
                 raise HandlerError(f"command {action['command']} exited with {code}: {output}")
         else:
-            raise HandlerError(f"unsupported handler {sorted(handler)}; use httpGet, tcpSocket or exec")
+            raise HandlerError(
+                f"unsupported handler {sorted(handler)}; use httpGet, tcpSocket or exec"
+            )
     except TimeoutError:
         raise HandlerError(f"no answer within {timeout_s:g} s") from None
     except (OSError, aiohttp.ClientError, StartError) as error:
@@ -130,7 +134,10 @@ async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -
     headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with context.http.get(
-        url + (path if path.startswith("/") else f"/{path}"), headers=headers, timeout=timeout, ssl=False
+        url + (path if path.startswith("/") else f"/{path}"),
+        headers=headers,
+        timeout=timeout,
+        ssl=False,
     ) as response:
         if not 200 <= response.status < 400:
             body = (await response.content.read(200)).decode("utf-8", "replace").strip()
@@ -138,7 +145,10 @@ async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -
 
 
 async def _tcp_connect(action: Object, context: HandlerContext, timeout_s: float) -> None:
-    host, port = action.get("host") or context.pod_ip, resolve_port(action["port"], context.container)
+    host, port = (
+        action.get("host") or context.pod_ip,
+        resolve_port(action["port"], context.container),
+    )
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(host, port)
     writer.close()

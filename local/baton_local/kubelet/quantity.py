@@ -30,7 +30,9 @@ def parse_quantity(text: str) -> Decimal:
     try:
         return Decimal(number) * _SUFFIXES[suffix]
     except (InvalidOperation, KeyError):
-        raise ValueError(f"{text!r} is not a quantity; write a number with a suffix such as m, k, Mi or Gi") from None
+        raise ValueError(
+            f"{text!r} is not a quantity; write a number with a suffix such as m, k, Mi or Gi"
+        ) from None
 
 
 def in_units_of(quantity: str, divisor: str) -> str:

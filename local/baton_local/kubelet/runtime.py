@@ -62,7 +62,9 @@ class Guard:
 
     async def start(self, lock_timeout_s: float = 40.0) -> None:
         """Raises: TimeoutError if another kubelet keeps the state folder."""
-        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # tokens and Secrets lie in it
+        self._state_dir.mkdir(
+            parents=True, exist_ok=True, mode=0o700
+        )  # tokens and Secrets lie in it
         self._lock = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = asyncio.get_running_loop().time() + lock_timeout_s
         while True:
@@ -127,7 +129,9 @@ class Guard:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            log.warning("the guardian is gone")  # _died starts the next one, which gets all sessions
+            log.warning(
+                "the guardian is gone"
+            )  # _died starts the next one, which gets all sessions
 
 
 class Process:
@@ -146,12 +150,20 @@ class Process:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self._readers.add(pipe.fileno())
-            asyncio.get_running_loop().add_reader(pipe.fileno(), self._read, pipe.fileno(), stream, sink)
+            asyncio.get_running_loop().add_reader(
+                pipe.fileno(), self._read, pipe.fileno(), stream, sink
+            )
         on_exit(self.pid, self._on_exit)
 
     @classmethod
     def start(
-        cls, argv: list[str], env: dict[str, str], cwd: Path, guard: Guard, container_id: str, sink: Sink
+        cls,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: Path,
+        guard: Guard,
+        container_id: str,
+        sink: Sink,
     ) -> "Process":
         """Start a command as the leader of a new session.
 

@@ -30,7 +30,9 @@ class KubeletServer:
         app.router.add_get("/pods", self._pods)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         # Nobody reads on for a follower that left a silent container.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
 
     async def start(self, address: str, port: int) -> int:
         """Listen; returns the port (the system's choice for 0). Raises: OSError."""
@@ -49,7 +51,9 @@ class KubeletServer:
 
     async def _pods(self, request: web.Request) -> web.Response:
         pods = [worker.pod for worker in self._workers.values()]
-        return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods})
+        return web.json_response(
+            {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}
+        )
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
         names = request.match_info
@@ -60,14 +64,18 @@ class KubeletServer:
             and worker.pod["metadata"]["name"] == names["pod"]
         ]
         if not matches:
-            raise web.HTTPNotFound(text=f"pod {names['namespace']}/{names['pod']} is not on this node\n")
+            raise web.HTTPNotFound(
+                text=f"pod {names['namespace']}/{names['pod']} is not on this node\n"
+            )
         query = request.query
         try:
             tail = int(query["tailLines"]) if "tailLines" in query else None
             limit = int(query["limitBytes"]) if "limitBytes" in query else None
             since = _since(query)
         except ValueError as error:
-            raise web.HTTPBadRequest(text=f"bad query {request.query_string!r}: {error}\n") from error
+            raise web.HTTPBadRequest(
+                text=f"bad query {request.query_string!r}: {error}\n"
+            ) from error
         previous = _flag(query, "previous")
         found = matches[-1].log(names["container"], previous=previous)
         if found is None:
@@ -106,7 +114,10 @@ def self_signed_context(address: str) -> ssl.SSLContext:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + timedelta(days=3650))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
+            critical=False,
+        )
         .sign(key, hashes.SHA256())
     )
     pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(

@@ -99,7 +99,11 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
         return "Running"
     if any(isinstance(state.state, Waiting) for state in states):
         # Waiting for a restart is running in the API's terms; waiting for the first start is not.
-        return "Running" if all(state.last or not isinstance(state.state, Waiting) for state in states) else "Pending"
+        return (
+            "Running"
+            if all(state.last or not isinstance(state.state, Waiting) for state in states)
+            else "Pending"
+        )
     codes = [state.state.exit_code for state in states if isinstance(state.state, Terminated)]
     if policy == "Always" and not runtime.stopping:
         return "Running"
@@ -108,7 +112,9 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
     return "Failed" if policy == "Never" or runtime.stopping else "Running"
 
 
-def inherited_state(previous: Object | None, restart_policy: str, *, init: bool = False) -> ContainerState:
+def inherited_state(
+    previous: Object | None, restart_policy: str, *, init: bool = False
+) -> ContainerState:
     """A container's state as a new kubelet takes it over from the API: whatever ran, runs no more.
 
     A container that ended for good under its restart policy stays ended; every other one that ever started will be started
@@ -124,7 +130,9 @@ def inherited_state(previous: Object | None, restart_policy: str, *, init: bool 
     states = previous.get("state") or {}
     if ended := states.get("terminated"):
         result.last = _read_terminated(ended)
-        final = restart_policy == "Never" or (ended["exitCode"] == 0 and (init or restart_policy == "OnFailure"))
+        final = restart_policy == "Never" or (
+            ended["exitCode"] == 0 and (init or restart_policy == "OnFailure")
+        )
         if final:
             result.state = result.last
             result.last = _read_last(previous)
@@ -195,7 +203,10 @@ def _state(state: Waiting | Running | Terminated) -> Object:
     if isinstance(state, Running):
         return {"running": {"startedAt": timestamp(state.started_at)}}
     if isinstance(state, Waiting):
-        return {"waiting": {"reason": state.reason} | ({"message": state.message} if state.message else {})}
+        return {
+            "waiting": {"reason": state.reason}
+            | ({"message": state.message} if state.message else {})
+        }
     ended = {
         "exitCode": state.exit_code,
         "reason": state.reason,
@@ -205,7 +216,9 @@ def _state(state: Waiting | Running | Terminated) -> Object:
         "finishedAt": timestamp(state.finished_at) if state.finished_at else None,
         "containerID": state.container_id,
     }
-    return {"terminated": {key: value for key, value in ended.items() if value or key == "exitCode"}}
+    return {
+        "terminated": {key: value for key, value in ended.items() if value or key == "exitCode"}
+    }
 
 
 def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime) -> list[Object]:
@@ -215,20 +228,32 @@ def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime
         for name, state in runtime.init.items()
         if not (isinstance(state.state, Terminated) and state.state.exit_code == 0)
     ]
-    unready = [name for name, state in runtime.main.items() if not (isinstance(state.state, Running) and state.ready)]
+    unready = [
+        name
+        for name, state in runtime.main.items()
+        if not (isinstance(state.state, Running) and state.ready)
+    ]
     if phase == "Succeeded":
         verdicts["Initialized"] = (True, "PodCompleted", "")
         verdicts["ContainersReady"] = verdicts["Ready"] = (False, "PodCompleted", "")
     else:
         verdicts["Initialized"] = (
-            (False, "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]")
+            (
+                False,
+                "ContainersNotInitialized",
+                f"containers with incomplete status: [{' '.join(incomplete)}]",
+            )
             if incomplete
             else (True, "", "")
         )
         if phase == "Failed":
             ready = (False, "PodFailed", "")
         elif unready or incomplete:
-            ready = (False, "ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]")
+            ready = (
+                False,
+                "ContainersNotReady",
+                f"containers with unready status: [{' '.join(unready)}]",
+            )
         else:
             ready = (True, "", "")
         verdicts["ContainersReady"] = verdicts["Ready"] = ready
@@ -239,6 +264,14 @@ def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime
         value = "True" if truth else "False"
         old = before.get(kind)
         changed_at = old.get("lastTransitionTime") if old and old["status"] == value else None
-        condition = {"type": kind, "status": value, "lastTransitionTime": changed_at or timestamp(now)}
-        result.append(condition | ({"reason": reason} if reason else {}) | ({"message": message} if message else {}))
+        condition = {
+            "type": kind,
+            "status": value,
+            "lastTransitionTime": changed_at or timestamp(now),
+        }
+        result.append(
+            condition
+            | ({"reason": reason} if reason else {})
+            | ({"message": message} if message else {})
+        )
     return result

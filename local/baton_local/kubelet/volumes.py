@@ -50,7 +50,10 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
     lacking = [
         container
         for container in [*(spec.get("initContainers") or []), *spec["containers"]]
-        if all(mount["mountPath"].rstrip("/") != TOKEN_PATH for mount in container.get("volumeMounts") or [])
+        if all(
+            mount["mountPath"].rstrip("/") != TOKEN_PATH
+            for mount in container.get("volumeMounts") or []
+        )
     ]
     if not lacking:
         return pod
@@ -58,9 +61,16 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
     sources = [
         {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_LIFETIME_S}},
         {"kubeletCertificateAuthority": {"path": "ca.crt"}},
-        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+        {
+            "downwardAPI": {
+                "items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]
+            }
+        },
     ]
-    spec["volumes"] = [*(spec.get("volumes") or []), {"name": name, "projected": {"sources": sources}}]
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        {"name": name, "projected": {"sources": sources}},
+    ]
     for container in lacking:
         mount = {"name": name, "mountPath": TOKEN_PATH, "readOnly": True}
         container["volumeMounts"] = [*(container.get("volumeMounts") or []), mount]
@@ -102,7 +112,9 @@ class PodVolumes:
             try:
                 payload = await self._payload(volume)
             except (ConfigError, KubeError, OSError, ValueError) as error:
-                raise MountError(f'MountVolume.SetUp failed for volume "{name}" : {error}') from error
+                raise MountError(
+                    f'MountVolume.SetUp failed for volume "{name}" : {error}'
+                ) from error
             if payload is None:
                 self._make_folder(volume)
             elif payload != self._written.get(name):
@@ -121,9 +133,13 @@ class PodVolumes:
             if any(kind in volume for kind in ("emptyDir", *_PAYLOAD_KINDS))
         }
         mounted: dict[PurePosixPath, str] = {}
-        for mount in sorted(container.get("volumeMounts") or [], key=lambda mount: mount["mountPath"]):
+        for mount in sorted(
+            container.get("volumeMounts") or [], key=lambda mount: mount["mountPath"]
+        ):
             path = PurePosixPath("/") / mount["mountPath"]
-            above = next((other for other in mounted if other in path.parents or other == path), None)
+            above = next(
+                (other for other in mounted if other in path.parents or other == path), None
+            )
             # Mounts are links: one inside another is a link in the other's folder.
             if above is not None and (above == path or mounted[above] not in own):
                 raise MountError(
@@ -207,7 +223,9 @@ class PodVolumes:
             return data
         missing = [item["key"] for item in items if item["key"] not in data]
         if missing and not source.get("optional"):
-            raise ConfigError(f"references non-existent {kind.lower().removesuffix('map')} key: {missing[0]}")
+            raise ConfigError(
+                f"references non-existent {kind.lower().removesuffix('map')} key: {missing[0]}"
+            )
         return {item["path"]: data[item["key"]] for item in items if item["key"] in data}
 
     def _downward(self, source: Object) -> Payload:
@@ -215,7 +233,9 @@ class PodVolumes:
         files: Payload = {}
         for item in source.get("items") or []:
             if reference := item.get("resourceFieldRef"):
-                text = resource_value(reference, containers[reference["containerName"]], self._capacity)
+                text = resource_value(
+                    reference, containers[reference["containerName"]], self._capacity
+                )
             else:
                 text = field_value(item["fieldRef"]["fieldPath"], self.pod, self._addresses)
             files[item["path"]] = text.encode()
@@ -232,7 +252,12 @@ class PodVolumes:
         lifetime = source.get("expirationSeconds") or 3600
         spec: Object = {"audiences": [audience] if audience else [], "expirationSeconds": lifetime}
         if account:  # a token can be bound to a pod only if the pod names the account
-            reference = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
+            reference = {
+                "kind": "Pod",
+                "apiVersion": "v1",
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            }
             spec["boundObjectRef"] = reference
         answer = await self._api.create(
             f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account or 'default'}/token",
@@ -281,7 +306,9 @@ def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     version = path / f"..{uuid.uuid4().hex[:12]}"
     for name, content in files.items():
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
-            raise MountError(f"volume {volume['name']!r}: file path {name!r} must stay inside the volume")
+            raise MountError(
+                f"volume {volume['name']!r}: file path {name!r} must stay inside the volume"
+            )
         file = version / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
@@ -295,7 +322,9 @@ def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}
     for entry in path.iterdir():
-        written = entry.is_symlink() and entry.readlink().parts[0] == "..data"  # else a mount inside this one
+        written = (
+            entry.is_symlink() and entry.readlink().parts[0] == "..data"
+        )  # else a mount inside this one
         if written and entry.name not in tops:
             entry.unlink()
     for top in tops:

@@ -67,14 +67,20 @@ class Cluster:
         self.coordinator = Coordinator(name for name, pod in self.pods.items() if pod.expert_group)
 
     def of_role(self, role: names.MemberRole) -> list[Pod]:
-        return sorted((pod for pod in self.pods.values() if pod.role == role), key=lambda pod: pod.ordinal)
+        return sorted(
+            (pod for pod in self.pods.values() if pod.role == role), key=lambda pod: pod.ordinal
+        )
 
     def topology(self) -> TopologyStatus:
-        return self.coordinator.status(pod.name for pod in self.of_role("decode") if pod.serving and pod.expert_group)
+        return self.coordinator.status(
+            pod.name for pod in self.of_role("decode") if pod.serving and pod.expert_group
+        )
 
     def next_event_at(self) -> datetime:
         """Return the time of the next event; `NEVER` if there is none."""
-        return min([self.coordinator.phase_ends_at, *(pod.next_event_at for pod in self.pods.values())])
+        return min(
+            [self.coordinator.phase_ends_at, *(pod.next_event_at for pod in self.pods.values())]
+        )
 
     # Actions of the operator
 
@@ -94,7 +100,12 @@ class Cluster:
     def advance(self, now: datetime) -> list[str]:
         """Apply all events that are due. Return a description of each."""
         changed: dict[str, list[str]] = {}
-        for pod in [pod for role in names.MEMBER_ROLES for pod in self.of_role(role) if pod.next_event_at <= now]:
+        for pod in [
+            pod
+            for role in names.MEMBER_ROLES
+            for pod in self.of_role(role)
+            if pod.next_event_at <= now
+        ]:
             if pod.gone_at is not None:
                 del self.pods[pod.name]
                 event = "gone"
@@ -118,13 +129,17 @@ class Cluster:
 
     def _bind(self, now: datetime) -> list[str]:
         """Bind pods to nodes in the order of their creation. Return the names of those that had waited."""
-        unbound = [pod for pod in self.pods.values() if pod.ready_at is None and pod.deletion is None]
+        unbound = [
+            pod for pod in self.pods.values() if pod.ready_at is None and pod.deletion is None
+        ]
         num_bound = sum(pod.ready_at is not None for pod in self.pods.values())
         capacity = self._conditions.capacity
         room = len(unbound) if capacity is None else max(0, capacity - num_bound)
         ready_at = now + timedelta(seconds=self._conditions.ready_after_s)
         for pod in unbound[:room]:
-            self._change(pod.name, ready_at=ready_at if pod.becomes_ready else NEVER, no_room_since=None)
+            self._change(
+                pod.name, ready_at=ready_at if pod.becomes_ready else NEVER, no_room_since=None
+            )
         for pod in unbound[room:]:
             self._change(pod.name, no_room_since=pod.no_room_since or now)
         return [pod.name for pod in unbound[:room] if pod.no_room_since is not None]

@@ -84,4 +84,6 @@ class Coordinator:
             return f"generation {operation.generation} is prepared"
         operation.phase, self.phase_ends_at = OperationPhase.DONE, NEVER
         self.ranks, self._generation = self._target, operation.generation
-        return f"generation {operation.generation} is committed, its ranks are {', '.join(self.ranks)}"
+        return (
+            f"generation {operation.generation} is committed, its ranks are {', '.join(self.ranks)}"
+        )

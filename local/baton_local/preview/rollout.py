@@ -10,7 +10,14 @@ import msgspec
 from baton_local.preview.cluster import Cluster, Conditions, Pod
 from baton_local.preview.coordinator import NEVER
 from baton_local.preview.steps import Action, ActionName, MemberRow, Preview, Step
-from baton_local.preview.target import COORDINATOR, Target, field_changes, group_changes, object_changes, target_of
+from baton_local.preview.target import (
+    COORDINATOR,
+    Target,
+    field_changes,
+    group_changes,
+    object_changes,
+    target_of,
+)
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
@@ -24,7 +31,9 @@ PATIENCE = timedelta(seconds=60)
 """Added to the longest deadline of the spec. A rollout without a change for the sum has stopped."""
 
 
-def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: int = 200) -> Preview:
+def preview(
+    old: Target | None, new: Target, conditions: Conditions, max_steps: int = 200
+) -> Preview:
     """Return every step from `old`, whose members are all ready, to `new`. `old` None: no member exists."""
     wanted = new
     waiting: tuple[str, ...] = ()
@@ -32,7 +41,9 @@ def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: 
         if old is None:
             return Preview(waits_for=["spec.paused is true, and nothing was rolled out before"])
         waiting = held_back(old.spec, new.spec)
-        new = target_of({"metadata": {"name": new.owner.name}, "spec": with_sizes(old.spec, new.spec)})
+        new = target_of(
+            {"metadata": {"name": new.owner.name}, "spec": with_sizes(old.spec, new.spec)}
+        )
     rollout = _Rollout(old, new, conditions)
     waits_for = rollout.run(max_steps)
     return Preview(
@@ -68,7 +79,9 @@ class _Rollout:
         for role, template in old.desired.members.items():
             for ordinal in range(old.owner.replicas(role)):
                 pod = self._pod(role, template, ordinal)
-                yield msgspec.structs.replace(pod, serving=True, ready=True, unready_since=None, ready_at=START)
+                yield msgspec.structs.replace(
+                    pod, serving=True, ready=True, unready_since=None, ready_at=START
+                )
 
     def run(self, max_steps: int) -> list[str]:
         """Reconcile until the service has settled, the rollout has stopped, or `max_steps` are done.
@@ -90,17 +103,25 @@ class _Rollout:
                 continue  # each change wakes the operator at once
             next_event_at = self._cluster.next_event_at()
             revisit_at = min(
-                (self._now + timedelta(seconds=s) for p in plans.values() if (s := p.revisit_s)), default=NEVER
+                (self._now + timedelta(seconds=s) for p in plans.values() if (s := p.revisit_s)),
+                default=NEVER,
             )
-            is_over = next_event_at == NEVER and (not waits_for or self._now > last_change + patience)
+            is_over = next_event_at == NEVER and (
+                not waits_for or self._now > last_change + patience
+            )
             if is_over or min(next_event_at, revisit_at) == NEVER:
                 return waits_for
             self._now = min(next_event_at, revisit_at)
 
     def _longest_deadline(self) -> timedelta:
         spec = self._owner.spec
-        surges = (spec.update_strategy.prefill.surge_timeout_seconds, spec.update_strategy.decode.surge_timeout_seconds)
-        return timedelta(seconds=max(spec.progress_deadline_seconds, spec.drain_timeout_seconds, *surges))
+        surges = (
+            spec.update_strategy.prefill.surge_timeout_seconds,
+            spec.update_strategy.decode.surge_timeout_seconds,
+        )
+        return timedelta(
+            seconds=max(spec.progress_deadline_seconds, spec.drain_timeout_seconds, *surges)
+        )
 
     def _plan(self, role: names.MemberRole) -> GroupPlan:
         members: list[Member] = [*self._cluster.of_role(role)]
@@ -121,12 +142,18 @@ class _Rollout:
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
         """Apply `plan` to the cluster, in the order of the operator."""
         cluster, template = self._cluster, self._templates[role]
-        replicas, update, present = self._owner.replicas(role), update_of(self._owner, role), cluster.of_role(role)
+        replicas, update, present = (
+            self._owner.replicas(role),
+            update_of(self._owner, role),
+            cluster.of_role(role),
+        )
         done: dict[tuple[ActionName, str], list[str]] = {}
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
             ranks, members = set(cluster.coordinator.ranks), set(plan.request.members)
             changes = ((members - ranks, "to join"), (ranks - members, "to leave"))
-            why = "; ".join(f"{', '.join(sorted(found))} {verb}" for found, verb in changes if found)
+            why = "; ".join(
+                f"{', '.join(sorted(found))} {verb}" for found, verb in changes if found
+            )
             done["request topology", why] = plan.request.members
             cluster.coordinator.ask_for(plan.request)
         for name in plan.drain:
@@ -151,11 +178,17 @@ class _Rollout:
             done.setdefault(("restore", why), []).append(pod.name)
             cluster.create(pod, self._now)
         return [
-            Action(action=action, role=role, members=members, reason=why) for (action, why), members in done.items()
+            Action(action=action, role=role, members=members, reason=why)
+            for (action, why), members in done.items()
         ]
 
     def _pod(
-        self, role: names.MemberRole, template: MemberTemplate, ordinal: int, *, becomes_ready: bool = True
+        self,
+        role: names.MemberRole,
+        template: MemberTemplate,
+        ordinal: int,
+        *,
+        becomes_ready: bool = True,
     ) -> Pod:
         return Pod(
             name=names.member_name(self._owner.name, role, ordinal),
@@ -211,11 +244,17 @@ class _Rollout:
         waited_s = (self._now - (pod.unready_since or self._now)).total_seconds()
         match pod.state:
             case "ready":
-                return "of the earlier revision, and needed until new members are ready" if is_outdated else ""
+                return (
+                    "of the earlier revision, and needed until new members are ready"
+                    if is_outdated
+                    else ""
+                )
             case "no room":
                 return "no node has room"
             case "starting" if waited_s >= update.progress_deadline_s:
-                return f"not ready within progressDeadlineSeconds ({update.progress_deadline_s:g} s)"
+                return (
+                    f"not ready within progressDeadlineSeconds ({update.progress_deadline_s:g} s)"
+                )
             case "starting" if pod.ready_at == NEVER:
                 return "never becomes ready"
             case state:

@@ -46,7 +46,9 @@ def target_of(service: Object) -> Target:
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
     """Return the fields of the specs that differ, with defaults filled in."""
-    return _differences(msgspec.to_builtins(old.owner.spec), msgspec.to_builtins(new.owner.spec), "spec")
+    return _differences(
+        msgspec.to_builtins(old.owner.spec), msgspec.to_builtins(new.owner.spec), "spec"
+    )
 
 
 def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
@@ -56,7 +58,10 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
         group = GroupChange(
             role=role,
             sizes=(0 if old is None else old.owner.replicas(role), new.owner.replicas(role)),
-            revisions=("" if old is None else old.desired.members[role].revision, template.revision),
+            revisions=(
+                "" if old is None else old.desired.members[role].revision,
+                template.revision,
+            ),
             max_surge=update.max_surge,
             max_unavailable=update.max_unavailable,
         )
@@ -67,7 +72,9 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
     """Return kinds and names of the objects beside the members that are created, changed and deleted."""
     targets = ([] if old is None else old.desired.objects, new.desired.objects)
-    before, after = ({f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets)
+    before, after = (
+        {f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets
+    )
     return {
         "creates": [name for name in after if name not in before],
         "changes": [name for name in after if name in before and before[name] != after[name]],

@@ -22,22 +22,33 @@ def main() -> None:
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--ingress-address", default="127.0.0.1")
     parser.add_argument(
-        "--ingress-port", type=arguments.port, default=0, help="0 lets the system choose; the log says which"
+        "--ingress-port",
+        type=arguments.port,
+        default=0,
+        help="0 lets the system choose; the log says which",
     )
-    parser.add_argument("--state-dir", type=Path, help="where addresses added to the loopback device are noted")
-    parser.add_argument("--parent-pid", type=int, help="end when this process (which must be the parent) ends")
+    parser.add_argument(
+        "--state-dir", type=Path, help="where addresses added to the loopback device are noted"
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
+    )
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     # Beside the kubeconfig there is one cluster's state, so a successor finds what a killed proxy left on the device.
     state_dir = args.state_dir or args.kubeconfig.absolute().parent
     run_until_terminated(
-        lambda stop: _run(stop, args.kubeconfig, args.ingress_address, args.ingress_port, state_dir),
+        lambda stop: _run(
+            stop, args.kubeconfig, args.ingress_address, args.ingress_port, state_dir
+        ),
         name="proxy",
         stop_timeout_s=10.0,
     )
 
 
-async def _run(stop: asyncio.Event, kubeconfig: Path, address: str, port: int, state_dir: Path) -> None:
+async def _run(
+    stop: asyncio.Event, kubeconfig: Path, address: str, port: int, state_dir: Path
+) -> None:
     loopback = LoopbackAddresses(state_dir / "proxy-addresses.json")
     loopback.remove_stale()
     async with connect(kubeconfig) as api:

@@ -38,7 +38,12 @@ class IngressProxy:
     """An HTTP server in front of the Services that Ingresses name."""
 
     def __init__(
-        self, api: KubeClient, ingresses: Reflector, nodes: Reflector, services: Reflector, proxy: ServiceProxy
+        self,
+        api: KubeClient,
+        ingresses: Reflector,
+        nodes: Reflector,
+        services: Reflector,
+        proxy: ServiceProxy,
     ):
         self._api = api
         self._ingresses = ingresses
@@ -56,7 +61,9 @@ class IngressProxy:
         app = web.Application(client_max_size=0)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # A client that leaves cancels the handler, which closes the connection to the pod: it stops working for nobody.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         async with aiohttp.ClientSession(
             timeout=timeout,
@@ -114,7 +121,9 @@ class IngressProxy:
         host = request.host.rsplit(":", 1)[0]
         backend = match_route(self._table, host, request.path)
         if backend is None:
-            raise web.HTTPNotFound(text=f"no Ingress has a rule for host {host!r} and path {request.path!r}\n")
+            raise web.HTTPNotFound(
+                text=f"no Ingress has a rule for host {host!r} and path {request.path!r}\n"
+            )
         service = self._services.objects.get(f"{backend.namespace}/{backend.service}")
         port = find_port(service, backend.port) if service is not None else None
         if service is None or port is None:
@@ -123,8 +132,12 @@ class IngressProxy:
         scheme = "https" if port.get("name") == "https" else "http"
         for pod_host, pod_port in self._proxy.candidates(service, port):
             try:
-                return await self._forward(request, f"{scheme}://{pod_host}:{pod_port}{request.raw_path}")
-            except aiohttp.ClientConnectorError as error:  # nothing was sent: the next one may have it
+                return await self._forward(
+                    request, f"{scheme}://{pod_host}:{pod_port}{request.raw_path}"
+                )
+            except (
+                aiohttp.ClientConnectorError
+            ) as error:  # nothing was sent: the next one may have it
                 log.info("service %s: %s", key_of(service), error)
             except aiohttp.ServerTimeoutError as error:
                 log.info("service %s: %s", key_of(service), error)
@@ -164,7 +177,9 @@ class IngressProxy:
 
 
 def _request_headers(request: web.Request) -> list[tuple[str, str]]:
-    headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
+    headers = [
+        (name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP
+    ]
     peer = request.remote or ""
     before = request.headers.get("X-Forwarded-For")
     headers = [(name, value) for name, value in headers if name.lower() != "x-forwarded-for"]

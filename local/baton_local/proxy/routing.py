@@ -43,11 +43,16 @@ def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[End
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         labels = metadata.get("labels") or {}
-        if metadata["namespace"] != service["metadata"]["namespace"] or selector.items() - labels.items():
+        if (
+            metadata["namespace"] != service["metadata"]["namespace"]
+            or selector.items() - labels.items()
+        ):
             continue
         if not status.get("podIP") or metadata.get("deletionTimestamp"):
             continue
-        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
+        ready = any(
+            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
+        )
         number = target_port(port, pod)
         if (ready or unready_too) and number is not None:
             found.append((str(status["podIP"]), number))
@@ -85,9 +90,13 @@ def routes(ingresses: Iterable[Object]) -> list[Route]:
             for path in (rule.get("http") or {}).get("paths") or []:
                 exact = path.get("pathType") == "Exact"
                 backend = _backend(namespace, path["backend"])
-                result.append(Route((rule.get("host") or "").lower(), path.get("path") or "/", exact, backend))
+                result.append(
+                    Route((rule.get("host") or "").lower(), path.get("path") or "/", exact, backend)
+                )
     # An exact host before a wildcard before none; then an exact path; then the longest.
-    result.sort(key=lambda route: (_host_rank(route.host), route.exact, len(route.path)), reverse=True)
+    result.sort(
+        key=lambda route: (_host_rank(route.host), route.exact, len(route.path)), reverse=True
+    )
     return result
 
 
@@ -99,7 +108,12 @@ def match_route(table: Iterable[Route], host: str, path: str) -> Backend | None:
     """
     host = host.lower()
     return next(
-        (route.backend for route in table if _host_matches(route.host, host) and _path_matches(route, path)), None
+        (
+            route.backend
+            for route in table
+            if _host_matches(route.host, host) and _path_matches(route, path)
+        ),
+        None,
     )
 
 

@@ -21,7 +21,13 @@ _CHUNK = 65536
 class ServiceProxy:
     """Keeps the listeners equal to what the Services say."""
 
-    def __init__(self, services: Reflector, pods: Reflector, events: EventRecorder, loopback: LoopbackAddresses):
+    def __init__(
+        self,
+        services: Reflector,
+        pods: Reflector,
+        events: EventRecorder,
+        loopback: LoopbackAddresses,
+    ):
         self._services = services
         self._pods = pods
         self._events = events
@@ -73,7 +79,9 @@ class ServiceProxy:
                     message = f"port {port['port']}/{port['protocol']} is not proxied; only TCP is"
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
         for endpoint in self._listeners.keys() - wanted.keys():
-            await _stop_listening(self._listeners.pop(endpoint))  # open connections go on until one side ends them
+            await _stop_listening(
+                self._listeners.pop(endpoint)
+            )  # open connections go on until one side ends them
         # The address of a Service that is gone stays while connections to it are open.
         addresses = {address for address, _ in [*wanted, *self._connections.values()]}
         for endpoint, key in wanted.items():
@@ -101,7 +109,9 @@ class ServiceProxy:
         try:
             self._loopback.add(endpoint[0])
             address, port = endpoint[0], served_port(endpoint[1])
-            self._listeners[endpoint] = await asyncio.start_server(accept, address, port, backlog=1024)
+            self._listeners[endpoint] = await asyncio.start_server(
+                accept, address, port, backlog=1024
+            )
             if port != endpoint[1]:
                 message = f"{address}:{endpoint[1]} needs root here; it is served on port {port}"
                 self._events.record(service, "Service", "PortMoved", message)
@@ -110,7 +120,9 @@ class ServiceProxy:
             self._events.record(service, "Service", "BindFailed", message)
             log.warning("service %s: %s", key, message)
 
-    async def _forward(self, listener: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, listener: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         found = self._port_of(listener)
         if found is None:
             return
@@ -120,7 +132,9 @@ class ServiceProxy:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     upstream = await asyncio.open_connection(host, number)
             except (OSError, TimeoutError) as error:
-                log.info("service %s: %s:%d does not answer: %r", key_of(service), host, number, error)
+                log.info(
+                    "service %s: %s:%d does not answer: %r", key_of(service), host, number, error
+                )
                 continue
             await _splice((reader, writer), upstream)
             return
@@ -153,7 +167,10 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 async def _splice(client: Stream, upstream: Stream) -> None:
     """Copy both ways; the end of one direction is passed on as such, an error ends both."""
-    ways = [asyncio.ensure_future(_copy(client[0], upstream[1])), asyncio.ensure_future(_copy(upstream[0], client[1]))]
+    ways = [
+        asyncio.ensure_future(_copy(client[0], upstream[1])),
+        asyncio.ensure_future(_copy(upstream[0], client[1])),
+    ]
     try:
         done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
         for way in done:

@@ -79,12 +79,16 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
 
 def _service_schema() -> dict[str, Any]:
     """Return the structural schema of LLMService: references inlined, null left out, every node typed and described."""
-    (root,), definitions = msgspec.json.schema_components([llmservice.LLMService], ref_template=_REF + "{name}")
+    (root,), definitions = msgspec.json.schema_components(
+        [llmservice.LLMService], ref_template=_REF + "{name}"
+    )
     _describe(ApiStruct, {}, definitions)
     return _structural(root, definitions)
 
 
-def _describe(struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]) -> None:
+def _describe(
+    struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]
+) -> None:
     """Add the comments of fields to the definitions of `struct` and of the structs derived from it."""
     comments = {**inherited, **_comments(struct)}
     if struct.__name__ in definitions:
@@ -133,7 +137,9 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
     if "items" in node:
         node["items"] = _structural(node["items"], definitions)
     if "properties" in node:
-        node["properties"] = {name: _structural(field, definitions) for name, field in node["properties"].items()}
+        node["properties"] = {
+            name: _structural(field, definitions) for name, field in node["properties"].items()
+        }
     if not node.get("required", True):
         del node["required"]
     return _ordered(node)
@@ -142,17 +148,30 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the structural form of integer or string, in which bounds hold for numbers and patterns for strings."""
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
-    return {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}], **bounds}
+    return {
+        "x-kubernetes-int-or-string": True,
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        **bounds,
+    }
 
 
 def _ordered(node: dict[str, Any]) -> dict[str, Any]:
     """Put description and type first, for readers of the generated file."""
-    first = {key: node[key] for key in ("description", "type", "default", "required") if key in node}
+    first = {
+        key: node[key] for key in ("description", "type", "default", "required") if key in node
+    }
     return first | {key: value for key, value in node.items() if key not in first}
 
 
-def _column(name: str, type_: str, path: str, description: str, *, wide: bool = False) -> dict[str, Any]:
-    column: dict[str, Any] = {"name": name, "type": type_, "description": description, "jsonPath": path}
+def _column(
+    name: str, type_: str, path: str, description: str, *, wide: bool = False
+) -> dict[str, Any]:
+    column: dict[str, Any] = {
+        "name": name,
+        "type": type_,
+        "description": description,
+        "jsonPath": path,
+    }
     return column | ({"priority": 1} if wide else {})
 
 
@@ -162,7 +181,9 @@ _COLUMNS = [
     _column("Ready", "string", f"{_READY}.status", "Whether every group serves"),
     _column("Reason", "string", f"{_READY}.reason", "Why, or why not"),
     _column("Prefill", "integer", ".status.prefill.ready", "Prefill pods that are ready"),
-    _column("Prefill-Desired", "integer", ".status.prefill.desired", "Prefill pods wanted", wide=True),
+    _column(
+        "Prefill-Desired", "integer", ".status.prefill.desired", "Prefill pods wanted", wide=True
+    ),
     _column("Decode", "integer", ".status.decode.ready", "Decode pods that are ready"),
     _column("Decode-Desired", "integer", ".status.decode.desired", "Decode pods wanted", wide=True),
     _column("Endpoint", "string", ".status.endpoint", "URL of the gateway"),

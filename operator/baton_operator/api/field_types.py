@@ -22,7 +22,12 @@ Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
 ObjectName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
 DNSName = Annotated[str, Meta(pattern=DNS_NAME, max_length=253)]
 Hostname = Annotated[
-    str, Meta(pattern=r"^(\*\.)?" + DNS_NAME[1:], max_length=253, description="A name, or *.DOMAIN for those below it.")
+    str,
+    Meta(
+        pattern=r"^(\*\.)?" + DNS_NAME[1:],
+        max_length=253,
+        description="A name, or *.DOMAIN for those below it.",
+    ),
 ]
 #: A peer of a NetworkPolicy.
 Peer = Annotated[
@@ -35,7 +40,10 @@ Peer = Annotated[
 ]
 Resources = Annotated[
     dict[str, Any],
-    Meta(description="Container resources: requests and limits, as in a pod.", extra_json_schema=_FREE_FORM),
+    Meta(
+        description="Container resources: requests and limits, as in a pod.",
+        extra_json_schema=_FREE_FORM,
+    ),
 ]
 Template = Annotated[
     dict[str, Any],
@@ -46,7 +54,17 @@ Template = Annotated[
     ),
 ]
 
-_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {
+    "": 1,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+}
 
 
 def quantity_bytes(quantity: str) -> int:

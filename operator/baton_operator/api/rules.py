@@ -34,14 +34,23 @@ def _is_free_folder(uri: str) -> bool:
     """Whether a folder of the node can be mounted at its own path: pods have nothing of their own there."""
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:
-        case ["file"] | ["file", "tmp" | "etc"] | ["file", "etc", "baton" | "baton-api-keys" | "baton-tls", *_]:
+        case (
+            ["file"]
+            | ["file", "tmp" | "etc"]
+            | ["file", "etc", "baton" | "baton-api-keys" | "baton-tls", *_]
+        ):
             return False
     return True
 
 
 def _is_no_certificate(gateway: Gateway) -> bool:
-    keys, certificates = gateway.api_keys, (gateway.tls, gateway.ingress.tls if gateway.ingress else None)
-    return keys is None or all(tls is None or tls.secret_name != keys.secret_name for tls in certificates)
+    keys, certificates = (
+        gateway.api_keys,
+        (gateway.tls, gateway.ingress.tls if gateway.ingress else None),
+    )
+    return keys is None or all(
+        tls is None or tls.secret_name != keys.secret_name for tls in certificates
+    )
 
 
 RULES = (
@@ -58,7 +67,9 @@ RULES = (
         "!self.decode.parallelism.expert || !has(self.engine.device) || self.engine.device != 'cuda' || "
         "has(self.engine.numBlocks)",
         lambda spec: (
-            not spec.decode.parallelism.expert or spec.engine.device != "cuda" or spec.engine.num_blocks is not None
+            not spec.decode.parallelism.expert
+            or spec.engine.device != "cuda"
+            or spec.engine.num_blocks is not None
         ),
     ),
     Rule(
@@ -77,7 +88,9 @@ RULES = (
         "model",
         "cache and credentialsSecret are for a uri of hf, s3 or gs: nothing else is fetched",
         "(!has(self.cache) && !has(self.credentialsSecret)) || self.uri.matches('^(hf|s3|gs)://')",
-        lambda model: (model.cache is None and model.credentials_secret is None) or is_fetched(model.uri),
+        lambda model: (
+            (model.cache is None and model.credentials_secret is None) or is_fetched(model.uri)
+        ),
     ),
     Rule(
         "model",
@@ -96,7 +109,9 @@ RULES = (
         "model",
         "cache.hostPath and cache.claim exclude each other",
         "!has(self.cache) || !has(self.cache.hostPath) || !has(self.cache.claim)",
-        lambda model: model.cache is None or model.cache.host_path is None or model.cache.claim is None,
+        lambda model: (
+            model.cache is None or model.cache.host_path is None or model.cache.claim is None
+        ),
     ),
     Rule(
         "decode.parallelism",
@@ -120,7 +135,9 @@ RULES = (
         "gateway",
         "limits.maxConcurrentPerKey needs apiKeys: without keys clients cannot be told apart",
         "!has(self.limits.maxConcurrentPerKey) || has(self.apiKeys)",
-        lambda gateway: gateway.limits.max_concurrent_per_key is None or gateway.api_keys is not None,
+        lambda gateway: (
+            gateway.limits.max_concurrent_per_key is None or gateway.api_keys is not None
+        ),
     ),
     Rule(
         "gateway",
@@ -143,7 +160,9 @@ RULES = (
                 path,
                 "idleSeconds belongs to minReplicas 0: set both, or neither",
                 "has(self.idleSeconds) == (self.minReplicas == 0)",
-                lambda autoscaling: (autoscaling.idle_seconds is not None) == (autoscaling.min_replicas == 0),
+                lambda autoscaling: (
+                    (autoscaling.idle_seconds is not None) == (autoscaling.min_replicas == 0)
+                ),
             ),
         )
     ),
@@ -186,4 +205,6 @@ def add_rules(spec_schema: dict[str, Any]) -> None:
         node = spec_schema
         for name in filter(None, rule.path.split(".")):
             node = node["properties"][name]
-        node.setdefault("x-kubernetes-validations", []).append({"rule": rule.cel, "message": rule.message})
+        node.setdefault("x-kubernetes-validations", []).append(
+            {"rule": rule.cel, "message": rule.message}
+        )

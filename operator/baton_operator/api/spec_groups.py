@@ -11,7 +11,9 @@ from baton_operator.api.field_types import ApiStruct, Count, Resources, Template
 
 DEFAULT_HOLD_SECONDS = 300
 
-IntOrPercent = Annotated[int, Meta(ge=0, le=256)] | Annotated[str, Meta(pattern=r"^(100|[0-9]{1,2})%$")]
+IntOrPercent = (
+    Annotated[int, Meta(ge=0, le=256)] | Annotated[str, Meta(pattern=r"^(100|[0-9]{1,2})%$")]
+)
 Milliseconds = Annotated[int, Meta(ge=1, le=3_600_000)]
 Percent = Annotated[int, Meta(ge=1, le=100)]
 Replicas = Annotated[int, Meta(ge=0, le=256)]
@@ -43,7 +45,9 @@ class DecodeParallelism(PrefillParallelism, frozen=True):
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
     """What both groups have in common."""
 
-    min_replicas: Replicas = 1  #: 0: all pods of the group are removed after idleSeconds without a request.
+    min_replicas: Replicas = (
+        1  #: 0: all pods of the group are removed after idleSeconds without a request.
+    )
     max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: The group never has more pods.
     #: Percentile of the latencies of one minute that is compared with the targets.
     percentile: Annotated[int, Meta(ge=50, le=99)] = 95
@@ -60,8 +64,12 @@ class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
     """The operator sizes the group, by the time to the first token. replicas is the size that it begins with."""
 
-    ttft_milliseconds: Milliseconds  #: Target: from the engine's receipt of a request to its first token.
-    busy_percent: Percent = 80  #: The group does not shrink so far that its engines would be busier than this.
+    ttft_milliseconds: (
+        Milliseconds  #: Target: from the engine's receipt of a request to its first token.
+    )
+    busy_percent: Percent = (
+        80  #: The group does not shrink so far that its engines would be busier than this.
+    )
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
@@ -89,7 +97,9 @@ class AutoscalingStatus(ApiStruct, frozen=True):
 class Prefill(ApiStruct, frozen=True):
     """The group that runs the prefill stage of requests."""
 
-    replicas: Replicas = 1  #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
+    replicas: Replicas = (
+        1  #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
+    )
     autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
     resources: Resources | None = None

@@ -75,7 +75,9 @@ class _Service:
 
     @property
     def period_s(self) -> float:
-        return scrape_period_s({role: state.settings for role, state in self.roles.items()}, self.sizes)
+        return scrape_period_s(
+            {role: state.settings for role, state in self.roles.items()}, self.sizes
+        )
 
 
 class Autoscaler:
@@ -121,7 +123,10 @@ class Autoscaler:
         return msgspec.structs.replace(owner, sizes=known.sizes)
 
     def observe(
-        self, owner: Owner, groups: Mapping[names.Role, report_group.Group], pods: list[dict[str, Any]]
+        self,
+        owner: Owner,
+        groups: Mapping[names.Role, report_group.Group],
+        pods: list[dict[str, Any]],
     ) -> None:
         """What the same reconcile saw.
 
@@ -132,7 +137,10 @@ class Autoscaler:
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
-            known.groups, known.targets = groups_of(owner, groups, settings), targets_of(owner, pods)
+            known.groups, known.targets = (
+                groups_of(owner, groups, settings),
+                targets_of(owner, pods),
+            )
 
     def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
         """What the service's status is to say; None: the role is not sized here."""
@@ -165,7 +173,9 @@ class Autoscaler:
                         group.create_task(self._round(key, service, scraper, due))
                 await asyncio.sleep(TICK_S)
 
-    async def _round(self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]) -> None:
+    async def _round(
+        self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]
+    ) -> None:
         try:
             if await self.look(key, scraper):
                 due(key)
@@ -186,7 +196,10 @@ class Autoscaler:
                 log.warning("%s: no metrics of pod %s: %s", key, pod, error)
         service.errors = scraped.errors
         oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
-        service.snapshots = [*(s for s in service.snapshots if s.at >= oldest), Snapshot(now, scraped.samples)]
+        service.snapshots = [
+            *(s for s in service.snapshots if s.at >= oldest),
+            Snapshot(now, scraped.samples),
+        ]
         due = [self._decide(service, role, now) for role in service.roles]
         return any(due)
 
@@ -203,11 +216,21 @@ class Autoscaler:
             quantile=settings.quantile,
         )
         group = msgspec.structs.replace(seen, size=state.status.size)
-        decision = decide(now, group, settings.bounds, settings.targets, measured, state.history, settings.behavior)
+        decision = decide(
+            now,
+            group,
+            settings.bounds,
+            settings.targets,
+            measured,
+            state.history,
+            settings.behavior,
+        )
         state.history = decision.history
         return self._publish(service, role, decision, now)
 
-    def _publish(self, service: _Service, role: names.MemberRole, decision: Decision, now: float) -> bool:
+    def _publish(
+        self, service: _Service, role: names.MemberRole, decision: Decision, now: float
+    ) -> bool:
         state = service.roles[role]
         before = state.status
         resized = decision.size != before.size
@@ -220,7 +243,9 @@ class Autoscaler:
             recommended=decision.recommended,
             reason=decision.reason,
             message=message,
-            last_scale_time=self._wall_clock().strftime("%Y-%m-%dT%H:%M:%SZ") if resized else before.last_scale_time,
+            last_scale_time=self._wall_clock().strftime("%Y-%m-%dT%H:%M:%SZ")
+            if resized
+            else before.last_scale_time,
         )
         if told == before or not (resized or now - state.published_at >= PUBLISH_S):
             return False
@@ -229,7 +254,9 @@ class Autoscaler:
         state.status, state.published_at = told, now
         return True
 
-    def _change_settings(self, service: _Service, role: names.MemberRole, settings: Settings) -> None:
+    def _change_settings(
+        self, service: _Service, role: names.MemberRole, settings: Settings
+    ) -> None:
         state = service.roles[role]
         if settings.replicas != state.settings.replicas:
             words = (
@@ -240,7 +267,9 @@ class Autoscaler:
         state.settings, service.next_at = settings, self._clock()
 
 
-def _told(service: dict[str, Any], role: names.MemberRole, settings: Settings) -> AutoscalingStatus | None:
+def _told(
+    service: dict[str, Any], role: names.MemberRole, settings: Settings
+) -> AutoscalingStatus | None:
     """What the status said when it was read; None: nothing that can be used. Whoever wrote it: no size is out of bounds."""
     found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
     if not found:

@@ -21,7 +21,9 @@ _ACTIVE = {str(phase) for phase in ACTIVE}
 
 
 def groups_of(
-    owner: Owner, seen: Mapping[names.Role, report_group.Group], settings: Mapping[names.MemberRole, Settings]
+    owner: Owner,
+    seen: Mapping[names.Role, report_group.Group],
+    settings: Mapping[names.MemberRole, Settings],
 ) -> dict[names.MemberRole, Group]:
     """The groups to size, as they are."""
     alone = owner.replicas("prefill") == 0
@@ -41,7 +43,9 @@ def groups_of(
 
 def _operation(owner: Owner, group: report_group.Group) -> str:
     """What must end before the group is sized anew; empty: nothing."""
-    operation = group.topology.status.operation if group.topology and group.topology.status else None
+    operation = (
+        group.topology.status.operation if group.topology and group.topology.status else None
+    )
     if operation is not None and operation.phase in _ACTIVE:
         return f"operation {operation.id} ({operation.kind}) on the topology"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
@@ -53,10 +57,19 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
     """The containers whose metrics count: of engines and gateways that serve, or finish what they run."""
     targets = []
     for pod in pods:
-        role, address = pod["metadata"]["labels"].get(names.LABEL_ROLE), pod.get("status", {}).get("podIP")
-        if role not in (*names.MEMBER_ROLES, "gateway") or not address or not (is_ready(pod) or _finishes(pod)):
+        role, address = (
+            pod["metadata"]["labels"].get(names.LABEL_ROLE),
+            pod.get("status", {}).get("podIP"),
+        )
+        if (
+            role not in (*names.MEMBER_ROLES, "gateway")
+            or not address
+            or not (is_ready(pod) or _finishes(pod))
+        ):
             continue
-        restarts = sum(each.get("restartCount", 0) for each in pod["status"].get("containerStatuses") or [])
+        restarts = sum(
+            each.get("restartCount", 0) for each in pod["status"].get("containerStatuses") or []
+        )
         targets.append(
             ScrapeTarget(
                 pod=pod["metadata"]["name"],
@@ -71,5 +84,8 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
 
 
 def _finishes(pod: dict[str, Any]) -> bool:
-    running = any((each.get("state") or {}).get("running") for each in pod["status"].get("containerStatuses") or [])
+    running = any(
+        (each.get("state") or {}).get("running")
+        for each in pod["status"].get("containerStatuses") or []
+    )
     return running and leaving(pod) and not pod["metadata"].get("deletionTimestamp")

@@ -56,7 +56,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     def recommended(self, now: float, seconds: float) -> list[int]:
         """The sizes recommended in the last `seconds`."""
-        return [] if self._lost(now) else [run.size for run in self.runs if run.until >= now - seconds]
+        return (
+            [] if self._lost(now) else [run.size for run in self.runs if run.until >= now - seconds]
+        )
 
     def changed(self, now: float, seconds: float) -> int:
         """By how much the size has changed in the last `seconds`."""
@@ -100,13 +102,21 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             idle: since when nobody has wanted anything. None: somebody does, or nobody knows.
             settled: the pods are what they should be.
         """
-        runs = () if self._lost(now) else tuple(run for run in self.runs if run.until >= now - keep_s)
+        runs = (
+            () if self._lost(now) else tuple(run for run in self.runs if run.until >= now - keep_s)
+        )
         if runs and runs[-1].size == recommended:
             runs = (*runs[:-1], Run(recommended, runs[-1].since, now))
         else:
             # The one before held until now, so that runs leave no gap.
-            runs = (*runs[:-1], *(Run(run.size, run.since, now) for run in runs[-1:]), Run(recommended, now, now))
-        changes = tuple(item for item in self.changes[:-1] if item.at > now - keep_s) + self.changes[-1:]
+            runs = (
+                *runs[:-1],
+                *(Run(run.size, run.since, now) for run in runs[-1:]),
+                Run(recommended, now, now),
+            )
+        changes = (
+            tuple(item for item in self.changes[:-1] if item.at > now - keep_s) + self.changes[-1:]
+        )
         return History(
             runs=runs,
             changes=(*changes, Change(now, change)) if change else changes,

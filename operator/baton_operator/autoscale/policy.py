@@ -146,7 +146,12 @@ def decide(
     if n == 0:
         return _from_zero(now, group, window, history, behavior)
     idle = _idle_since(now, window, history, behavior)
-    if bounds.min == 0 and idle is not None and now - idle >= behavior.idle_s and not group.operation:
+    if (
+        bounds.min == 0
+        and idle is not None
+        and now - idle >= behavior.idle_s
+        and not group.operation
+    ):
         words = f"no requests for {behavior.idle_s:g} s"
         return _decision(now, group, history, behavior, 0, "Idle", words, idle=idle)
     if hold := _hold(now, group, window, history, behavior):
@@ -158,7 +163,16 @@ def decide(
         )
         stands = history.last_recommended(now) if leaving else None
         return _decision(
-            now, group, history, behavior, n, reason, words, recommended=stands, idle=idle, settled=settled
+            now,
+            group,
+            history,
+            behavior,
+            n,
+            reason,
+            words,
+            recommended=stands,
+            idle=idle,
+            settled=settled,
         )
     assert window is not None, "without one there is a hold"
     measured = window.roles[group.role]
@@ -170,19 +184,40 @@ def decide(
     if decisive.size > n and decisive.reason in _MISSED and history.last_delta < 0:
         breach = Breach(now, load_per_engine(n, group.role == "prefill", measured))
     return _decision(
-        now, group, history, behavior, size, reason, words, recommended=decisive.size, breach=breach, idle=idle
+        now,
+        group,
+        history,
+        behavior,
+        size,
+        reason,
+        words,
+        recommended=decisive.size,
+        breach=breach,
+        idle=idle,
     )
 
 
-def _from_zero(now: float, group: Group, window: Window | None, history: History, behavior: Behavior) -> Decision:
+def _from_zero(
+    now: float, group: Group, window: Window | None, history: History, behavior: Behavior
+) -> Decision:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
-        return _decision(now, group, history, behavior, 0, "MetricsMissing", "no gateway tells whether requests wait")
+        return _decision(
+            now,
+            group,
+            history,
+            behavior,
+            0,
+            "MetricsMissing",
+            "no gateway tells whether requests wait",
+        )
     # Decode engines are what requests are held for; without prefill engines they are only slower.
     waiting = window.held if group.role == "decode" else window.in_flight
     missed = window.answered_at is not None and window.answered_at > history.changed_at
     if waiting > 0 or missed:
         words = (
-            f"requests that wait at the gateways: {waiting:.0f}" if waiting > 0 else "requests came and were not held"
+            f"requests that wait at the gateways: {waiting:.0f}"
+            if waiting > 0
+            else "requests came and were not held"
         )
         return _decision(now, group, history, behavior, 1, "RequestsHeld", words)
     return _decision(now, group, history, behavior, 0, "Idle", "no requests", idle=now)
@@ -195,7 +230,11 @@ def _hold(
     if group.operation:
         return "OperationRunning", f"{group.operation} is under way", False
     if group.ready != group.size or group.pods != group.size:
-        return "PodsNotReady", f"{group.ready} of {group.size} engines are ready, {group.pods} pods exist", False
+        return (
+            "PodsNotReady",
+            f"{group.ready} of {group.size} engines are ready, {group.pods} pods exist",
+            False,
+        )
     if window is None:
         return "MetricsMissing", "nothing was measured yet", True
     if now - window.end > behavior.stale_s:
@@ -210,9 +249,16 @@ def _hold(
     return None
 
 
-def _idle_since(now: float, window: Window | None, history: History, behavior: Behavior) -> float | None:
+def _idle_since(
+    now: float, window: Window | None, history: History, behavior: Behavior
+) -> float | None:
     """Since when the gateways are known to have nothing to do. None: they have, or do not say."""
-    if window is None or now - window.end > behavior.stale_s or window.gateways == 0 or window.in_flight > 0:
+    if (
+        window is None
+        or now - window.end > behavior.stale_s
+        or window.gateways == 0
+        or window.in_flight > 0
+    ):
         return None
     known = history.idle_since if history.knows(now) else None
     since = window.start if known is None else known
@@ -229,7 +275,9 @@ def _signals(
     behavior: Behavior,
 ) -> list[Signal]:
     n, prefill = group.size, group.role == "prefill"
-    wishes = prefill_signals if prefill else aggregated_signals if group.aggregated else decode_signals
+    wishes = (
+        prefill_signals if prefill else aggregated_signals if group.aggregated else decode_signals
+    )
     signals = wishes(n, measured, targets, behavior.tolerance, window.quantile)
     if history.breach is not None and now - history.breach.at < behavior.breach_memory_s:
         signals.append(breach_signal(n, prefill, measured, history.breach, behavior.tolerance))
@@ -251,23 +299,43 @@ def _limited(
         numbers = decisive.text
         size = min([wants, *history.recommended(now, behavior.up_window_s)])
         if size <= n:
-            return n, "Stabilizing", f"{numbers}, which asks for {wants}, but not for {behavior.up_window_s:g} s yet"
+            return (
+                n,
+                "Stabilizing",
+                f"{numbers}, which asks for {wants}, but not for {behavior.up_window_s:g} s yet",
+            )
         if n == bounds.max:
             return n, "AtMaximum", f"{numbers}, which asks for {wants}, but the maximum is {n}"
         before = n - max(0, history.changed(now, behavior.step_s))
         size = min(size, max(n, 2 * before, before + behavior.up_step), bounds.max)
         if size == n:
-            return n, "Stabilizing", f"{numbers}, which asks for {wants}, but no more within {behavior.step_s:g} s"
-        return size, decisive.reason, numbers if size == wants else f"{numbers}, which asks for {wants}"
+            return (
+                n,
+                "Stabilizing",
+                f"{numbers}, which asks for {wants}, but no more within {behavior.step_s:g} s",
+            )
+        return (
+            size,
+            decisive.reason,
+            numbers if size == wants else f"{numbers}, which asks for {wants}",
+        )
     everything = "; ".join(signal.text for signal in signals)
     if wants < n:
         size = max([wants, *history.recommended(now, behavior.down_window_s)])
         if size >= n or not history.covers(now, behavior.down_window_s):
-            return n, "Stabilizing", f"{wants} would do, but not for {behavior.down_window_s:g} s yet: {everything}"
+            return (
+                n,
+                "Stabilizing",
+                f"{wants} would do, but not for {behavior.down_window_s:g} s yet: {everything}",
+            )
         before = n - min(0, history.changed(now, behavior.step_s))
         size = max(size, min(n, before - max(1, int(before * behavior.down_fraction))))
         if size == n:
-            return n, "Stabilizing", f"{wants} would do, but no fewer within {behavior.step_s:g} s: {everything}"
+            return (
+                n,
+                "Stabilizing",
+                f"{wants} would do, but no fewer within {behavior.step_s:g} s: {everything}",
+            )
         return size, "BelowTargets", everything
     unreachable = next((signal for signal in signals if signal.reason == "TargetUnreachable"), None)
     if unreachable is not None:
@@ -290,7 +358,11 @@ def _decision(
     settled: bool = True,
 ) -> Decision:
     recommended = size if recommended is None else recommended
-    what = f"{group.role} stays at {size}" if size == group.size else f"{group.role} {group.size} -> {size}"
+    what = (
+        f"{group.role} stays at {size}"
+        if size == group.size
+        else f"{group.role} {group.size} -> {size}"
+    )
     return Decision(
         role=group.role,
         size=size,

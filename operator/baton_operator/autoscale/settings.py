@@ -37,17 +37,25 @@ def settings_of(spec: Spec) -> dict[MemberRole, Settings]:
     """Of the roles that are sized by the autoscaler."""
     found: dict[MemberRole, Settings] = {}
     if spec.prefill is not None and (prefill := spec.prefill.autoscaling) is not None:
-        targets = Targets(ttft_s=prefill.ttft_milliseconds / 1000, itl_s=inf, busy=prefill.busy_percent / 100)
+        targets = Targets(
+            ttft_s=prefill.ttft_milliseconds / 1000, itl_s=inf, busy=prefill.busy_percent / 100
+        )
         found["prefill"] = _settings(prefill, targets, spec.prefill.replicas)
     if (decode := spec.decode.autoscaling) is not None:
         ttft_s = inf if decode.ttft_milliseconds is None else decode.ttft_milliseconds / 1000
-        targets = Targets(ttft_s=ttft_s, itl_s=decode.itl_milliseconds / 1000, kv_usage=decode.kv_usage_percent / 100)
+        targets = Targets(
+            ttft_s=ttft_s,
+            itl_s=decode.itl_milliseconds / 1000,
+            kv_usage=decode.kv_usage_percent / 100,
+        )
         found["decode"] = _settings(decode, targets, spec.decode.replicas)
     return found
 
 
 def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -> Settings:
-    bounds = Bounds(autoscaling.min_replicas, max(autoscaling.min_replicas, autoscaling.max_replicas))
+    bounds = Bounds(
+        autoscaling.min_replicas, max(autoscaling.min_replicas, autoscaling.max_replicas)
+    )
     behavior = Behavior(
         tolerance=autoscaling.tolerance_percent / 100,
         up_window_s=float(autoscaling.scale_up_stabilization_seconds),
@@ -68,5 +76,7 @@ def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole
     """How often to look at a service: often while it sleeps, and as finely as its idle times ask for."""
     if any(sizes.get(role) == 0 for role in MEMBER_ROLES if role in settings):
         return WAKEFUL_SCRAPE_S
-    idle_s = min((each.behavior.idle_s for each in settings.values() if each.bounds.min == 0), default=inf)
+    idle_s = min(
+        (each.behavior.idle_s for each in settings.values() if each.bounds.min == 0), default=inf
+    )
     return min(SCRAPE_S, max(WAKEFUL_SCRAPE_S, idle_s / 4))

@@ -64,7 +64,9 @@ class Signal(msgspec.Struct, frozen=True):
     """The numbers behind it, part of a sentence."""
 
 
-def prefill_signals(n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float) -> list[Signal]:
+def prefill_signals(
+    n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
+) -> list[Signal]:
     """Wishes for `n` prefill engines.
 
     - TTFT above target: ceil(n TTFT / target), but no more than the load needs, if requests wait for engines: more engines shorten
@@ -83,7 +85,9 @@ def prefill_signals(n: int, role: RoleWindow, targets: Targets, tolerance: float
         here = wait_quantile_s(n, min(offered, 0.999 * n), role.prefill_s, quantile)
         return (role.ttft_s or 0.0) - here + wait_quantile_s(m, offered, role.prefill_s, quantile)
 
-    busy = Signal("EnginesBusy", min(n, _ceil(offered / targets.busy)), f"engines are {role.busy:.0%} busy")
+    busy = Signal(
+        "EnginesBusy", min(n, _ceil(offered / targets.busy)), f"engines are {role.busy:.0%} busy"
+    )
     return [
         _prefill_latency(n, role, targets, tolerance, quantile, ttft_with),
         _prefill_queue(n, role, targets, tolerance),
@@ -104,14 +108,20 @@ def _prefill_latency(
     limit_s = (1 + tolerance) * targets.ttft_s
     text = _latency_text("TTFT", quantile, role.ttft_s, targets.ttft_s)
     if role.ttft_s <= limit_s or role.first_tokens < MIN_SAMPLES:
-        return Signal("TTFTAboveTarget", _fewest(n, lambda m: forecast(m) <= (1 - tolerance) * targets.ttft_s), text)
+        return Signal(
+            "TTFTAboveTarget",
+            _fewest(n, lambda m: forecast(m) <= (1 - tolerance) * targets.ttft_s),
+            text,
+        )
     if role.queue_s < QUEUE_SHARE * targets.ttft_s and role.waiting < WAITING_PER_ENGINE:
         unreachable = f"{text}, but requests wait only {_time(role.queue_s)} for an engine: more would not help"
         return Signal("TargetUnreachable", n, unreachable)
     if _ttft_of_next_s(n, role) > limit_s:
         return Signal("TTFTAboveTarget", n, text)
     return Signal(
-        "TTFTAboveTarget", max(n + 1, min(_needed(n, role, targets), _ceil(n * role.ttft_s / targets.ttft_s))), text
+        "TTFTAboveTarget",
+        max(n + 1, min(_needed(n, role, targets), _ceil(n * role.ttft_s / targets.ttft_s))),
+        text,
     )
 
 
@@ -119,9 +129,15 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
     text = f"{role.waiting:.1f} prompts wait per engine"
     next_s = _ttft_of_next_s(n, role)
     if next_s > (1 + tolerance) * targets.ttft_s:
-        after = f"after {_time(next_s)}" if isfinite(next_s) else "nobody knows when, for none was computed"
+        after = (
+            f"after {_time(next_s)}"
+            if isfinite(next_s)
+            else "nobody knows when, for none was computed"
+        )
         return Signal(
-            "RequestsQueue", max(n, _needed(n, role, targets)), f"{text}, the next has its first token {after}"
+            "RequestsQueue",
+            max(n, _needed(n, role, targets)),
+            f"{text}, the next has its first token {after}",
         )
     return Signal("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
@@ -142,7 +158,9 @@ def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
     return _ceil(engine_s * (arrivals + n * role.waiting / DRAIN_S) / targets.busy)
 
 
-def decode_signals(n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float) -> list[Signal]:
+def decode_signals(
+    n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
+) -> list[Signal]:
     """Wishes for `n` decode engines whose prompts come from prefill engines.
 
     - ITL above target: ceil(n ITL / target), if engines run more than one sequence. The time of a step is a + b sequences.
@@ -153,15 +171,21 @@ def decode_signals(n: int, role: RoleWindow, targets: Targets, tolerance: float,
     - Queue: as many engines as would run all: ceil(n (running + waiting) / running).
     """
     return [
-        _decode_latency("ITL", role.itl_s, role.tokens, targets.itl_s, n, role, tolerance, quantile),
+        _decode_latency(
+            "ITL", role.itl_s, role.tokens, targets.itl_s, n, role, tolerance, quantile
+        ),
         _kv_usage(n, role, targets, tolerance),
         _decode_queue(n, role),
     ]
 
 
-def aggregated_signals(n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float) -> list[Signal]:
+def aggregated_signals(
+    n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
+) -> list[Signal]:
     """Wishes for `n` decode engines that prefill for themselves: TTFT counts like ITL, for prompts and tokens share steps."""
-    ttft = _decode_latency("TTFT", role.ttft_s, role.first_tokens, targets.ttft_s, n, role, tolerance, quantile)
+    ttft = _decode_latency(
+        "TTFT", role.ttft_s, role.first_tokens, targets.ttft_s, n, role, tolerance, quantile
+    )
     return [ttft, *decode_signals(n, role, targets, tolerance, quantile)]
 
 
@@ -185,7 +209,11 @@ def _decode_latency(
             return Signal(reason, _ceil(n * latency_s / target_s), text)
         return Signal("TargetUnreachable", n, f"{text}: more engines would not help")
 
-    return Signal(reason, _fewest(n, lambda m: latency_s * _growth(n, m, running) <= (1 - tolerance) * target_s), text)
+    return Signal(
+        reason,
+        _fewest(n, lambda m: latency_s * _growth(n, m, running) <= (1 - tolerance) * target_s),
+        text,
+    )
 
 
 def _growth(n: int, m: int, running: float) -> float:
@@ -219,11 +247,17 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
     return role.busy if prefill else role.tokens_per_s / n
 
 
-def breach_signal(n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float) -> Signal:
+def breach_signal(
+    n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
+) -> Signal:
     """Not again to the load per engine at which a target was missed: the fewest m with load / m <= (1 - tolerance) of it."""
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
-    load = f"{breach.load_per_engine:.0%} busy" if prefill else f"{breach.load_per_engine:.0f} tokens/s per engine"
+    load = (
+        f"{breach.load_per_engine:.0%} busy"
+        if prefill
+        else f"{breach.load_per_engine:.0f} tokens/s per engine"
+    )
     return Signal("RecentBreach", size, f"a target was missed at {load} not long ago")
 
 

@@ -63,12 +63,15 @@ class Histogram(msgspec.Struct, frozen=True):
     def __add__(self, other: Histogram) -> Histogram:
         """Both; where a bound is not shared, each counts what it knows to lie below: the quantile errs upwards."""
         bounds = sorted({*self.buckets, *other.buckets})
-        return Histogram({bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum)
+        return Histogram(
+            {bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum
+        )
 
     def since(self, before: Histogram) -> Histogram:
         """What came after `before`, an earlier scrape of the same process."""
         return Histogram(
-            {bound: count - before.at(bound) for bound, count in self.buckets.items()}, self.sum - before.sum
+            {bound: count - before.at(bound) for bound, count in self.buckets.items()},
+            self.sum - before.sum,
         )
 
     def at(self, bound: float) -> float:
@@ -234,7 +237,9 @@ def sample(role: MemberRole | None, text: str) -> Sample:
     return Sample(role, gauges, histograms, requests, busy_s)
 
 
-def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float) -> Window | None:
+def window(
+    snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float
+) -> Window | None:
     """The measurements since `start`.
 
     Args:
@@ -253,7 +258,9 @@ def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quant
     for snapshot in inside:
         for container, scraped in snapshot.samples.items():
             scrapes.setdefault(container, []).append((snapshot.at, scraped))
-    lines = [_line(scrapes[container]) for container in sorted(scrapes)]  # sums must not depend on who answered first
+    lines = [
+        _line(scrapes[container]) for container in sorted(scrapes)
+    ]  # sums must not depend on who answered first
     live = [line for line in lines if end - line.scrapes[-1][0] <= fresh_s]
     span = end - inside[0].at
     gateways = [line for line in lines if line.role is None]
@@ -263,7 +270,12 @@ def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quant
         end=end,
         quantile=quantile,
         roles={
-            role: _role([i for i in lines if i.role == role], [i for i in live if i.role == role], span, quantile)
+            role: _role(
+                [i for i in lines if i.role == role],
+                [i for i in live if i.role == role],
+                span,
+                quantile,
+            )
             for role in MEMBER_ROLES
         },
         gateways=len(answering),
@@ -271,7 +283,9 @@ def window(snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quant
         held=sum(last.gauges.get(HELD, 0.0) for last in answering),
         requests_per_s=sum(line.requests for line in gateways) / span,
         answered_at=max((at for line in gateways for at in line.answered), default=None),
-        active_at=max((at for line in gateways for at in (*line.answered, *line.occupied)), default=None),
+        active_at=max(
+            (at for line in gateways for at in (*line.answered, *line.occupied)), default=None
+        ),
         client_ttft_s=_total(gateways, TTFT).quantile(quantile),
         client_itl_s=_total(gateways, ITL).quantile(quantile),
     )
@@ -351,7 +365,9 @@ def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -
         prefill_s=_total(lines, PREFILL_TIME).mean or 0.0,
         busy=_mean(line.busy for line in live),
         running=_mean(line.mean(RUNNING) for line in live),
-        waiting=_mean(max(0.0, line.mean(WAITING) - line.mean(WAITING_FOR_REMOTE_KV)) for line in live),
+        waiting=_mean(
+            max(0.0, line.mean(WAITING) - line.mean(WAITING_FOR_REMOTE_KV)) for line in live
+        ),
         waiting_growth_per_s=fsum(
             line.growth_per_s(WAITING) - line.growth_per_s(WAITING_FOR_REMOTE_KV) for line in live
         ),

@@ -68,8 +68,13 @@ def ingress(owner: Owner) -> Object | None:
     metadata = owner.metadata(names.gateway_name(owner.name), "gateway")
     if wanted.annotations:
         metadata["annotations"] = dict(wanted.annotations)
-    backend = {"service": {"name": names.gateway_name(owner.name), "port": {"name": scheme_in_use(owner)}}}
-    rule = {"host": wanted.host, "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
+    backend = {
+        "service": {"name": names.gateway_name(owner.name), "port": {"name": scheme_in_use(owner)}}
+    }
+    rule = {
+        "host": wanted.host,
+        "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]},
+    }
     spec: Object = {"ingressClassName": wanted.class_name} if wanted.class_name else {}
     if wanted.tls:
         spec["tls"] = [{"hosts": [wanted.host], "secretName": wanted.tls.secret_name}]
@@ -88,9 +93,15 @@ def http_route(owner: Owner) -> Object | None:
         return None
     parents = []
     for parent in wanted.parent_refs:
-        optional: Object = {"namespace": parent.namespace, "sectionName": parent.section_name, "port": parent.port}
+        optional: Object = {
+            "namespace": parent.namespace,
+            "sectionName": parent.section_name,
+            "port": parent.port,
+        }
         reference = {"group": ROUTE_API.partition("/")[0], "kind": "Gateway", "name": parent.name}
-        parents.append(reference | {field: value for field, value in optional.items() if value is not None})
+        parents.append(
+            reference | {field: value for field, value in optional.items() if value is not None}
+        )
     port = PORTS[scheme_in_use(owner)]
     backend = {"group": "", "kind": "Service", "name": names.gateway_name(owner.name), "port": port}
     matches = [{"path": {"type": "PathPrefix", "value": "/"}}]

@@ -155,5 +155,7 @@ def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
         value = getattr(config, field.name)
         if field.default is not msgspec.NODEFAULT and value == field.default:
             continue
-        result[field.encode_name] = _set_fields(value) if isinstance(value, msgspec.Struct) else value
+        result[field.encode_name] = (
+            _set_fields(value) if isinstance(value, msgspec.Struct) else value
+        )
     return result

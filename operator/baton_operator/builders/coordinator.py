@@ -68,8 +68,18 @@ def service(owner: Owner) -> Object:
             "type": "ClusterIP",
             "selector": names.selector(owner.name, "coordinator"),
             "ports": [
-                {"name": "ranks", "port": COORDINATOR_PORT, "targetPort": "ranks", "protocol": "TCP"},
-                {"name": "http", "port": COORDINATOR_HTTP_PORT, "targetPort": "http", "protocol": "TCP"},
+                {
+                    "name": "ranks",
+                    "port": COORDINATOR_PORT,
+                    "targetPort": "ranks",
+                    "protocol": "TCP",
+                },
+                {
+                    "name": "http",
+                    "port": COORDINATOR_HTTP_PORT,
+                    "targetPort": "http",
+                    "protocol": "TCP",
+                },
             ],
         },
     }

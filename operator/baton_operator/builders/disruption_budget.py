@@ -21,5 +21,8 @@ def disruption_budget(owner: Owner, role: names.ConfiguredRole, api_version: str
         "apiVersion": api_version,
         "kind": "PodDisruptionBudget",
         "metadata": owner.metadata(f"{owner.name}-{role}", role),
-        "spec": {"minAvailable": replicas - 1, "selector": {"matchLabels": names.selector(owner.name, role)}},
+        "spec": {
+            "minAvailable": replicas - 1,
+            "selector": {"matchLabels": names.selector(owner.name, role)},
+        },
     }

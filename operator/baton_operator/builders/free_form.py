@@ -14,7 +14,9 @@ _SHOWN = 80
 def must_be(what: str, path: str, got: Any) -> ValueError:
     """`got` may be of any size; the message is not."""
     shown = json.dumps(got)
-    return ValueError(f"{path} must be {what}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}")
+    return ValueError(
+        f"{path} must be {what}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}"
+    )
 
 
 def check_depth(value: Any, path: str) -> None:

@@ -43,7 +43,10 @@ def deployment(owner: Owner) -> Object:
         "spec": {
             "replicas": gateway.replicas,
             "selector": {"matchLabels": names.selector(owner.name, "gateway")},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
             "template": template,
         },
     }
@@ -59,7 +62,12 @@ def service(owner: Owner) -> Object:
             "type": "ClusterIP",
             "selector": names.selector(owner.name, "gateway"),
             "ports": [
-                {"name": scheme, "port": access.PORTS[scheme], "targetPort": scheme, "protocol": "TCP"}
+                {
+                    "name": scheme,
+                    "port": access.PORTS[scheme],
+                    "targetPort": scheme,
+                    "protocol": "TCP",
+                }
                 for scheme in access.schemes(owner)
             ],
         },

@@ -20,7 +20,8 @@ def service(owner: Owner) -> Object:
             "publishNotReadyAddresses": True,
             "selector": {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"},
             "ports": [
-                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"} for name, port in ports.items()
+                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
+                for name, port in ports.items()
             ],
         },
     }

@@ -41,14 +41,21 @@ def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
         return ModelSource(path, {"name": VOLUME, "hostPath": {"path": path}}, _mount(path))
     if scheme == "pvc":
         claim = rest.partition("/")[0]
-        volume: Object = {"name": VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        volume: Object = {
+            "name": VOLUME,
+            "persistentVolumeClaim": {"claimName": claim, "readOnly": True},
+        }
         return ModelSource(f"{FOLDER}/{rest.rstrip('/')}", volume, _mount(f"{FOLDER}/{claim}"))
     if scheme == "image":
         match = re.fullmatch(IMAGE_URI, model.uri)
         assert match is not None, "the CRD admits no other"
         volume = {"name": VOLUME, "image": {"reference": match[1], "pullPolicy": "IfNotPresent"}}
-        return ModelSource(f"{FOLDER}/image{(match[5] or '').rstrip('/')}", volume, _mount(f"{FOLDER}/image"))
-    return ModelSource(f"{FOLDER}/{_folder_name(model.uri, role)}", _cache_volume(model), _mount(FOLDER))
+        return ModelSource(
+            f"{FOLDER}/image{(match[5] or '').rstrip('/')}", volume, _mount(f"{FOLDER}/image")
+        )
+    return ModelSource(
+        f"{FOLDER}/{_folder_name(model.uri, role)}", _cache_volume(model), _mount(FOLDER)
+    )
 
 
 def fetcher(
@@ -69,14 +76,19 @@ def fetcher(
         return None
     limit = model.cache.size_limit if model.cache else None
     command = ["baton-model", "fetch", "--uri", model.uri, "--to", source(model, role).path]
-    command += ["--only", "tokenizer"] if role == "gateway" else ["--http-port", str(ENGINE_HTTP_PORT)]
+    command += (
+        ["--only", "tokenizer"] if role == "gateway" else ["--http-port", str(ENGINE_HTTP_PORT)]
+    )
     command += ["--max-bytes", str(quantity_bytes(limit))] if limit else []
     container: Object = {
         "name": FETCHER,
         "image": image,
         "command": [*command, "--termination-log", TERMINATION_LOG],
         "env": [*env, {"name": "HF_HOME", "value": "/tmp/huggingface"}],
-        "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER}, {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [
+            {"name": VOLUME, "mountPath": FOLDER},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
         "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": security,
@@ -84,7 +96,9 @@ def fetcher(
     if model.credentials_secret:
         container["envFrom"] = [{"secretRef": {"name": model.credentials_secret}}]
     shares = {
-        kind: {name: amount for name, amount in (amounts or {}).items() if name in _SHARED_RESOURCES}
+        kind: {
+            name: amount for name, amount in (amounts or {}).items() if name in _SHARED_RESOURCES
+        }
         for kind, amounts in (resources or {}).items()
         if kind in ("requests", "limits")
     }
@@ -105,7 +119,10 @@ def _cache_volume(model: Model) -> Object:
         return {"name": VOLUME, "hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
     if cache is not None and cache.claim:
         return {"name": VOLUME, "persistentVolumeClaim": {"claimName": cache.claim}}
-    return {"name": VOLUME, "emptyDir": {"sizeLimit": cache.size_limit} if cache and cache.size_limit else {}}
+    return {
+        "name": VOLUME,
+        "emptyDir": {"sizeLimit": cache.size_limit} if cache and cache.size_limit else {},
+    }
 
 
 def _mount(path: str) -> Object:

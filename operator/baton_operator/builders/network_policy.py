@@ -64,7 +64,10 @@ def _http(owner: Owner, port: int, operator_namespace: str | None) -> Object:
     """
     if operator_namespace is None:
         return {"ports": _ports(port)}
-    operator = {"namespaceSelector": {"matchLabels": {NAMESPACE_LABEL: operator_namespace}}, **_pods(OPERATOR_LABELS)}
+    operator = {
+        "namespaceSelector": {"matchLabels": {NAMESPACE_LABEL: operator_namespace}},
+        **_pods(OPERATOR_LABELS),
+    }
     return {"from": [operator, *owner.spec.security.metrics_from], "ports": _ports(port)}
 
 
@@ -82,5 +85,9 @@ def _policy(owner: Owner, name: str, selector: dict[str, str], ingress: list[Obj
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": owner.metadata(name),
-        "spec": {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": ingress},
+        "spec": {
+            "podSelector": {"matchLabels": selector},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
     }

@@ -46,12 +46,16 @@ def merge(base: Any, overlay: Any, path: str) -> Any:
     return overlay
 
 
-def _merge_named(base: list[dict[str, Any]], overlay: list[Any], key: str, path: str) -> list[dict[str, Any]]:
+def _merge_named(
+    base: list[dict[str, Any]], overlay: list[Any], key: str, path: str
+) -> list[dict[str, Any]]:
     whole = path.rpartition(".")[2] in _REPLACED
     merged = {item[key]: item for item in base}
     for number, item in enumerate(overlay):
         if not isinstance(item, dict) or not isinstance(item.get(key), str):
             raise must_be(f"an object with {key!r}", f"{path}[{number}]", item)
         name = item[key]
-        merged[name] = merge(merged[name], item, f"{path}[{name}]") if name in merged and not whole else item
+        merged[name] = (
+            merge(merged[name], item, f"{path}[{name}]") if name in merged and not whole else item
+        )
     return list(merged.values())

@@ -73,7 +73,13 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         if role != "decode" or not self.is_expert_parallel:
             return ""
         source = self.spec.model
-        same = [source.uri, source.dtype, source.quantization, self.tensor_parallel_size(role), self.spec.engine.device]
+        same = [
+            source.uri,
+            source.dtype,
+            source.quantization,
+            self.tensor_parallel_size(role),
+            self.spec.engine.device,
+        ]
         return names.content_hash([self.coordinator, self.key_name, *same])
 
     def tensor_parallel_size(self, role: names.MemberRole) -> int:

@@ -64,7 +64,8 @@ def pod_template(
                 {"name": "tmp", "emptyDir": {}},
             ],
             "securityContext": pod_security(),
-            "terminationGracePeriodSeconds": owner.spec.drain_timeout_seconds + TERMINATION_MARGIN_S,
+            "terminationGracePeriodSeconds": owner.spec.drain_timeout_seconds
+            + TERMINATION_MARGIN_S,
             **pod,
         },
     }
@@ -84,12 +85,16 @@ def pod_template(
     labels = free_form.strings(metadata.get("labels"), f"{path}.metadata.labels")
     own: Object = {"labels": labels | names.labels(owner.name, role)}  # selectors depend on them
     if "annotations" in metadata:
-        own["annotations"] = free_form.strings(metadata["annotations"], f"{path}.metadata.annotations")
+        own["annotations"] = free_form.strings(
+            metadata["annotations"], f"{path}.metadata.annotations"
+        )
     if key := service_key.pod_annotations(owner):
         own["annotations"] = own.get("annotations", {}) | key
     built = _container(spec, container["name"], f"{path}.spec.containers")
     _keep_identity(built)
-    free_form.check_resources(built.get("resources"), f"{path}.spec.containers[{container['name']}].resources")
+    free_form.check_resources(
+        built.get("resources"), f"{path}.spec.containers[{container['name']}].resources"
+    )
     return {"metadata": own, "spec": spec}
 
 
@@ -116,7 +121,11 @@ def restricted() -> Object:
 
 def identity_env(**more: str) -> list[Object]:
     """Environment by which a component knows its pod; `more` are plain values."""
-    fields = {"POD_IP": "status.podIP", "POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"}
+    fields = {
+        "POD_IP": "status.podIP",
+        "POD_NAME": "metadata.name",
+        "POD_NAMESPACE": "metadata.namespace",
+    }
     env: list[Object] = [
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
         for name, path in fields.items()
@@ -147,7 +156,9 @@ def _keep_identity(container: Object) -> None:
     container["env"] = [*own.values(), *others]
 
 
-def http_probe(path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http") -> Object:
+def http_probe(
+    path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
+) -> Object:
     """Probe of the port that is named as its scheme. `failures` in a row, `period_s` apart, count as failed. No certificate is
     checked."""
     return {

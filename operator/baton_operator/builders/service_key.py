@@ -55,7 +55,10 @@ def name_of(key: ServiceKey) -> str:
 
 def volume(owner: Owner) -> Object:
     """Readable by the container's user whoever that is: an overlay may change it, and nobody else is in the container."""
-    return {"name": VOLUME, "secret": {"secretName": names.service_key_name(owner.name), "defaultMode": 0o444}}
+    return {
+        "name": VOLUME,
+        "secret": {"secretName": names.service_key_name(owner.name), "defaultMode": 0o444},
+    }
 
 
 def mount() -> Object:

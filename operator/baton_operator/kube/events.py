@@ -19,7 +19,9 @@ class Events:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    async def emit(self, service: Object, reason: str, message: str, *, warning: bool = False) -> None:
+    async def emit(
+        self, service: Object, reason: str, message: str, *, warning: bool = False
+    ) -> None:
         type_, level = ("Warning", logging.WARNING) if warning else ("Normal", logging.INFO)
         metadata = service["metadata"]
         message = message[:MAX_MESSAGE]

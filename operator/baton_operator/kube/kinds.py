@@ -48,7 +48,9 @@ class Kube:
     async def discover(self) -> bool:
         """Discover the optional APIs of the server. Return whether the CRD of LLMService is installed."""
         versions = ("policy/v1", "policy/v1beta1")
-        served = [version for version in versions if await self._serves(version, "poddisruptionbudgets")]
+        served = [
+            version for version in versions if await self._serves(version, "poddisruptionbudgets")
+        ]
         self.policy_api = served[0] if served else None
         self.http_routes = await self._serves(*self.resource("HTTPRoute"))
         return await self._serves(*self.resource(names.KIND))
@@ -60,7 +62,9 @@ class Kube:
 
     async def _serves(self, api_version: str, plural: str) -> bool:
         found = await self._find(f"/apis/{api_version}")
-        return found is not None and any(resource["name"] == plural for resource in found["resources"])
+        return found is not None and any(
+            resource["name"] == plural for resource in found["resources"]
+        )
 
     async def _find(self, path: str, **options: Any) -> Object | None:
         """Return what is at `path`, None if nothing is; options as of `KubeClient.get`."""
@@ -71,18 +75,33 @@ class Kube:
                 return None
             raise
 
-    def path(self, kind: str, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+    def path(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str | None = None,
+        subresource: str | None = None,
+    ) -> str:
         """Return `/apis/apps/v1/namespaces/x/deployments/y`. Without a namespace: of all namespaces."""
         version, plural = self.resource(kind)
-        parts = ["apis" if "/" in version else "api", version, namespace and f"namespaces/{namespace}", plural]
-        return "/" + "/".join(part for part in (*parts, quote(name or "", safe=""), subresource) if part)
+        parts = [
+            "apis" if "/" in version else "api",
+            version,
+            namespace and f"namespaces/{namespace}",
+            plural,
+        ]
+        return "/" + "/".join(
+            part for part in (*parts, quote(name or "", safe=""), subresource) if part
+        )
 
     def resource(self, kind: str) -> tuple[str, str]:
         """Return (apiVersion, plural) of `kind`. Raises KeyError for a kind that the operator does not use."""
         version, plural = _RESOURCES[kind]
         return (self.policy_api or version) if kind == "PodDisruptionBudget" else version, plural
 
-    async def read(self, kind: str, namespace: str, name: str, not_older_than: str | None = None) -> Object | None:
+    async def read(
+        self, kind: str, namespace: str, name: str, not_older_than: str | None = None
+    ) -> Object | None:
         """Return one object, None if it does not exist.
 
         Args:
@@ -95,18 +114,28 @@ class Kube:
         """Whether the object exists. Only its metadata is sent."""
         return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
-    async def list_all(self, kind: str, namespace: str | None, selector: dict[str, str] | None = None) -> list[Object]:
+    async def list_all(
+        self, kind: str, namespace: str | None, selector: dict[str, str] | None = None
+    ) -> list[Object]:
         """Return all objects of `kind`, read consistently."""
         return (await self.list_versioned(kind, namespace, selector or {}))[0]
 
     async def list_versioned(
-        self, kind: str, namespace: str | None, selector: dict[str, str], not_older_than: str | None = None
+        self,
+        kind: str,
+        namespace: str | None,
+        selector: dict[str, str],
+        not_older_than: str | None = None,
     ) -> tuple[list[Object], str]:
         """Return all objects of `kind` and the resource version of the list; `not_older_than` as in `read`."""
         path, selected = self.path(kind, namespace), names.serialized(selector)
-        items, version = await self.client.list(path, label_selector=selected, not_older_than=not_older_than)
+        items, version = await self.client.list(
+            path, label_selector=selected, not_older_than=not_older_than
+        )
         api_version, _ = self.resource(kind)
-        return [{"apiVersion": api_version, "kind": kind, **item} for item in items], version  # items carry neither
+        return [
+            {"apiVersion": api_version, "kind": kind, **item} for item in items
+        ], version  # items carry neither
 
     async def create(self, obj: Object) -> Object:
         """Create the object. Raises KubeError with status 409 if its name is taken."""
@@ -115,7 +144,9 @@ class Kube:
 
     async def apply(self, obj: Object) -> Object:
         """Apply `obj` with server-side apply. The operator becomes the manager of its fields."""
-        return self._wrote(await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER))
+        return self._wrote(
+            await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER)
+        )
 
     async def merge(
         self, kind: str, namespace: str, name: str, patch: Object, subresource: str | None = None

@@ -40,7 +40,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     acquired: str = msgspec.field(name="acquireTime", default="")
     renewed: str = msgspec.field(name="renewTime", default="")
     transitions: int = msgspec.field(name="leaseTransitions", default=0)
-    version: str = msgspec.field(name="resourceVersion", default="")  # of the object; empty: it does not exist
+    version: str = msgspec.field(
+        name="resourceVersion", default=""
+    )  # of the object; empty: it does not exist
 
 
 #: A clock that also runs while the machine is suspended.
@@ -56,11 +58,15 @@ class Election:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, identity: str, lease_s: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, identity: str, lease_s: float, clock: Callable[[], float] = monotonic
+    ) -> None:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        self.seen: Record | None = None  # the Lease as last read or written; None: it does not exist
+        self.seen: Record | None = (
+            None  # the Lease as last read or written; None: it does not exist
+        )
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
 
@@ -89,7 +95,11 @@ class Election:
 
     def may_take(self) -> bool:
         """Whether this process may write the Lease: it does not exist, is free or its own, or has expired."""
-        return self.seen is None or not self.other or self.now() >= self._seen_at + self.seen.duration_s
+        return (
+            self.seen is None
+            or not self.other
+            or self.now() >= self._seen_at + self.seen.duration_s
+        )
 
     def wrote(self, record: Record, sent_at: float) -> None:
         """Record a successful write of the Lease. `sent_at`: a time before the request was sent."""
@@ -116,10 +126,19 @@ class Elector:
             try:
                 await self._read()
                 if self._election.may_take() and await self._write():
-                    log.info("acquired the Lease %s/%s as %s", self._namespace, self._name, self._election.identity)
+                    log.info(
+                        "acquired the Lease %s/%s as %s",
+                        self._namespace,
+                        self._name,
+                        self._election.identity,
+                    )
                     return
                 other = self._election.other
-                state = f"{other} holds the Lease" if other else "another process has just written the Lease"
+                state = (
+                    f"{other} holds the Lease"
+                    if other
+                    else "another process has just written the Lease"
+                )
             except (KubeError, OSError) as error:
                 state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
             if state != logged:
@@ -139,7 +158,9 @@ class Elector:
                 why = str(error) or type(error).__name__
                 log.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
         other = election.other
-        raise LeaseLostError(f"{other} holds the Lease" if other else "the Lease could not be renewed in time")
+        raise LeaseLostError(
+            f"{other} holds the Lease" if other else "the Lease could not be renewed in time"
+        )
 
     async def release(self) -> None:
         """Let another process take the Lease at once. Nothing may be written after this."""
@@ -173,12 +194,23 @@ class Elector:
             version=seen.version,
         )
         spec = msgspec.to_builtins(record)
-        metadata = {"name": self._name, "namespace": self._namespace, "resourceVersion": spec.pop("resourceVersion")}
-        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
+        metadata = {
+            "name": self._name,
+            "namespace": self._namespace,
+            "resourceVersion": spec.pop("resourceVersion"),
+        }
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": spec,
+        }
         sent_at = election.now()
         try:
             async with asyncio.timeout(election.lease_s * RENEW_SHARE):
-                stored = await (self._kube.replace(lease) if seen.version else self._kube.create(lease))
+                stored = await (
+                    self._kube.replace(lease) if seen.version else self._kube.create(lease)
+                )
         except KubeError as error:
             if error.status in (404, 409):
                 return False
@@ -190,4 +222,6 @@ class Elector:
 
 def _record(lease: Object) -> Record:
     fields = {**lease.get("spec", {}), "resourceVersion": lease["metadata"]["resourceVersion"]}
-    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, Record)
+    return msgspec.convert(
+        {name: value for name, value in fields.items() if value is not None}, Record
+    )

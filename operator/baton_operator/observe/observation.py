@@ -85,7 +85,11 @@ class Observation(msgspec.Struct, kw_only=True):
     @property
     def mounted_config_maps(self) -> set[str]:
         """Names of the ConfigMaps that pods of the service mount."""
-        volumes = [volume for pod in [*self.pods, *self.strays] for volume in pod["spec"].get("volumes") or []]
+        volumes = [
+            volume
+            for pod in [*self.pods, *self.strays]
+            for volume in pod["spec"].get("volumes") or []
+        ]
         return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
 
     def role_pods(self, role: names.Role) -> list[Object]:
@@ -99,7 +103,9 @@ class Observation(msgspec.Struct, kw_only=True):
     async def read_objects(self, kube: Kube, kinds: Collection[str]) -> None:
         """List the service's objects of those `kinds` that were not listed yet: one request per kind."""
         kinds = [kind for kind in kinds if kind not in self.kinds]
-        for listed in await asyncio.gather(*(list_own(kube, kind, self.key, self.freshness) for kind in kinds)):
+        for listed in await asyncio.gather(
+            *(list_own(kube, kind, self.key, self.freshness) for kind in kinds)
+        ):
             self.objects |= {(obj["kind"], obj["metadata"]["name"]): obj for obj in listed}
         self.kinds.update(kinds)
 
@@ -108,7 +114,9 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
     """Return the objects of `kind` with the service's label, of any owner."""
     selector = {names.LABEL_SERVICE: key.name}
     with freshness.covers_lag():
-        items, version = await kube.list_versioned(kind, key.namespace, selector, freshness.of(kind))
+        items, version = await kube.list_versioned(
+            kind, key.namespace, selector, freshness.of(kind)
+        )
     freshness.record(kind, version)
     return items
 
@@ -159,10 +167,14 @@ async def observe(
         held_back=waiting,
     )
     # Topology first: a member that stands by in it has left the topology before it reports its unfinished requests.
-    is_any_a_rank = any(names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods)
+    is_any_a_rank = any(
+        names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
+    )
     if is_any_a_rank or _is_set(service, "decode", "parallelism", "expert"):
         coordinator = observed.owned("Service", names.coordinator_name(key.name))
-        observed.coordinator = (coordinator["spec"].get("clusterIP") or None) if coordinator else None
+        observed.coordinator = (
+            (coordinator["spec"].get("clusterIP") or None) if coordinator else None
+        )
     if observed.coordinator is not None:
         observed.topology = await coordinators.topology(observed.coordinator, service_key)
     for role in names.MEMBER_ROLES:
@@ -190,7 +202,9 @@ def _is_set(service: Object, *path: str) -> bool:
 async def _members(
     pods: list[Object], role: names.MemberRole, drainer: Drainer, key: ServiceKey | None
 ) -> list[Member]:
-    members = [member(pod) for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
+    members = [
+        member(pod) for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role
+    ]
     addresses = {pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in pods}
 
     async def asked(observed: Member) -> Member:
@@ -213,7 +227,8 @@ def member(pod: Object) -> Member:
         revision=metadata["labels"].get(names.LABEL_REVISION, ""),
         ready=is_ready(pod),
         failed=phase in ("Failed", "Succeeded"),
-        serving=bool(status.get("podIP")) and any(map(_started, status.get("containerStatuses") or [])),
+        serving=bool(status.get("podIP"))
+        and any(map(_started, status.get("containerStatuses") or [])),
         draining=annotations.get(names.ANNOTATION_DRAINING) == "true",
         drain_started=parse_time(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         deletion=parse_time(metadata.get("deletionTimestamp")),
@@ -246,7 +261,9 @@ def no_room_since(pod: Object) -> datetime | None:
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") != "False" or not _TAKEN.search(scheduled.get("message") or ""):
         return None
-    return parse_time(scheduled.get("lastTransitionTime")) or parse_time(pod["metadata"].get("creationTimestamp"))
+    return parse_time(scheduled.get("lastTransitionTime")) or parse_time(
+        pod["metadata"].get("creationTimestamp")
+    )
 
 
 def _started(container: Object) -> bool:
@@ -257,14 +274,20 @@ def _started(container: Object) -> bool:
 
 def is_ready(pod: Object) -> bool:
     """Whether the pod has condition Ready and is not being deleted."""
-    return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get("deletionTimestamp")
+    return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get(
+        "deletionTimestamp"
+    )
 
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
     """Return the schemes that ready gateways serve, by the names of their ports."""
     served: set[Scheme] = set()
     for pod in filter(is_ready, gateways):
-        ports = {port.get("name") for each in pod["spec"]["containers"] for port in each.get("ports") or []}
+        ports = {
+            port.get("name")
+            for each in pod["spec"]["containers"]
+            for port in each.get("ports") or []
+        }
         served |= ports & PORTS.keys()
     return tuple(sorted(served))
 

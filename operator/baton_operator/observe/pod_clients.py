@@ -32,11 +32,19 @@ class _PodClient:
         self._silent_until: dict[str, float] = {}  # by authority, monotonic
 
     async def _request(
-        self, method: str, host: str, path: str, key: ServiceKey | None, reply: type[_Reply], body: bytes | None = None
+        self,
+        method: str,
+        host: str,
+        path: str,
+        key: ServiceKey | None,
+        reply: type[_Reply],
+        body: bytes | None = None,
     ) -> _Reply | None:
         """Return the reply with status 200. None: there was no such reply, and a log line says why."""
         authority, now = f"{names.url_host(host)}:{self._port}", monotonic()
-        self._silent_until = {each: until for each, until in self._silent_until.items() if now < until}
+        self._silent_until = {
+            each: until for each, until in self._silent_until.items() if now < until
+        }
         if authority in self._silent_until:
             return None
         headers = {"Authorization": key.bearer} if key is not None else {}
@@ -58,7 +66,13 @@ class _PodClient:
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
-            log.warning("%s did not answer %s %s: %s", authority, method, path, str(error) or type(error).__name__)
+            log.warning(
+                "%s did not answer %s %s: %s",
+                authority,
+                method,
+                path,
+                str(error) or type(error).__name__,
+            )
         return None
 
 
@@ -95,4 +109,6 @@ class CoordinatorClient(_PodClient):
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
         """Request a topology. Return the present one."""
-        return await self._request("PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request))
+        return await self._request(
+            "PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request)
+        )

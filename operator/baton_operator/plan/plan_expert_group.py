@@ -129,7 +129,11 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
         waits.append(room_in_s)
     if view is None:
         if not group.name:
-            delete += [Delete(m.name, "it had not started") for m in leaving if m.expert_group and not m.serving]
+            delete += [
+                Delete(m.name, "it had not started")
+                for m in leaving
+                if m.expert_group and not m.serving
+            ]
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
     wanted = _wanted(alive, staying, leaving, group.name, view, now)
     request = _request(wanted, group, view)
@@ -148,7 +152,11 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     if alive and (wanted != view.desired or _is_under_way(view, staying, group.name)):
         waits.append(REVISIT_S)
     return ExpertGroupPlan(
-        create=create, drain=drain, delete=delete, request=request, revisit_s=min(waits, default=None)
+        create=create,
+        drain=drain,
+        delete=delete,
+        request=request,
+        revisit_s=min(waits, default=None),
     )
 
 
@@ -163,7 +171,11 @@ def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:
     usable = m.deletion is None and not m.failed and not m.draining
-    return usable and (group.update.paused or m.revision == group.revision) and m.expert_group == group.name
+    return (
+        usable
+        and (group.update.paused or m.revision == group.revision)
+        and m.expert_group == group.name
+    )
 
 
 def _divide(
@@ -178,12 +190,18 @@ def _divide(
     usable = [m for m in able if not m.draining]
 
     def rank(m: Member) -> tuple[bool, bool, bool, int]:
-        asked_for, is_rank = (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
+        asked_for, is_rank = (
+            (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
+        )
         return asked_for, is_rank, m.serving, -m.ordinal
 
     newest = [m for m in usable if _is_newest(m, group)]
     # A pause keeps even the members that were created to surge.
-    surplus = group.update.max_surge if group.update.paused and len({m.revision for m in newest}) > 1 else 0
+    surplus = (
+        group.update.max_surge
+        if group.update.paused and len({m.revision for m in newest}) > 1
+        else 0
+    )
     current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
     # Another group leaves when a pod of this one has started: a revision that cannot start replaces no rank.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
@@ -195,14 +213,22 @@ def _divide(
         num_others = group.desired - may_lack - serving
         others = [m for m in others if m.serving]
     kept_others = others[: max(0, num_others)]
-    ranked = sorted(outdated, key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal), reverse=True)
+    ranked = sorted(
+        outdated,
+        key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal),
+        reverse=True,
+    )
     kept = ranked[: max(0, group.desired - may_lack - serving - len(kept_others))]
     staying = [*current, *kept, *kept_others]
     return staying, [m for m in able if m not in staying], current
 
 
 def _create(
-    members: list[Member], alive: list[Member], staying: list[Member], num_current: int, group: ExpertGroup
+    members: list[Member],
+    alive: list[Member],
+    staying: list[Member],
+    num_current: int,
+    group: ExpertGroup,
 ) -> list[int]:
     """Return ordinals. If no member stays, one is created beyond the surge: ranks leave only for a topology without them."""
     is_rollout = any(not _is_newest(m, group) for m in alive)
@@ -219,7 +245,9 @@ def _wanted(
     now: datetime,
 ) -> frozenset[str]:
     """Return the names of the members of the desired topology."""
-    if any(_is_of_another(m, group) for m in alive):  # the other group serves until it is scaled to zero
+    if any(
+        _is_of_another(m, group) for m in alive
+    ):  # the other group serves until it is scaled to zero
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
         candidates = [m for m in staying if group and m.expert_group == group]
@@ -233,18 +261,24 @@ def _wanted(
     if any(m.no_room_since is None for m in candidates):
         return view.desired  # leaving ranks serve until the candidates have started
     # No candidates, or they wait for the room of leaving ranks: those leave, down to the last rank.
-    ranks = sorted((m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal))
+    ranks = sorted(
+        (m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal)
+    )
     return frozenset(m.name for m in ranks[:1]) or view.desired
 
 
-def _request(wanted: frozenset[str], group: ExpertGroup, view: TopologyView) -> TopologyRequest | None:
+def _request(
+    wanted: frozenset[str], group: ExpertGroup, view: TopologyView
+) -> TopologyRequest | None:
     """Return the request for the coordinator. None: it has been sent already, or has to wait."""
     if wanted == view.desired:
         return None
     if view.is_changing and view.desired and wanted > view.desired:
         return None  # members that only join do not undo the running operation
     members = sorted(wanted)
-    return TopologyRequest(operation_id=operation_id(group, members, view.topology), members=members)
+    return TopologyRequest(
+        operation_id=operation_id(group, members, view.topology), members=members
+    )
 
 
 def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
@@ -254,7 +288,9 @@ def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) 
         return []
     # A member without room may be waiting for this place.
     groups = {m.expert_group for m in ranks}
-    return [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
+    return (
+        [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
+    )
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
@@ -266,7 +302,9 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
     return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
 
 
-def _may_go(member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime) -> str:
+def _may_go(
+    member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
+) -> str:
     """Return why a member that has left may be deleted now; empty: not yet."""
     if not member.serving and member not in last:
         return "it had not started"
@@ -287,5 +325,6 @@ def _is_under_way(view: TopologyView, staying: list[Member], group: str) -> bool
     if view.operation is not None and view.operation.phase in ACTIVE:
         return True
     return bool(staying) and (
-        view.ranks != view.desired or any(m.expert_group == group and m.name not in view.desired for m in staying)
+        view.ranks != view.desired
+        or any(m.expert_group == group and m.name not in view.desired for m in staying)
     )

@@ -48,7 +48,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     created: datetime | None = None
     unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
     expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
-    no_room_since: datetime | None = None  # since when only other pods' use of resources keeps it from being scheduled
+    no_room_since: datetime | None = (
+        None  # since when only other pods' use of resources keeps it from being scheduled
+    )
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +58,12 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     max_surge: int = 1
     max_unavailable: int = 0
-    surge_timeout_s: float = 30.0  # a new member without room takes the place of an old one after this time
-    progress_deadline_s: float = 600.0  # a new member that is not ready after this time stalls the rollout
+    surge_timeout_s: float = (
+        30.0  # a new member without room takes the place of an old one after this time
+    )
+    progress_deadline_s: float = (
+        600.0  # a new member that is not ready after this time stalls the rollout
+    )
     paused: bool = False  # members of earlier revisions count as new ones
 
 
@@ -73,7 +79,9 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     restore: list[int] = []  # ordinals of members to create with the previous revision
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    revisit_s: float | None = None  # plan again after this time, because a change without an event is expected
+    revisit_s: float | None = (
+        None  # plan again after this time, because a change without an event is expected
+    )
 
     @property
     def acts(self) -> bool:
@@ -83,7 +91,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def update_of(owner: Owner, role: names.MemberRole) -> Update:
     """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
-    strategy = owner.spec.update_strategy.decode if role == "decode" else owner.spec.update_strategy.prefill
+    strategy = (
+        owner.spec.update_strategy.decode
+        if role == "decode"
+        else owner.spec.update_strategy.prefill
+    )
     max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
     return Update(
         max_surge=max_surge,
@@ -119,7 +131,11 @@ def plan_group(
     outdated = [m for m in staying if m not in newest]
     max_unavailable = update.max_unavailable
     stalled_in_s = _stalls_in(newest, update, now) if has_former and not update.paused else None
-    if outdated and stalled_in_s != 0 and (wait_s := waits_for_room(newest, update, now)) is not None:
+    if (
+        outdated
+        and stalled_in_s != 0
+        and (wait_s := waits_for_room(newest, update, now)) is not None
+    ):
         if wait_s > 0:
             waits.append(wait_s)
         else:
@@ -127,13 +143,19 @@ def plan_group(
 
     revisions = {m.revision for m in present}
     # A pause keeps even the members that were created to surge.
-    leavers = _surplus(newest, desired + (update.max_surge if update.paused and len(revisions) > 1 else 0), revision)
+    leavers = _surplus(
+        newest,
+        desired + (update.max_surge if update.paused and len(revisions) > 1 else 0),
+        revision,
+    )
     kept = [m for m in newest if m not in leavers]
     # While the rollout stalls, members of the previous revision that start are not replaced.
     replaceable = [m for m in outdated if m.ready] if stalled_in_s == 0 else outdated
     leavers += _replaced(kept, replaceable, desired - max_unavailable)
     # A member that another client marked has no drain_started: it is marked again.
-    drain = [m.name for m in [*(m for m in draining if m.drain_started is None), *leavers] if m.serving]
+    drain = [
+        m.name for m in [*(m for m in draining if m.drain_started is None), *leavers] if m.serving
+    ]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
     if draining or drain:
         waits.append(POLL_DRAIN_S)
@@ -149,7 +171,13 @@ def plan_group(
         restore = free_ordinals(members, min(desired - len(serving) - len(outdated), room))
     else:
         create = free_ordinals(members, min(desired - len(newest), room))
-    return GroupPlan(create=create, restore=restore, drain=drain, delete=delete, revisit_s=min(waits, default=None))
+    return GroupPlan(
+        create=create,
+        restore=restore,
+        drain=drain,
+        delete=delete,
+        revisit_s=min(waits, default=None),
+    )
 
 
 def present_members(members: list[Member], now: datetime) -> list[Member]:
@@ -182,7 +210,9 @@ def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
         return "it is not running"
     if member.unfinished == 0:
         return "it has drained"
-    if member.drain_started is not None and now >= member.drain_started + timedelta(seconds=drain_timeout_s):
+    if member.drain_started is not None and now >= member.drain_started + timedelta(
+        seconds=drain_timeout_s
+    ):
         return f"it has not drained within {drain_timeout_s:g} s"
     return ""
 

@@ -13,7 +13,13 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
+from baton_protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyStatus,
+)
 
 PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
 ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
@@ -22,7 +28,9 @@ ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
 class TopologyView:
     """One observed topology, by member."""
 
-    def __init__(self, topology: TopologyStatus, recorded: llmservice.TopologyStatus | None) -> None:
+    def __init__(
+        self, topology: TopologyStatus, recorded: llmservice.TopologyStatus | None
+    ) -> None:
         self.topology = topology
         self.desired = frozenset(topology.desired)
         self._entries: dict[str, list[MemberStatus]] = {}
@@ -56,7 +64,10 @@ class TopologyView:
         return any(entry.rank is not None for entry in self._entries[name])
 
     def serves(self, name: str) -> bool:
-        return any(entry.rank is not None and entry.phase is RankPhase.SERVING for entry in self._entries.get(name, ()))
+        return any(
+            entry.rank is not None and entry.phase is RankPhase.SERVING
+            for entry in self._entries.get(name, ())
+        )
 
     def stands_by(self, name: str) -> bool:
         """Whether the member reports that it stands by."""
@@ -79,9 +90,17 @@ def record(
         recorded: of this coordinator address, see `recorded_for`.
         pods: names of those that exist.
     """
-    operation = _operation(topology.operation) if topology is not None and topology.operation is not None else None
-    recorded_ranks = [rank for rank in recorded.ranks if rank.name in pods] if recorded is not None else []
-    if recorded is not None and (topology is None or topology.generation == 0 < recorded.generation):
+    operation = (
+        _operation(topology.operation)
+        if topology is not None and topology.operation is not None
+        else None
+    )
+    recorded_ranks = (
+        [rank for rank in recorded.ranks if rank.name in pods] if recorded is not None else []
+    )
+    if recorded is not None and (
+        topology is None or topology.generation == 0 < recorded.generation
+    ):
         return llmservice.TopologyStatus(
             coordinator=coordinator,
             generation=recorded.generation,
@@ -97,7 +116,9 @@ def record(
         if entry.rank is not None
     ]
     listed = {rank.name for rank in ranks}
-    ranks += [rank for rank in recorded_ranks if rank.name not in listed and view.is_rank(rank.name)]
+    ranks += [
+        rank for rank in recorded_ranks if rank.name not in listed and view.is_rank(rank.name)
+    ]
     return llmservice.TopologyStatus(
         coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation
     )
@@ -109,7 +130,12 @@ def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatu
     A topology has at least one member, so the coordinator keeps waiting for the last one requested.
     """
     operation = status.operation if status else None
-    if status is None or operation is None or status.ranks or operation.phase != str(OperationPhase.WAITING):
+    if (
+        status is None
+        or operation is None
+        or status.ranks
+        or operation.phase != str(OperationPhase.WAITING)
+    ):
         return status
     return msgspec.structs.replace(status, operation=None)
 
@@ -140,7 +166,8 @@ def filter_by_service_key(
     excluded = {
         pod["metadata"]["name"]
         for pod in pods
-        if (pod["metadata"].get("annotations") or {}).get(names.ANNOTATION_SERVICE_KEY, "") != key_name
+        if (pod["metadata"].get("annotations") or {}).get(names.ANNOTATION_SERVICE_KEY, "")
+        != key_name
     }
     ranks = [rank for rank in recorded.ranks if rank.name not in excluded]
     return msgspec.structs.replace(recorded, ranks=ranks)

@@ -91,7 +91,9 @@ def _crash_looping(pod: Object) -> Diagnosis | None:
     for container, terminated in _failures(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         restarts = container.get("restartCount", 0)
-        often = restarts >= (1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS)
+        often = restarts >= (
+            1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS
+        )
         if often and not _was_ready_since(pod, terminated.get("startedAt")):
             text = f"restarted {restarts} times, last {_ending(terminated)}"
             return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} {text}")
@@ -100,7 +102,9 @@ def _crash_looping(pod: Object) -> Diagnosis | None:
 
 def _terminated(pod: Object) -> Diagnosis | None:
     for _, terminated in _failures(pod):
-        return Diagnosis("ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}")
+        return Diagnosis(
+            "ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}"
+        )
     return None
 
 
@@ -109,7 +113,10 @@ def _ended(pod: Object) -> Diagnosis | None:
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None
-    why = ": ".join(text for text in (status.get("reason"), status.get("message")) if text) or "its containers ended"
+    why = (
+        ": ".join(text for text in (status.get("reason"), status.get("message")) if text)
+        or "its containers ended"
+    )
     return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
 
 
@@ -117,7 +124,13 @@ _REFERENCE_FIELDS = (
     *(("Secret", field) for field in ("secret", "secretRef", "secretKeyRef")),
     *(("ConfigMap", field) for field in ("configMap", "configMapRef", "configMapKeyRef")),
 )
-_IMAGE_STATES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+_IMAGE_STATES = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "RegistryUnavailable",
+)
 _ERROR_STATES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _POLICIES: tuple[Policy, ...] = (
     fatal,
@@ -153,7 +166,9 @@ def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
             yield container, state["terminated"]
         elif not last or last.get("reason") == LOST:
             continue
-        elif not running or (last.get("exitCode") and not _was_ready_since(pod, running.get("startedAt"))):
+        elif not running or (
+            last.get("exitCode") and not _was_ready_since(pod, running.get("startedAt"))
+        ):
             yield container, last
 
 
@@ -196,11 +211,20 @@ def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
 def may_lack_objects(pod: Object) -> bool:
     """Whether the pod is on a node, and no container has run yet or a container cannot be configured."""
     status = pod.get("status") or {}
-    if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in ("Failed", "Succeeded"):
+    if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in (
+        "Failed",
+        "Succeeded",
+    ):
         return False
-    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    containers = [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]
     states = [container.get("state") or {} for container in containers]
-    if any((state.get("waiting") or {}).get("reason") == "CreateContainerConfigError" for state in states):
+    if any(
+        (state.get("waiting") or {}).get("reason") == "CreateContainerConfigError"
+        for state in states
+    ):
         return True
     # Volumes are mounted before the first container runs.
     ran = any(state.get(kind) is not None for state in states for kind in ("running", "terminated"))
@@ -217,7 +241,9 @@ def references(pod: Object) -> dict[Reference, str]:
     sources: list[tuple[str, Object]] = []
     for volume in spec.get("volumes") or []:
         parts = [volume, *((volume.get("projected") or {}).get("sources") or [])]
-        sources += [(f"volume {volume['name']}", part) for part in parts if volume["name"] not in account]
+        sources += [
+            (f"volume {volume['name']}", part) for part in parts if volume["name"] not in account
+        ]
     for container in containers:
         parts = [variable.get("valueFrom") or {} for variable in container.get("env") or []]
         where = f"environment of container {container['name']}"
@@ -227,14 +253,18 @@ def references(pod: Object) -> dict[Reference, str]:
         for kind, field in _REFERENCE_FIELDS:
             named = source.get(field)
             if named and not named.get("optional"):
-                found.setdefault(Reference(kind, named.get("secretName") or named.get("name") or ""), where)
+                found.setdefault(
+                    Reference(kind, named.get("secretName") or named.get("name") or ""), where
+                )
     return found
 
 
 def leaving(pod: Object) -> bool:
     """Whether the pod is marked as draining or is being deleted."""
     annotations = pod["metadata"].get("annotations") or {}
-    return annotations.get(ANNOTATION_DRAINING) == "true" or bool(pod["metadata"].get("deletionTimestamp"))
+    return annotations.get(ANNOTATION_DRAINING) == "true" or bool(
+        pod["metadata"].get("deletionTimestamp")
+    )
 
 
 def by_name(pods: Iterable[Object]) -> list[Object]:

@@ -36,7 +36,9 @@ class Refusals:
     def __init__(self) -> None:
         self._held: dict[tuple[Key, names.Role], _Held] = {}
 
-    def hold_back(self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime) -> GroupPlan:
+    def hold_back(
+        self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
+    ) -> GroupPlan:
         """Return `plan` without its creations until the pause has passed. A refusal that no longer applies is dropped."""
         held = self._held.get((key, role))
         if held is None:
@@ -47,9 +49,13 @@ class Refusals:
         if now >= held.until:
             return plan
         wait_s = (held.until - now).total_seconds()
-        return msgspec.structs.replace(plan, create=[], restore=[], revisit_s=min(wait_s, plan.revisit_s or wait_s))
+        return msgspec.structs.replace(
+            plan, create=[], restore=[], revisit_s=min(wait_s, plan.revisit_s or wait_s)
+        )
 
-    def note(self, key: Key, role: names.Role, revision: str, refusal: Diagnosis | None, now: datetime) -> float | None:
+    def note(
+        self, key: Key, role: names.Role, revision: str, refusal: Diagnosis | None, now: datetime
+    ) -> float | None:
         """Record the result of a creation. Return the seconds until the next attempt, None if no pod was refused."""
         before = self._held.pop((key, role), None)
         if refusal is None:

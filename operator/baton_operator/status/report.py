@@ -8,7 +8,13 @@ from typing import Any
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api.llmservice import Condition, DecodeStatus, GroupStatus, PrefillStatus, Status
+from baton_operator.api.llmservice import (
+    Condition,
+    DecodeStatus,
+    GroupStatus,
+    PrefillStatus,
+    Status,
+)
 from baton_operator.builders import access, network_policy
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import condition, conditions
@@ -56,7 +62,11 @@ def report(
     verdicts = {"Ready": _summary(ready, problem, updating), **ready, "Updating": updating}
     if scaling := _scaling(members):
         verdicts["Scaling"] = scaling
-    verdicts[MODEL_AVAILABLE] = "Unknown", "NotObserved", "no spec is rolled out, so the model is not known"
+    verdicts[MODEL_AVAILABLE] = (
+        "Unknown",
+        "NotObserved",
+        "no spec is rolled out, so the model is not known",
+    )
     if owner is not None:
         verdicts |= network_policy.exposure(owner)
         refused = [group.refusal.message for group in groups.values() if group.refusal]
@@ -66,12 +76,18 @@ def report(
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
-        served_revision=spec_revision if verdicts["Ready"][0] == "True" else before.get("servedRevision"),
+        served_revision=spec_revision
+        if verdicts["Ready"][0] == "True"
+        else before.get("servedRevision"),
         endpoint=_url(access.scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
-        ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host) if ingress else None,
+        ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host)
+        if ingress
+        else None,
         conditions=_conditions(service, verdicts, now),
         model=model_status(owner.spec.model, members, before.get("model")) if owner else None,
-        prefill=PrefillStatus(**_counts(prefill), autoscaling=prefill.autoscaling) if prefill else None,
+        prefill=PrefillStatus(**_counts(prefill), autoscaling=prefill.autoscaling)
+        if prefill
+        else None,
         decode=_decode_status(decode, service) if decode else None,
         gateway=GroupStatus(**_counts(gateway)) if gateway else None,
     )
@@ -84,10 +100,14 @@ def _ready_verdicts(
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
         unknown = "Unknown", "NotObserved", f"{role} pods were not observed yet"
-        verdicts[f"{role.capitalize()}Ready"] = group_verdict(groups[role]) if role in groups else unknown
+        verdicts[f"{role.capitalize()}Ready"] = (
+            group_verdict(groups[role]) if role in groups else unknown
+        )
     if "prefill" in groups and "decode" in groups:
         prefill = verdicts["PrefillReady"]
-        verdicts["PrefillReady"] = prefill_verdict(prefill, updating, groups["prefill"], groups["decode"], kv)
+        verdicts["PrefillReady"] = prefill_verdict(
+            prefill, updating, groups["prefill"], groups["decode"], kv
+        )
     return verdicts
 
 
@@ -100,13 +120,20 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
         return "True", "AllGroupsReady", "; ".join(message for _, _, message in ready.values())
     # A failure of pods is more specific than incompatible peers.
     first = min(
-        bad, key=lambda verdict: (verdict[0] == "Unknown", verdict[1] in PROGRESS_REASONS, verdict[1] == INCOMPATIBLE)
+        bad,
+        key=lambda verdict: (
+            verdict[0] == "Unknown",
+            verdict[1] in PROGRESS_REASONS,
+            verdict[1] == INCOMPATIBLE,
+        ),
     )
     return updating if updating[1] == STALLED and first[1] in PROGRESS_REASONS else first
 
 
 def _scaling(members: list[Group]) -> Verdict | None:
-    of_topology = [scaling_verdict(group.topology, group.desired) for group in members if group.topology]
+    of_topology = [
+        scaling_verdict(group.topology, group.desired) for group in members if group.topology
+    ]
     sized = [group for group in members if group.autoscaling]
     return autoscaling_verdict(sized, of_topology[0] if of_topology else None)
 
@@ -120,16 +147,24 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
     for group in sized:
         if len(group.pods) != group.desired or group.ready != group.desired:
             reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
-            return "True", reason, f"{group.ready} of {group.desired} {group.role} pods serve. {messages}"
+            return (
+                "True",
+                reason,
+                f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
+            )
     reason = min(
-        (status.reason for status in told), key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET)
+        (status.reason for status in told),
+        key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET),
     )
     return "Unknown" if reason in BLIND_REASONS else "False", reason, messages
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:
     """Return the conditions. One whose status has not changed keeps its lastTransitionTime."""
-    before = {(each["type"], each["status"]): each.get("lastTransitionTime") for each in conditions(service).values()}
+    before = {
+        (each["type"], each["status"]): each.get("lastTransitionTime")
+        for each in conditions(service).values()
+    }
     return [
         Condition(
             type=type_,
@@ -146,7 +181,10 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
 def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
     """Return the status after an error of the operator: `Ready` is False, and other conditions are Unknown."""
     unknown = "Unknown", problem.reason, "not determined, because the reconcile failed"
-    verdicts = {**dict.fromkeys(conditions(service), unknown), "Ready": ("False", problem.reason, str(problem))}
+    verdicts = {
+        **dict.fromkeys(conditions(service), unknown),
+        "Ready": ("False", problem.reason, str(problem)),
+    }
     generation = service["metadata"]["generation"]
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
 
@@ -158,8 +196,14 @@ def is_news(service: Object, problem: Problem) -> bool:
 
 def new_failures(service: Object, status: Status) -> list[Condition]:
     """Return the conditions that have a failure as their reason and had not before. Each is worth an Event."""
-    before = {(each["type"], each["status"], each["reason"]) for each in conditions(service).values()}
-    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)  # of other conditions; topology operations have their own Events
+    before = {
+        (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
+    }
+    summaries = (
+        "Ready",
+        "Scaling",
+        MODEL_AVAILABLE,
+    )  # of other conditions; topology operations have their own Events
     return [
         each
         for each in status.conditions or []

@@ -24,7 +24,12 @@ from baton_operator.status.diagnose import (
     tries_again,
 )
 from baton_operator.status.refusals import refusal_of_deployment
-from baton_operator.status.report_topology import SCALE_FAILED, UNREACHABLE, GroupTopology, scaling_verdict
+from baton_operator.status.report_topology import (
+    SCALE_FAILED,
+    UNREACHABLE,
+    GroupTopology,
+    scaling_verdict,
+)
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
 
@@ -37,22 +42,34 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     role: names.Role
     desired: int
     pods: list[Object]
-    revision: str | None = None  # of members that are up to date. None: a Deployment's pods, judged by `updated`
+    revision: str | None = (
+        None  # of members that are up to date. None: a Deployment's pods, judged by `updated`
+    )
     updated: bool = True  # whether the Deployment has no pod of an old revision left
     template_revision: str | None = None  # of the Deployment's newest pods
-    topology: GroupTopology | None = None  # of an expert-parallel group: its ranks serve, not its pods
+    topology: GroupTopology | None = (
+        None  # of an expert-parallel group: its ranks serve, not its pods
+    )
     autoscaling: AutoscalingStatus | None = None  # of a group that the autoscaler sizes
     loading: Mapping[str, Health] = {}  # replies of pods that fetch or load the model, by name
     refusal: Diagnosis | None = None  # why the API server refuses further pods
-    missing: frozenset[Reference] = frozenset()  # Secrets and ConfigMaps that pods wait for and that do not exist
-    coordinators: list[Object] = []  # pods of an expert-parallel group's coordinator: without it no rank serves
+    missing: frozenset[Reference] = (
+        frozenset()
+    )  # Secrets and ConfigMaps that pods wait for and that do not exist
+    coordinators: list[
+        Object
+    ] = []  # pods of an expert-parallel group's coordinator: without it no rank serves
     route: Diagnosis | None = None  # of a gateway: why no Gateway accepts its HTTPRoute
 
     @property
     def current(self) -> list[Object]:
         """Pods that neither leave nor have ended."""
         ended = ("Failed", "Succeeded")  # for example evicted: its replacement counts
-        return [pod for pod in self.pods if not leaving(pod) and pod.get("status", {}).get("phase") not in ended]
+        return [
+            pod
+            for pod in self.pods
+            if not leaving(pod) and pod.get("status", {}).get("phase") not in ended
+        ]
 
     @property
     def current_names(self) -> set[str]:
@@ -113,7 +130,9 @@ def member_group(
     )
 
 
-def gateway_group(owner: Owner, desired: Desired, observed: Observation, *, has_route: bool) -> Group:
+def gateway_group(
+    owner: Owner, desired: Desired, observed: Observation, *, has_route: bool
+) -> Group:
     """Return the group of gateways. `has_route`: the spec has an HTTPRoute, and the API server has the kind."""
     name = names.gateway_name(owner.name)
     deployment = observed.owned("Deployment", name)
@@ -155,7 +174,12 @@ def _is_rolled_out(deployment: Object) -> bool:
     """Whether the Deployment's controller has seen the newest template and replaced every pod."""
     status = deployment.get("status") or {}
     seen = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
-    return seen and status.get("updatedReplicas", 0) == status.get("replicas", 0) == deployment["spec"]["replicas"]
+    return (
+        seen
+        and status.get("updatedReplicas", 0)
+        == status.get("replicas", 0)
+        == deployment["spec"]["replicas"]
+    )
 
 
 def group_verdict(group: Group) -> Verdict:
@@ -169,28 +193,44 @@ def group_verdict(group: Group) -> Verdict:
             return "False", group.route.reason, f"{group.route.message}; {counts}"
         return "True", "PodsReady", counts
     obstacle = next(_obstacles(group), None)
-    return ("False", obstacle.reason, f"{obstacle.message}; {counts}") if obstacle else ("False", "Starting", counts)
+    return (
+        ("False", obstacle.reason, f"{obstacle.message}; {counts}")
+        if obstacle
+        else ("False", "Starting", counts)
+    )
 
 
 def _verdict_without_pods(group: Group) -> Verdict:
     if group.role == "prefill":
-        return "True", "NotRequested", "no prefill pods are wanted: decode pods prefill for themselves"
+        return (
+            "True",
+            "NotRequested",
+            "no prefill pods are wanted: decode pods prefill for themselves",
+        )
     if group.autoscaling is not None:
-        return "True", "ScaledToZero", f"no {group.role} pods are wanted: the next request starts one"
+        return (
+            "True",
+            "ScaledToZero",
+            f"no {group.role} pods are wanted: the next request starts one",
+        )
     return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
     """Yield what keeps a group from serving, the most specific first."""
     # A failed member may show why its replacement fails. Failed pods of a Deployment stay after their replacement works.
-    judged = group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+    judged = (
+        group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+    )
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
     if group.refusal is not None:
         yield group.refusal
     if group.topology is not None:
         status, reason, message = scaling_verdict(group.topology, group.desired)
-        is_lost = reason == UNREACHABLE and group.topology.has_ranks  # not while the first ranks form
+        is_lost = (
+            reason == UNREACHABLE and group.topology.has_ranks
+        )  # not while the first ranks form
         if status == "True" or reason == SCALE_FAILED or is_lost:
             yield Diagnosis(reason, message)
     if going := len(group.pods) - len(group.current):
@@ -202,7 +242,11 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
 
 
 def prefill_verdict(
-    verdict: Verdict, updating: Verdict, prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]
+    verdict: Verdict,
+    updating: Verdict,
+    prefill: Group,
+    decode: Group,
+    kv: Mapping[str, KVCompatibility],
 ) -> Verdict:
     """Return PrefillReady: `verdict` of the group, unless all it lacks is decode pods that can take its KV blocks.
 
@@ -223,14 +267,20 @@ def prefill_verdict(
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
     """Return which pods have no compatible peer; empty if all have one, or too few have reported."""
-    givers, takers = ([name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode))
+    givers, takers = (
+        [name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode)
+    )
     if not givers or not takers:
         return ""
     for ours, theirs, can_not in (
         (givers, takers, "prefill pods can hand KV blocks to no decode pod"),
         (takers, givers, "decode pods can take KV blocks from no prefill pod"),
     ):
-        alone = [name for name in ours if all(differences(kv[name], kv[other], "", "") for other in theirs)]
+        alone = [
+            name
+            for name in ours
+            if all(differences(kv[name], kv[other], "", "") for other in theirs)
+        ]
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
             return f"{len(alone)} of {len(ours)} {can_not}, so decode pods prefill for themselves: {why}"
@@ -243,16 +293,22 @@ def diagnose_route(route: Object) -> Diagnosis | None:
     complaints = []
     for parent in (route.get("status") or {}).get("parents") or []:
         current = [each for each in parent.get("conditions") or [] if _is_current(each, metadata)]
-        conditions = {each["type"]: each for each in current if each["type"] in ("Accepted", "ResolvedRefs")}
+        conditions = {
+            each["type"]: each for each in current if each["type"] in ("Accepted", "ResolvedRefs")
+        }
         wrong = [each for each in conditions.values() if each["status"] == "False"]
         if not wrong and conditions.get("Accepted", {}).get("status") == "True":
             return None
-        complaints += [f"{_parent_name(parent.get('parentRef') or {})}: {_complaint(each)}" for each in wrong]
+        complaints += [
+            f"{_parent_name(parent.get('parentRef') or {})}: {_complaint(each)}" for each in wrong
+        ]
     if complaints:
         text = f"no Gateway accepts HTTPRoute {metadata['name']}: {'; '.join(sorted(complaints))}"
         return Diagnosis("RouteNotAccepted", text)
     wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
-    return Diagnosis("RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}")
+    return Diagnosis(
+        "RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}"
+    )
 
 
 def _is_current(entry: Object, metadata: Object) -> bool:

@@ -13,8 +13,21 @@ from baton_operator.status.report_group import Group
 
 #: FATAL reasons of fetchers and engines that are about the model's files.
 MODEL_REASONS = {
-    *("ModelAccessDenied", "ModelCacheInvalid", "ModelChanged", "ModelCorrupt", "ModelInvalid", "ModelMissing"),
-    *("ModelNotFound", "ModelSourceInvalid", "ModelSourceUnavailable", "ModelSourceUnsupported", "ModelUriInvalid"),
+    *(
+        "ModelAccessDenied",
+        "ModelCacheInvalid",
+        "ModelChanged",
+        "ModelCorrupt",
+        "ModelInvalid",
+        "ModelMissing",
+    ),
+    *(
+        "ModelNotFound",
+        "ModelSourceInvalid",
+        "ModelSourceUnavailable",
+        "ModelSourceUnsupported",
+        "ModelUriInvalid",
+    ),
     "NoSpace",
 }
 MODEL_AVAILABLE = "ModelAvailable"
@@ -56,7 +69,11 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         counts = f"{len(have)} of {len(pods)} pods have the model"
         return "True", AVAILABLE, f"{counts}; {under_way.message}" if under_way else counts
     if had_before and not is_fetched(model.uri):
-        return "True", AVAILABLE, under_way.message if under_way else "pods start; those before had the model"
+        return (
+            "True",
+            AVAILABLE,
+            under_way.message if under_way else "pods start; those before had the model",
+        )
     if under_way:
         return "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
     return "Unknown", "Starting", "no pod has reported progress on the model yet"
@@ -65,7 +82,11 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
     """Return ModelAvailable of a service whose pods had the model, while no pod of the newest revision exists."""
     if any(group.current for group in members):
-        return "True", AVAILABLE, "no pod of the newest revision runs yet; those before had the model"
+        return (
+            "True",
+            AVAILABLE,
+            "no pod of the newest revision runs yet; those before had the model",
+        )
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
     again = "; the next one fetches it again" if is_fetched(model.uri) and not is_kept else ""
     return "True", AVAILABLE, f"no pod runs; those before had the model{again}"
@@ -80,7 +101,9 @@ def _had_model(model: Model, before: Object) -> bool:
 def model_status(model: Model, members: list[Group], previous: Object | None) -> ModelStatus | None:
     """Return the model that pods have, with the revision that the newest pod fetched, else the revision in `previous`."""
     pods = [pod for group in members for pod in group.newest]
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), reverse=True):
+    for pod in sorted(
+        pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), reverse=True
+    ):
         ended = _fetcher_end(pod)
         if ended.get("exitCode") == 0:
             try:

@@ -38,7 +38,11 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     """Return Scaling: True while the topology changes, False at rest or after a change that failed."""
     if not topology.reachable:
-        return "Unknown", UNREACHABLE, "the coordinator does not answer; ranks keep serving, and no member is removed"
+        return (
+            "Unknown",
+            UNREACHABLE,
+            "the coordinator does not answer; ranks keep serving, and no member is removed",
+        )
     status = topology.status
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
@@ -47,7 +51,11 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if operation and operation.phase in _ACTIVE:
         members = ", ".join(sorted(topology.asked_for))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
-        return "True", _reason(operation, ranks, topology.asked_for), message + _after(": ", operation.reason)
+        return (
+            "True",
+            _reason(operation, ranks, topology.asked_for),
+            message + _after(": ", operation.reason),
+        )
     if operation and operation.phase == OperationPhase.FAILED:
         why = f"{operation.kind}: {operation.reason or 'no reason was given'}"
         serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
@@ -63,7 +71,9 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
 def _reason(operation: OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
-    if ranks == asked_for:  # some ranks have committed, so members that join or leave are no longer visible
+    if (
+        ranks == asked_for
+    ):  # some ranks have committed, so members that join or leave are no longer visible
         return "Committing"
     return "ScalingUp" if asked_for - ranks else "ScalingDown"
 
@@ -73,7 +83,9 @@ def _after(words: str, value: str | int | None) -> str:
     return f"{words}{value}" if value else ""
 
 
-def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[tuple[bool, str, str]]:
+def operation_events(
+    before: TopologyStatus | None, now: TopologyStatus | None
+) -> list[tuple[bool, str, str]]:
     """Return (warning, reason, message) of each event that is due: an operation began, ended, or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
@@ -88,6 +100,10 @@ def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) 
         events.append((False, "TopologyOperationStarted", f"{what} began"))
     if not is_active and (known is None or known.phase != operation.phase):
         failed = True, "TopologyOperationFailed", f"{what}: {operation.reason}"
-        ended = False, "TopologyOperationEnded", f"{what}: {operation.phase}{_after(': ', operation.reason)}"
+        ended = (
+            False,
+            "TopologyOperationEnded",
+            f"{what}: {operation.phase}{_after(': ', operation.reason)}",
+        )
         events.append(failed if operation.phase == OperationPhase.FAILED else ended)
     return events

@@ -23,7 +23,14 @@ PAUSED = "Paused"
 STALLED = "RolloutStalled"
 REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
-_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")  # of reasons, the most specific first
+_ORDER = (
+    STALLED,
+    REFUSED,
+    NO_ROOM,
+    "Draining",
+    "Starting",
+    "Replacing",
+)  # of reasons, the most specific first
 
 
 class _Rollout(NamedTuple):
@@ -34,18 +41,35 @@ class _Rollout(NamedTuple):
     old: list[Object]
 
 
-def updating_verdict(spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime) -> Verdict:
+def updating_verdict(
+    spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime
+) -> Verdict:
     """Return Updating. `held_back`: fields whose edits wait for the end of the pause."""
     under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
     counts = "; ".join(map(_counts, under_way))
     if spec.paused:
-        edits = f"edits of {', '.join(held_back)} wait" if held_back else "no edit waits; new edits wait"
-        return "False", PAUSED, f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}"
+        edits = (
+            f"edits of {', '.join(held_back)} wait"
+            if held_back
+            else "no edit waits; new edits wait"
+        )
+        return (
+            "False",
+            PAUSED,
+            f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}",
+        )
     if not under_way:
         return "False", UP_TO_DATE, "no pod of an earlier revision exists"
-    obstacles = [(each.group.role, _obstacle(each, spec.progress_deadline_seconds, now)) for each in under_way]
+    obstacles = [
+        (each.group.role, _obstacle(each, spec.progress_deadline_seconds, now))
+        for each in under_way
+    ]
     role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
-    return "False" if first.reason == STALLED else "True", first.reason, f"{role}: {first.message}; {counts}"
+    return (
+        "False" if first.reason == STALLED else "True",
+        first.reason,
+        f"{role}: {first.message}; {counts}",
+    )
 
 
 def _rollout(group: Group, now: datetime) -> _Rollout:
@@ -56,20 +80,31 @@ def _rollout(group: Group, now: datetime) -> _Rollout:
 
 def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
     """Return what the next step of the rollout waits for."""
-    group, unready = rollout.group, [pod for pod in rollout.newest if not is_ready(pod) and not leaving(pod)]
+    group, unready = (
+        rollout.group,
+        [pod for pod in rollout.newest if not is_ready(pod) and not leaving(pod)],
+    )
     found = diagnose(unready, group.missing)
-    late = [pod for pod in unready if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)]
+    late = [
+        pod
+        for pod in unready
+        if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
+    ]
     if late:
         why = f"not ready within {progress_deadline_s} s: {found.message if found else f'pod {_names(late)}'}"
         return Diagnosis(STALLED, f"{why}; pods of the earlier revision keep serving")
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
     if group.refusal is not None:
-        return Diagnosis(NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message)
+        return Diagnosis(
+            NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message
+        )
     if going := [pod for pod in rollout.old if leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:
-        return Diagnosis("Starting", found.message if found else f"waits for {_names(unready)} to be ready")
+        return Diagnosis(
+            "Starting", found.message if found else f"waits for {_names(unready)} to be ready"
+        )
     return Diagnosis("Replacing", f"{_names(rollout.old)} is to be replaced")
 
 

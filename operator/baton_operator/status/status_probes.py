@@ -47,7 +47,9 @@ class StatusProbes:
         """Fill in `loading`, `missing` and `kv` of the observation."""
         observed.loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
-        known = {Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"}
+        known = {
+            Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"
+        }
         known.add(Reference("Secret", names.service_key_name(owner.name)))
         unready = [pod for pod in observed.pods if not is_ready(pod)]
         observed.missing = await find_missing(kube, owner.namespace, unready, known)
@@ -73,12 +75,22 @@ class StatusProbes:
     async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
         """Return the KV compatibility that ready members have reported, by pod name."""
         asked = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
-        known = {process: kv for process, kv in self._known.get(key, {}).items() if process in asked}
+        known = {
+            process: kv for process, kv in self._known.get(key, {}).items() if process in asked
+        }
         new = [process for process in asked if process not in known]
         answers = await asyncio.gather(*(self._health_in_turn(asked[process]) for process in new))
-        known |= {process: health.kv for process, health in zip(new, answers, strict=True) if health is not None}
+        known |= {
+            process: health.kv
+            for process, health in zip(new, answers, strict=True)
+            if health is not None
+        }
         self._known[key] = known
-        return {asked[process]["metadata"]["name"]: kv for process, kv in known.items() if kv is not None}
+        return {
+            asked[process]["metadata"]["name"]: kv
+            for process, kv in known.items()
+            if kv is not None
+        }
 
     async def _health_in_turn(self, pod: Object) -> Health | None:
         async with self._slots:
@@ -89,7 +101,10 @@ class StatusProbes:
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
-        url, timeout = f"http://{names.url_host(host)}:{self._port}/health", aiohttp.ClientTimeout(total=TIMEOUT_S)
+        url, timeout = (
+            f"http://{names.url_host(host)}:{self._port}/health",
+            aiohttp.ClientTimeout(total=TIMEOUT_S),
+        )
         try:
             async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
                 return msgspec.json.decode(await read_body(response), type=Health)

@@ -42,7 +42,9 @@ class Api:
     ) -> requests.Response:
         data = None if body is None else json.dumps(body)
         headers = {"Content-Type": kind} if body is not None else {}
-        return self.http.request(method, self.server + path, params=query, data=data, headers=headers, timeout=20)
+        return self.http.request(
+            method, self.server + path, params=query, data=data, headers=headers, timeout=20
+        )
 
     def get(self, path: str, **query: str) -> requests.Response:
         return self.request("GET", path, **query)
@@ -56,7 +58,9 @@ class Api:
     def delete(self, path: str, body: Any = None, **query: str) -> requests.Response:
         return self.request("DELETE", path, body, **query)
 
-    def patch(self, path: str, body: Any, kind: str = "merge-patch+json", **query: str) -> requests.Response:
+    def patch(
+        self, path: str, body: Any, kind: str = "merge-patch+json", **query: str
+    ) -> requests.Response:
         return self.request("PATCH", path, body, f"application/{kind}", **query)
 
     def apply(self, path: str, body: Any, manager: str, **query: str) -> requests.Response:
@@ -71,16 +75,28 @@ class Api:
 
     def as_bearer(self, token: str, path: str) -> requests.Response:
         """A GET with another token than the administrator's."""
-        return self.http.get(self.server + path, headers={"Authorization": f"Bearer {token}"}, timeout=20)
+        return self.http.get(
+            self.server + path, headers={"Authorization": f"Bearer {token}"}, timeout=20
+        )
 
     def kubectl(self, *arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
         program = shutil.which("kubectl")
         if program is None:
             pytest.skip("kubectl is not installed")
-        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.kubeconfig.parent)}
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.kubeconfig),
+            "HOME": str(self.kubeconfig.parent),
+        }
         text = None if stdin is None else json.dumps(stdin)
         return subprocess.run(
-            [program, *arguments], input=text, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [program, *arguments],
+            input=text,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     def eventually(self, what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
@@ -95,8 +111,13 @@ class Api:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `late` run after the others of this folder."""
-    places = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent]
-    ordered = sorted((items[place] for place in places), key=lambda item: item.get_closest_marker("late") is not None)
+    places = [
+        place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent
+    ]
+    ordered = sorted(
+        (items[place] for place in places),
+        key=lambda item: item.get_closest_marker("late") is not None,
+    )
     for place, item in zip(places, ordered, strict=True):
         items[place] = item
 
@@ -110,7 +131,10 @@ def api(control_plane: ControlPlane) -> Api:
 def namespace(api: Api) -> Iterator[str]:
     name = f"case-{uuid.uuid4().hex[:8]}"
     assert api.post("/api/v1/namespaces", {"metadata": {"name": name}}).status_code == 201
-    api.eventually("default service account", lambda: api.get(f"/api/v1/namespaces/{name}/serviceaccounts/default").ok)
+    api.eventually(
+        "default service account",
+        lambda: api.get(f"/api/v1/namespaces/{name}/serviceaccounts/default").ok,
+    )
     if api.minor < 24:  # there pods are admitted only once the account's secret exists
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         api.eventually("the account's secret", lambda: api.get(path).json().get("secrets"))
@@ -137,7 +161,9 @@ def relay_definition(group: str) -> Object:
     condition = {
         "type": "object",
         "required": ["type", "status"],
-        "properties": {name: {"type": "string"} for name in ("type", "status", "reason", "message")},
+        "properties": {
+            name: {"type": "string"} for name in ("type", "status", "reason", "message")
+        },
     }
     spec = {
         "type": "object",
@@ -148,7 +174,11 @@ def relay_definition(group: str) -> Object:
                 "required": ["uri"],
                 "properties": {
                     "uri": {"type": "string", "minLength": 1, "pattern": "^[a-z]+://"},
-                    "dtype": {"type": "string", "enum": ["auto", "float32", "bfloat16"], "default": "auto"},
+                    "dtype": {
+                        "type": "string",
+                        "enum": ["auto", "float32", "bfloat16"],
+                        "default": "auto",
+                    },
                 },
             },
             "prefill": group_schema,
@@ -163,7 +193,11 @@ def relay_definition(group: str) -> Object:
                     "properties": {"name": {"type": "string"}, "port": {"type": "integer"}},
                 },
             },
-            "zones": {"type": "array", "x-kubernetes-list-type": "set", "items": {"type": "string"}},
+            "zones": {
+                "type": "array",
+                "x-kubernetes-list-type": "set",
+                "items": {"type": "string"},
+            },
             "args": {"type": "array", "items": {"type": "string"}},
             "template": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
         },
@@ -187,7 +221,11 @@ def relay_definition(group: str) -> Object:
         "served": True,
         "storage": True,
         "schema": {
-            "openAPIV3Schema": {"type": "object", "required": ["spec"], "properties": {"spec": spec, "status": status}}
+            "openAPIV3Schema": {
+                "type": "object",
+                "required": ["spec"],
+                "properties": {"spec": spec, "status": status},
+            }
         },
         "subresources": {
             "status": {},
@@ -198,7 +236,11 @@ def relay_definition(group: str) -> Object:
             },
         },
         "additionalPrinterColumns": [
-            {"name": "Ready", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].status'},
+            {
+                "name": "Ready",
+                "type": "string",
+                "jsonPath": '.status.conditions[?(@.type=="Ready")].status',
+            },
             {"name": "Decode", "type": "integer", "jsonPath": ".spec.decode.replicas"},
             {"name": "Model", "type": "string", "priority": 1, "jsonPath": ".spec.model.uri"},
             {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
@@ -225,7 +267,10 @@ def install(api: Api, definition: Object) -> None:
 
     def established() -> bool:
         status = api.get(f"{CRDS}/{definition['metadata']['name']}").json().get("status", {})
-        return any(c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or [])
+        return any(
+            c["type"] == "Established" and c["status"] == "True"
+            for c in status.get("conditions") or []
+        )
 
     api.eventually(f"{path} established", established)
     api.eventually(f"{path} served", lambda: api.get(path).ok)
@@ -248,7 +293,12 @@ class Relays:
 
     def body(self, name: str, **spec: Any) -> Object:
         spec = {"model": {"uri": "file:///models/x"}, **spec}
-        return {"apiVersion": self.api_version, "kind": "Relay", "metadata": {"name": name}, "spec": spec}
+        return {
+            "apiVersion": self.api_version,
+            "kind": "Relay",
+            "metadata": {"name": name},
+            "spec": spec,
+        }
 
     def at(self, name: str, sub: str = "") -> str:
         return f"{self.path}/{name}" + (f"/{sub}" if sub else "")
@@ -300,6 +350,9 @@ def deployment() -> Object:
         "spec": {
             "replicas": 0,
             "selector": {"matchLabels": {"app": "web"}},
-            "template": {"metadata": {"labels": {"app": "web"}}, "spec": {"containers": [container]}},
+            "template": {
+                "metadata": {"labels": {"app": "web"}},
+                "spec": {"containers": [container]},
+            },
         },
     }

@@ -2,7 +2,12 @@
 
 
 def _map(name, data, **metadata):
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, **metadata}, "data": data}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, **metadata},
+        "data": data,
+    }
 
 
 def test_apply_creates_and_updates(api, core):
@@ -13,7 +18,11 @@ def test_apply_creates_and_updates(api, core):
     assert again.status_code == 200
     assert again.json()["data"] == {"x": "2"}
     entry = again.json()["metadata"]["managedFields"][0]
-    assert (entry["manager"], entry["operation"], entry["fieldsType"]) == ("one", "Apply", "FieldsV1")
+    assert (entry["manager"], entry["operation"], entry["fieldsType"]) == (
+        "one",
+        "Apply",
+        "FieldsV1",
+    )
     assert entry["fieldsV1"]["f:data"]["f:x"] == {}
 
 
@@ -42,7 +51,9 @@ def test_a_field_of_another_manager_conflicts_until_forced(api, core):
     forced = api.apply(path, _map("a", {"x": "2"}), "two", force="true")
     assert forced.status_code == 200
     assert forced.json()["data"] == {"x": "2", "y": "1"}
-    owners = {e["manager"]: e["fieldsV1"]["f:data"] for e in forced.json()["metadata"]["managedFields"]}
+    owners = {
+        e["manager"]: e["fieldsV1"]["f:data"] for e in forced.json()["metadata"]["managedFields"]
+    }
     assert "f:x" not in owners["one"]
     assert "f:x" in owners["two"]
 
@@ -79,7 +90,11 @@ def test_lists_of_built_in_kinds_merge_by_key(api, apps, deployment):
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": "web"},
-        "spec": {"template": {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}]}}},
+        "spec": {
+            "template": {
+                "spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}]}
+            }
+        },
     }
     merged = api.apply(path, extra, "two")
     assert merged.status_code == 200, merged.text
@@ -97,7 +112,10 @@ def test_an_applier_leaves_replicas_to_whoever_owns_them(api, apps, deployment):
     del deployment["spec"]["replicas"]
     deployment["spec"]["paused"] = True
     api.apply(path, deployment, "one")
-    assert api.patch(f"{path}/scale", {"spec": {"replicas": 0}}, fieldManager="autoscaler").status_code == 200
+    assert (
+        api.patch(f"{path}/scale", {"spec": {"replicas": 0}}, fieldManager="autoscaler").status_code
+        == 200
+    )
     deployment["spec"]["minReadySeconds"] = 1
     assert api.apply(path, deployment, "one").json()["spec"]["replicas"] == 0
 
@@ -111,7 +129,9 @@ def test_lists_of_custom_resources_merge_as_their_schema_says(api, relays):
     assert spec["zones"] == ["x", "y"]
     assert spec["args"] == ["1"]
     one["spec"].pop("ports")
-    assert api.apply(relays.at("r"), one, "one").json()["spec"]["ports"] == [{"name": "b", "port": 2}]
+    assert api.apply(relays.at("r"), one, "one").json()["spec"]["ports"] == [
+        {"name": "b", "port": 2}
+    ]
     refused = api.apply(relays.at("r"), {**two, "spec": {**two["spec"], "args": ["2"]}}, "two")
     assert refused.status_code == 409
     assert refused.json()["details"]["causes"][0]["field"] == ".spec.args"

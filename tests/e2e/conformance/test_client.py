@@ -20,17 +20,25 @@ async def kube(api) -> AsyncIterator[KubeClient]:
 
 async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
     path = f"{core}/configmaps"
-    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "labels": {"x": "y"}}}
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "a", "labels": {"x": "y"}},
+    }
     made = await kube.apply(f"{path}/a", {**body, "data": {"k": "1"}}, field_manager="one")
     changed = await kube.apply(f"{path}/a", {**body, "data": {"k": "2"}}, field_manager="two")
     assert (changed["metadata"]["uid"], changed["data"]) == (made["metadata"]["uid"], {"k": "2"}), (
         "conflicts are forced"
     )
-    assert (await kube.get(f"{path}/a", metadata_only=True))["metadata"]["uid"] == made["metadata"]["uid"]
+    assert (await kube.get(f"{path}/a", metadata_only=True))["metadata"]["uid"] == made["metadata"][
+        "uid"
+    ]
     version = changed["metadata"]["resourceVersion"]
     for not_older_than in (None, "0", version):
         async with asyncio.timeout(30):
-            while not (found := await kube.list(path, label_selector="x=y", not_older_than=not_older_than))[0]:
+            while not (
+                found := await kube.list(path, label_selector="x=y", not_older_than=not_older_than)
+            )[0]:
                 assert not_older_than == "0", "only this list may be older"
                 await asyncio.sleep(0.1)
         assert [item["metadata"]["name"] for item in found[0]] == ["a"]
@@ -47,7 +55,9 @@ async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
 async def test_a_list_of_many_objects_is_complete(kube, core, monkeypatch):
     monkeypatch.setattr("baton_kube.client.PAGE_SIZE", 3)
     for index in range(8):
-        await kube.create(f"{core}/configmaps", {"metadata": {"name": f"m{index}", "labels": {"page": "d"}}})
+        await kube.create(
+            f"{core}/configmaps", {"metadata": {"name": f"m{index}", "labels": {"page": "d"}}}
+        )
     items, _ = await kube.list(f"{core}/configmaps", label_selector="page=d")
     assert [item["metadata"]["name"] for item in items] == [f"m{index}" for index in range(8)]
 
@@ -88,4 +98,6 @@ async def test_discovery_is_what_kopf_reads(kube):
     served["/apis/apiextensions.k8s.io/v1"] = {"customresourcedefinitions"}
     for path, expected in served.items():
         resources = (await kube.get(path))["resources"]
-        assert expected <= {entry["name"] for entry in resources if {"list", "watch"} <= set(entry["verbs"])}
+        assert expected <= {
+            entry["name"] for entry in resources if {"list", "watch"} <= set(entry["verbs"])
+        }

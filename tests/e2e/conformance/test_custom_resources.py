@@ -20,7 +20,11 @@ def test_unknown_fields_are_pruned_where_the_schema_is_closed(api, relays):
 @pytest.mark.parametrize(
     ("spec", "field", "says"),
     [
-        ({"decode": {"replicas": -1}}, "spec.decode.replicas", "should be greater than or equal to 0"),
+        (
+            {"decode": {"replicas": -1}},
+            "spec.decode.replicas",
+            "should be greater than or equal to 0",
+        ),
         ({"decode": {"replicas": "two"}}, "spec.decode.replicas", "must be of type integer"),
         ({"model": {"uri": "no-scheme"}}, "spec.model.uri", "should match '^[a-z]+://'"),
         ({"model": {"uri": "file://x", "dtype": "int4"}}, "spec.model.dtype", "Unsupported value"),
@@ -145,7 +149,9 @@ def test_a_definition_goes_with_its_objects(api, relay_crd, define, namespace):
         "spec": {"model": {"uri": "a://b"}},
     }
     assert api.post(path, body).status_code == 201
-    crd = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{definition['metadata']['name']}"
+    crd = (
+        f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{definition['metadata']['name']}"
+    )
     api.delete(crd)
     api.eventually("the definition gone", lambda: api.get(crd).status_code == 404)
     api.eventually("the path gone", lambda: api.get(path).status_code == 404)
@@ -157,9 +163,9 @@ def test_a_definition_must_be_structural_and_well_named(api, relay_crd):
     misnamed["metadata"]["name"] = "other.bad.baton.dev"
     assert api.post(crds, misnamed).status_code == 422
     shapeless = relay_crd("bad.baton.dev")
-    del shapeless["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["model"][
-        "type"
-    ]
+    del shapeless["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
+        "properties"
+    ]["model"]["type"]
     response = api.post(crds, shapeless)
     assert response.status_code == 422
     assert "properties[model].type" in response.text

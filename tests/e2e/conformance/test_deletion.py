@@ -45,14 +45,22 @@ def test_a_scheduled_pod_is_deleted_with_grace(api, core):
 
 
 def test_an_unscheduled_pod_is_deleted_at_once(api, core):
-    api.post(f"{core}/pods", {"metadata": {"name": "p"}, "spec": {**POD, "schedulerName": "nobody"}})
+    api.post(
+        f"{core}/pods", {"metadata": {"name": "p"}, "spec": {**POD, "schedulerName": "nobody"}}
+    )
     api.delete(f"{core}/pods/p")
     assert api.get(f"{core}/pods/p").status_code == 404
 
 
 def _owned(owner, name, **reference):
     metadata = owner["metadata"]
-    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": metadata["name"], "uid": metadata["uid"], **reference}
+    reference = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        **reference,
+    }
     return {"metadata": {"name": name, "ownerReferences": [reference]}}
 
 
@@ -60,7 +68,9 @@ def test_dependents_go_with_their_owner(api, core):
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Background")
-    api.eventually("the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404)
+    api.eventually(
+        "the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404
+    )
 
 
 @pytest.mark.late  # a real collector learns of new kinds every half minute
@@ -68,7 +78,11 @@ def test_dependents_of_a_custom_resource_go_with_it(api, relays, core):
     owner = api.post(relays.path, relays.body("owner")).json()
     api.post(f"{core}/secrets", _owned(owner, "child", apiVersion=relays.api_version, kind="Relay"))
     api.delete(relays.at("owner"))
-    api.eventually("the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404, timeout_s=90)
+    api.eventually(
+        "the dependent collected",
+        lambda: api.get(f"{core}/secrets/child").status_code == 404,
+        timeout_s=90,
+    )
 
 
 def test_orphans_stay(api, core):
@@ -87,9 +101,12 @@ def test_foreground_deletion_waits_for_blocking_dependents(api, core):
     api.post(f"{core}/secrets", child)
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Foreground")
     api.eventually(
-        "the dependent marked", lambda: api.get(f"{core}/secrets/child").json()["metadata"].get("deletionTimestamp")
+        "the dependent marked",
+        lambda: api.get(f"{core}/secrets/child").json()["metadata"].get("deletionTimestamp"),
     )
-    assert api.get(f"{core}/configmaps/owner").json()["metadata"]["finalizers"] == ["foregroundDeletion"]
+    assert api.get(f"{core}/configmaps/owner").json()["metadata"]["finalizers"] == [
+        "foregroundDeletion"
+    ]
     api.patch(f"{core}/secrets/child", {"metadata": {"finalizers": None}})
     api.eventually("the owner gone", lambda: api.get(f"{core}/configmaps/owner").status_code == 404)
 
@@ -105,5 +122,9 @@ def test_delete_collection_obeys_selectors(api, core):
 def test_a_namespace_takes_its_content_with_it(api, namespace, core):
     api.post(f"{core}/configmaps", {"metadata": {"name": "in"}})
     api.delete(f"/api/v1/namespaces/{namespace}")
-    api.eventually("the namespace gone", lambda: api.get(f"/api/v1/namespaces/{namespace}").status_code == 404, 60)
+    api.eventually(
+        "the namespace gone",
+        lambda: api.get(f"/api/v1/namespaces/{namespace}").status_code == 404,
+        60,
+    )
     assert api.get(f"{core}/configmaps/in").status_code == 404

@@ -15,16 +15,29 @@ def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(api, re
     assert "unchanged" in _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
     body["spec"]["args"] = ["a"]
     assert "configured" in _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
-    assert json.loads(_run(api, "get", "-n", namespace, "rly/demo", "-o", "json"))["spec"]["args"] == ["a"]
-    assert _run(api, "get", "-n", namespace, "relays").split()[:4] == ["NAME", "READY", "DECODE", "AGE"]
-    _run(api, "patch", "-n", namespace, "relay/demo", "--type=merge", "-p", '{"spec":{"args":["b"]}}')
+    assert json.loads(_run(api, "get", "-n", namespace, "rly/demo", "-o", "json"))["spec"][
+        "args"
+    ] == ["a"]
+    assert _run(api, "get", "-n", namespace, "relays").split()[:4] == [
+        "NAME",
+        "READY",
+        "DECODE",
+        "AGE",
+    ]
+    _run(
+        api, "patch", "-n", namespace, "relay/demo", "--type=merge", "-p", '{"spec":{"args":["b"]}}'
+    )
     _run(api, "scale", "-n", namespace, "relay/demo", "--replicas=3")
     ready = {"type": "Ready", "status": "True", "reason": "r", "message": "m"}
     api.patch(relays.at("demo", "status"), {"status": {"conditions": [ready]}})
-    assert "condition met" in _run(api, "wait", "-n", namespace, "relay/demo", "--for=condition=Ready", "--timeout=10s")
+    assert "condition met" in _run(
+        api, "wait", "-n", namespace, "relay/demo", "--for=condition=Ready", "--timeout=10s"
+    )
     described = _run(api, "describe", "-n", namespace, "relay/demo")
     assert "Replicas:  3" in described
-    assert "deleted" in _run(api, "delete", "-n", namespace, "relay/demo", "--wait", "--timeout=20s")
+    assert "deleted" in _run(
+        api, "delete", "-n", namespace, "relay/demo", "--wait", "--timeout=20s"
+    )
     assert api.get(relays.at("demo")).status_code == 404
 
 
@@ -36,23 +49,31 @@ def test_an_invalid_resource_is_refused_with_the_fields_name(api, relays, namesp
 
 
 def test_an_unknown_field_is_refused_by_default(api, relays, namespace):
-    refused = api.kubectl("apply", "-n", namespace, "-f", "-", stdin=relays.body("demo", decoder={}))
+    refused = api.kubectl(
+        "apply", "-n", namespace, "-f", "-", stdin=relays.body("demo", decoder={})
+    )
     assert refused.returncode != 0
     assert "decoder" in refused.stderr
 
 
 def test_server_side_apply_and_its_conflicts(api, relays, namespace):
     body = relays.body("demo", args=["a"])
-    _run(api, "apply", "-n", namespace, "--server-side", "--field-manager=one", "-f", "-", stdin=body)
+    _run(
+        api, "apply", "-n", namespace, "--server-side", "--field-manager=one", "-f", "-", stdin=body
+    )
     body["spec"]["args"] = ["b"]
-    refused = api.kubectl("apply", "-n", namespace, "--server-side", "--field-manager=two", "-f", "-", stdin=body)
+    refused = api.kubectl(
+        "apply", "-n", namespace, "--server-side", "--field-manager=two", "-f", "-", stdin=body
+    )
     assert refused.returncode != 0
     assert 'conflict with "one"' in refused.stderr
     arguments = ("--server-side", "--field-manager=two", "--force-conflicts", "-f", "-")
     _run(api, "apply", "-n", namespace, *arguments, stdin=body)
 
 
-def test_client_side_apply_of_a_deployment_removes_what_left_the_file(api, apps, deployment, namespace):
+def test_client_side_apply_of_a_deployment_removes_what_left_the_file(
+    api, apps, deployment, namespace
+):
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]
     _run(api, "apply", "-n", namespace, "-f", "-", stdin=deployment)
@@ -73,7 +94,10 @@ def test_client_side_apply_of_a_deployment_removes_what_left_the_file(api, apps,
 
 
 def test_pods_are_shown_described_and_deleted(api, core, namespace):
-    pod = {"metadata": {"name": "p"}, "spec": {"nodeName": "nowhere", "containers": [{"name": "c", "image": "i"}]}}
+    pod = {
+        "metadata": {"name": "p"},
+        "spec": {"nodeName": "nowhere", "containers": [{"name": "c", "image": "i"}]},
+    }
     api.post(f"{core}/pods", pod)
     lines = _run(api, "get", "-n", namespace, "pods").splitlines()
     assert lines[0].split()[:5] == ["NAME", "READY", "STATUS", "RESTARTS", "AGE"]

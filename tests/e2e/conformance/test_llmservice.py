@@ -16,7 +16,9 @@ def services(api, define: Callable[[Any], None], namespace: str) -> Iterator[str
     """Path of the namespace's LLMServices."""
     path = f"/apis/{API_VERSION}/namespaces/{namespace}/{PLURAL}"
     stored = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
-    api.eventually("the definition of the test before gone", lambda: api.get(stored).status_code == 404)
+    api.eventually(
+        "the definition of the test before gone", lambda: api.get(stored).status_code == 404
+    )
     define(custom_resource_definition(rules=api.minor >= 25))
     yield path
     api.delete(path)
@@ -24,7 +26,12 @@ def services(api, define: Callable[[Any], None], namespace: str) -> Iterator[str
 
 
 def service(**spec: Any) -> dict[str, Any]:
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}, "spec": {**MODEL, **spec}}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": "demo"},
+        "spec": {**MODEL, **spec},
+    }
 
 
 @pytest.mark.parametrize("how", [["create"], ["apply"], ["apply", "--server-side"]])
@@ -60,7 +67,10 @@ def test_what_can_never_work_is_refused_where_the_server_knows_rules(api, servic
     created = api.post(services, service(gateway={"ingress": {"host": "a.example"}}))
     assert created.status_code == 201
     route = {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}]}}}}
-    assert "ingress and httpRoute exclude each other" in api.patch(f"{services}/demo", route).json()["message"]
+    assert (
+        "ingress and httpRoute exclude each other"
+        in api.patch(f"{services}/demo", route).json()["message"]
+    )
 
 
 def test_lists_and_names_are_bounded(api, services):
@@ -81,7 +91,10 @@ def test_lists_and_names_are_bounded(api, services):
     [
         ("0demo", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
         ("a.b", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
-        ("d" * 41, ["40"]),  # "should be at most 40 chars long", later "Too long: may not be longer than 40"
+        (
+            "d" * 41,
+            ["40"],
+        ),  # "should be at most 40 chars long", later "Too long: may not be longer than 40"
         ("Demo", ["a lowercase RFC 1123 subdomain must", "metadata.name in body should match"]),
     ],
 )

@@ -4,7 +4,9 @@ import pytest
 
 
 def test_a_created_object_gets_its_identity_from_the_server(api, core):
-    response = api.post(f"{core}/configmaps", {"metadata": {"generateName": "x-"}, "data": {"a": "1"}})
+    response = api.post(
+        f"{core}/configmaps", {"metadata": {"generateName": "x-"}, "data": {"a": "1"}}
+    )
     metadata = response.json()["metadata"]
     assert response.status_code == 201
     assert metadata["name"].startswith("x-")
@@ -86,19 +88,27 @@ def test_generation_of_a_deployment_counts_annotations_too(api, apps, deployment
     deployment["spec"]["paused"] = True  # so that the controller leaves it alone
     api.post(f"{apps}/deployments", deployment)
     path = f"{apps}/deployments/web"
-    assert api.patch(path, {"metadata": {"labels": {"a": "b"}}}).json()["metadata"]["generation"] == 1
+    assert (
+        api.patch(path, {"metadata": {"labels": {"a": "b"}}}).json()["metadata"]["generation"] == 1
+    )
     assert api.patch(path, {"spec": {"minReadySeconds": 3}}).json()["metadata"]["generation"] == 2
-    assert api.patch(path, {"metadata": {"annotations": {"a": "b"}}}).json()["metadata"]["generation"] == 3
+    assert (
+        api.patch(path, {"metadata": {"annotations": {"a": "b"}}}).json()["metadata"]["generation"]
+        == 3
+    )
 
 
 def test_status_and_spec_are_written_through_their_own_endpoints(api, relays):
     created = api.post(relays.path, {**relays.body("s"), "status": {"replicas": 7}}).json()
     assert "status" not in created
-    reported = api.patch(relays.at("s", "status"), {"spec": {"args": ["x"]}, "status": {"replicas": 3}}).json()
+    reported = api.patch(
+        relays.at("s", "status"), {"spec": {"args": ["x"]}, "status": {"replicas": 3}}
+    ).json()
     assert reported["status"] == {"replicas": 3}
     assert "args" not in reported["spec"]
     written = api.put(
-        relays.at("s"), {**reported, "spec": {**reported["spec"], "args": ["y"]}, "status": {"replicas": 9}}
+        relays.at("s"),
+        {**reported, "spec": {**reported["spec"], "args": ["y"]}, "status": {"replicas": 9}},
     ).json()
     assert written["status"] == {"replicas": 3}
     assert written["spec"]["args"] == ["y"]
@@ -106,8 +116,14 @@ def test_status_and_spec_are_written_through_their_own_endpoints(api, relays):
 
 def test_json_patch(api, core):
     api.post(f"{core}/configmaps", {"metadata": {"name": "p"}, "data": {"a": "1"}})
-    operations = [{"op": "test", "path": "/data/a", "value": "1"}, {"op": "add", "path": "/data/b", "value": "2"}]
-    assert api.patch(f"{core}/configmaps/p", operations, "json-patch+json").json()["data"] == {"a": "1", "b": "2"}
+    operations = [
+        {"op": "test", "path": "/data/a", "value": "1"},
+        {"op": "add", "path": "/data/b", "value": "2"},
+    ]
+    assert api.patch(f"{core}/configmaps/p", operations, "json-patch+json").json()["data"] == {
+        "a": "1",
+        "b": "2",
+    }
     wrong = [{"op": "test", "path": "/data/a", "value": "other"}]
     assert api.patch(f"{core}/configmaps/p", wrong, "json-patch+json").status_code == 422
 
@@ -126,12 +142,18 @@ def test_strategic_merge_patch_merges_lists_by_key(api, apps, deployment):
     path = f"{apps}/deployments/web"
     body = {"spec": {"template": {"spec": {"containers": [sidecar, change]}}}}
     assert api.patch(path, body, "strategic-merge-patch+json").status_code == 200
-    containers = {c["name"]: c for c in api.get(path).json()["spec"]["template"]["spec"]["containers"]}
+    containers = {
+        c["name"]: c for c in api.get(path).json()["spec"]["template"]["spec"]["containers"]
+    }
     assert set(containers) == {"main", "sidecar"}
     assert containers["main"]["image"] == "example/image:1"
     assert containers["main"]["env"] == [{"name": "A", "value": "1"}]
-    removal = {"spec": {"template": {"spec": {"containers": [{"name": "sidecar", "$patch": "delete"}]}}}}
-    left = api.patch(path, removal, "strategic-merge-patch+json").json()["spec"]["template"]["spec"]["containers"]
+    removal = {
+        "spec": {"template": {"spec": {"containers": [{"name": "sidecar", "$patch": "delete"}]}}}
+    }
+    left = api.patch(path, removal, "strategic-merge-patch+json").json()["spec"]["template"][
+        "spec"
+    ]["containers"]
     assert [c["name"] for c in left] == ["main"]
 
 
@@ -167,7 +189,9 @@ def test_label_selectors(api, core, selector, expected):
         ("three", {"tier": "b"}),
         ("four", {"case": "labels"}),
     ):
-        api.post(f"{core}/secrets", {"metadata": {"name": name, "labels": {"mine": "yes", **labels}}})
+        api.post(
+            f"{core}/secrets", {"metadata": {"name": name, "labels": {"mine": "yes", **labels}}}
+        )
     found = api.get(f"{core}/secrets", labelSelector=f"mine=yes,{selector}").json()["items"]
     assert {item["metadata"]["name"] for item in found} == expected
 
@@ -182,11 +206,17 @@ def test_field_selectors(api, core):
 
 def test_lists_come_in_pages(api, core):
     for index in range(5):
-        api.post(f"{core}/configmaps", {"metadata": {"name": f"page-{index}", "labels": {"paged": "yes"}}})
+        api.post(
+            f"{core}/configmaps",
+            {"metadata": {"name": f"page-{index}", "labels": {"paged": "yes"}}},
+        )
     names, token = [], ""
     for _ in range(6):
         page = api.get(
-            f"{core}/configmaps", limit="2", labelSelector="paged=yes", **({"continue": token} if token else {})
+            f"{core}/configmaps",
+            limit="2",
+            labelSelector="paged=yes",
+            **({"continue": token} if token else {}),
         ).json()
         names += [item["metadata"]["name"] for item in page["items"]]
         token = page["metadata"].get("continue", "")
@@ -196,14 +226,20 @@ def test_lists_come_in_pages(api, core):
 
 
 def test_services_get_and_keep_a_cluster_address(api, core):
-    service = {"metadata": {"name": "svc"}, "spec": {"ports": [{"port": 80}], "selector": {"a": "b"}}}
+    service = {
+        "metadata": {"name": "svc"},
+        "spec": {"ports": [{"port": 80}], "selector": {"a": "b"}},
+    }
     spec = api.post(f"{core}/services", service).json()["spec"]
     assert spec["clusterIP"].count(".") == 3
     assert spec["type"] == "ClusterIP"
     assert spec["ports"] == [{"port": 80, "protocol": "TCP", "targetPort": 80}]
     patched = api.patch(f"{core}/services/svc", {"spec": {"selector": {"a": "c"}}}).json()["spec"]
     assert patched["clusterIP"] == spec["clusterIP"]
-    headless = {"metadata": {"name": "headless"}, "spec": {"clusterIP": "None", "ports": [{"port": 80}]}}
+    headless = {
+        "metadata": {"name": "headless"},
+        "spec": {"clusterIP": "None", "ports": [{"port": 80}]},
+    }
     assert api.post(f"{core}/services", headless).json()["spec"]["clusterIP"] == "None"
 
 
@@ -233,20 +269,37 @@ def test_pods_get_the_defaults_clients_rely_on(api, core):
         ({"spec": {"containers": []}}, "spec.containers"),
         ({"spec": {"containers": [{"name": "c"}]}}, "spec.containers[0].image"),
         (
-            {"spec": {"containers": [{"name": "c", "image": "i", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}]}},
+            {
+                "spec": {
+                    "containers": [
+                        {
+                            "name": "c",
+                            "image": "i",
+                            "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+                        }
+                    ]
+                }
+            },
             "spec.containers[0].volumeMounts[0].name",
         ),
     ],
 )
 def test_invalid_pods_are_refused_by_field(api, core, change, field):
-    pod = {"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "image": "i"}]}, **change}
+    pod = {
+        "metadata": {"name": "p"},
+        "spec": {"containers": [{"name": "c", "image": "i"}]},
+        **change,
+    }
     response = api.post(f"{core}/pods", pod)
     assert response.status_code == 422, response.text
     assert field in {cause["field"] for cause in response.json()["details"]["causes"]}
 
 
 def test_a_deployment_selector_must_match_and_never_changes(api, apps, deployment):
-    wrong = {**deployment, "spec": {**deployment["spec"], "selector": {"matchLabels": {"app": "other"}}}}
+    wrong = {
+        **deployment,
+        "spec": {**deployment["spec"], "selector": {"matchLabels": {"app": "other"}}},
+    }
     refused = api.post(f"{apps}/deployments", wrong)
     assert refused.status_code == 422
     assert refused.json()["details"]["causes"][0]["field"] == "spec.template.metadata.labels"
@@ -262,14 +315,21 @@ def test_mistyped_fields_are_a_bad_request(api, apps, deployment):
 
 def test_a_service_account_token_opens_the_api(api, core):
     api.post(f"{core}/serviceaccounts", {"metadata": {"name": "robot"}})
-    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
+    body = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 600},
+    }
     response = api.post(f"{core}/serviceaccounts/robot/token", body)
     assert response.status_code == 201, response.text
     assert api.as_bearer(response.json()["status"]["token"], "/api").status_code == 200
 
 
 def test_pod_binding_assigns_a_node_once(api, core):
-    pod = {"metadata": {"name": "p"}, "spec": {"schedulerName": "nobody", "containers": [{"name": "c", "image": "i"}]}}
+    pod = {
+        "metadata": {"name": "p"},
+        "spec": {"schedulerName": "nobody", "containers": [{"name": "c", "image": "i"}]},
+    }
     assert api.post(f"{core}/pods", pod).status_code == 201
     binding = {
         "apiVersion": "v1",
@@ -280,5 +340,7 @@ def test_pod_binding_assigns_a_node_once(api, core):
     assert api.post(f"{core}/pods/p/binding", binding).status_code == 201
     bound = api.get(f"{core}/pods/p").json()
     assert bound["spec"]["nodeName"] == "here"
-    assert [c["status"] for c in bound["status"]["conditions"] if c["type"] == "PodScheduled"] == ["True"]
+    assert [c["status"] for c in bound["status"]["conditions"] if c["type"] == "PodScheduled"] == [
+        "True"
+    ]
     assert api.post(f"{core}/pods/p/binding", binding).status_code == 409

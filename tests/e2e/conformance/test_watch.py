@@ -5,14 +5,20 @@ WATCH_S = "4"
 
 
 def _names(events):
-    return [(event["type"], event["object"]["metadata"]["name"]) for event in events if event["type"] != "BOOKMARK"]
+    return [
+        (event["type"], event["object"]["metadata"]["name"])
+        for event in events
+        if event["type"] != "BOOKMARK"
+    ]
 
 
 def test_a_watch_resumes_after_the_version_it_names(api, core):
     path = f"{core}/secrets"
     start = api.get(path).json()["metadata"]["resourceVersion"]
     labels = {"watched": "yes"}
-    first = api.post(path, {"metadata": {"name": "a", "labels": labels}}).json()["metadata"]["resourceVersion"]
+    first = api.post(path, {"metadata": {"name": "a", "labels": labels}}).json()["metadata"][
+        "resourceVersion"
+    ]
     api.patch(f"{path}/a", {"data": {"k": "dg=="}})
     api.delete(f"{path}/a")
     query = {"labelSelector": "watched=yes", "timeoutSeconds": WATCH_S}
@@ -21,14 +27,19 @@ def test_a_watch_resumes_after_the_version_it_names(api, core):
         ("MODIFIED", "a"),
         ("DELETED", "a"),
     ]
-    assert _names(api.watch(path, resourceVersion=first, **query)) == [("MODIFIED", "a"), ("DELETED", "a")]
+    assert _names(api.watch(path, resourceVersion=first, **query)) == [
+        ("MODIFIED", "a"),
+        ("DELETED", "a"),
+    ]
 
 
 def test_versions_of_watch_events_rise_and_the_last_one_is_the_deletions(api, core):
     path = f"{core}/secrets"
     created = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.delete(f"{path}/a")
-    events = api.watch(path, resourceVersion=created, timeoutSeconds=WATCH_S, fieldSelector="metadata.name=a")
+    events = api.watch(
+        path, resourceVersion=created, timeoutSeconds=WATCH_S, fieldSelector="metadata.name=a"
+    )
     assert [event["type"] for event in events] == ["DELETED"]
     assert int(events[0]["object"]["metadata"]["resourceVersion"]) > int(created)
 
@@ -39,7 +50,8 @@ def test_a_watch_from_zero_begins_with_what_exists(api, core):
     api.eventually(
         "the object in the watch's first events",
         lambda: (
-            _names(api.watch(path, resourceVersion="0", timeoutSeconds="1", labelSelector="w=y")) == [("ADDED", "old")]
+            _names(api.watch(path, resourceVersion="0", timeoutSeconds="1", labelSelector="w=y"))
+            == [("ADDED", "old")]
         ),
     )
 
@@ -48,7 +60,9 @@ def test_objects_enter_and_leave_a_selector(api, core):
     path = f"{core}/secrets"
     start = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.patch(f"{path}/a", {"metadata": {"labels": {"in": "yes"}}})
-    left = api.patch(f"{path}/a", {"metadata": {"labels": {"in": "no"}}}).json()["metadata"]["resourceVersion"]
+    left = api.patch(f"{path}/a", {"metadata": {"labels": {"in": "no"}}}).json()["metadata"][
+        "resourceVersion"
+    ]
     events = api.watch(path, resourceVersion=start, labelSelector="in=yes", timeoutSeconds=WATCH_S)
     assert _names(events) == [("ADDED", "a"), ("DELETED", "a")]
     last = events[-1]["object"]["metadata"]

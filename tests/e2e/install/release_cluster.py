@@ -59,7 +59,13 @@ class Cluster:
                 return None
             raise
         spec: Object = self.definitions.api_client.sanitize_for_serialization(crd.spec)
-        return spec if any(c.type == "Established" and c.status == "True" for c in crd.status.conditions or []) else {}
+        return (
+            spec
+            if any(
+                c.type == "Established" and c.status == "True" for c in crd.status.conditions or []
+            )
+            else {}
+        )
 
     def create_service(self, namespace: str, name: str) -> None:
         body = {
@@ -81,7 +87,10 @@ class Cluster:
         eventually(created, timeout_s=30, what="LLMServices to be served")
 
     def services(self) -> list[str]:
-        return [s["metadata"]["name"] for s in self.custom.list_cluster_custom_object(GROUP, VERSION, PLURAL)["items"]]
+        return [
+            s["metadata"]["name"]
+            for s in self.custom.list_cluster_custom_object(GROUP, VERSION, PLURAL)["items"]
+        ]
 
     def pods(self, namespace: str) -> list[str]:
         return sorted(pod.metadata.name for pod in self.core.list_namespaced_pod(namespace).items)
@@ -91,7 +100,9 @@ class Cluster:
 
         def probe() -> bool:
             pods, conditions = self.pods(namespace), self.conditions(namespace, service)
-            assert {f"{service}-prefill-0", f"{service}-decode-0"} <= set(pods), f"{pods}\n{log.read_text()[-2000:]}"
+            assert {f"{service}-prefill-0", f"{service}-decode-0"} <= set(pods), (
+                f"{pods}\n{log.read_text()[-2000:]}"
+            )
             assert "Ready" in conditions, f"{conditions}\n{log.read_text()[-2000:]}"
             return True
 
@@ -112,16 +123,30 @@ class Cluster:
         """
         deployment = self.apps.read_namespaced_deployment(f"{RELEASE}-operator", self.namespace)
         pod = deployment.spec.template.spec
-        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"audiences": []}}
+        request = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": []},
+        }
         account = pod.service_account_name
-        token = self.core.create_namespaced_service_account_token(account, self.namespace, request).status.token
+        token = self.core.create_namespaced_service_account_token(
+            account, self.namespace, request
+        ).status.token
         document = yaml.safe_load(self.kubeconfig.read_text())
         document["users"][0]["user"] = {"token": token}
         kubeconfig, log = self._folder / "operator.kubeconfig", self._folder / "operator.log"
         kubeconfig.write_text(yaml.safe_dump(document))
         [port] = free_ports(1)
         command = [sys.executable, "-m", "baton_operator.cli", *pod.containers[0].args]
-        command += ["--kubeconfig", str(kubeconfig), "--host", "127.0.0.1", "--http-port", str(port), *more]
+        command += [
+            "--kubeconfig",
+            str(kubeconfig),
+            "--host",
+            "127.0.0.1",
+            "--http-port",
+            str(port),
+            *more,
+        ]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         try:

@@ -17,15 +17,22 @@ from support.waiting import eventually
 CRD_SPEC = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())["spec"]
 
 
-def install(releases: helm.Config, values: dict[str, Any] | None = None, chart: Path = CHART) -> None:
-    assert releases.install(chart, RELEASE, values, create_namespace=True, timeout=60)["status"] == "deployed"
+def install(
+    releases: helm.Config, values: dict[str, Any] | None = None, chart: Path = CHART
+) -> None:
+    assert (
+        releases.install(chart, RELEASE, values, create_namespace=True, timeout=60)["status"]
+        == "deployed"
+    )
 
 
 def columns(spec: dict[str, Any]) -> list[str]:
     return [column["name"] for column in spec["versions"][0]["additionalPrinterColumns"]]
 
 
-def test_the_installed_operator_has_the_rights_it_needs(releases: helm.Config, cluster: Cluster) -> None:
+def test_the_installed_operator_has_the_rights_it_needs(
+    releases: helm.Config, cluster: Cluster
+) -> None:
     install(releases)
     eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
     team = cluster.new_namespace()
@@ -35,10 +42,16 @@ def test_the_installed_operator_has_the_rights_it_needs(releases: helm.Config, c
     assert "forbidden" not in log.read_text().lower(), log.read_text()
 
 
-def test_with_namespaces_it_serves_these_and_sees_no_other(releases: helm.Config, cluster: Cluster) -> None:
+def test_with_namespaces_it_serves_these_and_sees_no_other(
+    releases: helm.Config, cluster: Cluster
+) -> None:
     team, other = cluster.new_namespace(), cluster.new_namespace()
     install(releases, {"watchNamespaces": [team]})
-    assert not [role for role in cluster.rbac.list_cluster_role().items if role.metadata.name == "baton-operator"]
+    assert not [
+        role
+        for role in cluster.rbac.list_cluster_role().items
+        if role.metadata.name == "baton-operator"
+    ]
     eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
     with cluster.operator() as log:
         cluster.create_service(other, "theirs")
@@ -56,15 +69,23 @@ def test_what_the_schema_refuses_installs_nothing(releases: helm.Config, cluster
     assert releases.list(all_states=True) == []
 
 
-def test_every_option_that_needs_no_other_crd_is_accepted(releases: helm.Config, cluster: Cluster) -> None:
+def test_every_option_that_needs_no_other_crd_is_accepted(
+    releases: helm.Config, cluster: Cluster
+) -> None:
     options = ("podDisruptionBudget", "networkPolicy", "dashboard")
     values: dict[str, Any] = {name: {"enabled": True} for name in options}
     toleration = {"key": "pool", "operator": "Exists", "effect": "NoSchedule"}
-    install(releases, {**values, "tolerations": [toleration], "image": {"digest": "sha256:" + "0" * 64}})
-    pod = cluster.apps.read_namespaced_deployment("baton-operator", cluster.namespace).spec.template.spec
+    install(
+        releases, {**values, "tolerations": [toleration], "image": {"digest": "sha256:" + "0" * 64}}
+    )
+    pod = cluster.apps.read_namespaced_deployment(
+        "baton-operator", cluster.namespace
+    ).spec.template.spec
     assert pod.containers[0].image == "baton-operator@sha256:" + "0" * 64
     assert pod.tolerations[0].key == "pool"
-    dashboard = cluster.core.read_namespaced_config_map("baton-operator-dashboard", cluster.namespace)
+    dashboard = cluster.core.read_namespaced_config_map(
+        "baton-operator-dashboard", cluster.namespace
+    )
     assert dashboard.data["baton.json"] == (CHART / "files/dashboard.json").read_text().rstrip("\n")
 
 
@@ -87,7 +108,9 @@ def test_an_upgrade_brings_the_new_crd_and_keeps_services(
     assert crd
     assert columns(crd) == columns(CRD_SPEC)
     assert "kept" in cluster.services()
-    args = cluster.apps.read_namespaced_deployment("baton-operator", cluster.namespace).spec.template.spec.containers[0]
+    args = cluster.apps.read_namespaced_deployment(
+        "baton-operator", cluster.namespace
+    ).spec.template.spec.containers[0]
     assert "--log-level=debug" in args.args
 
 
@@ -118,15 +141,23 @@ def test_kubectl_applies_the_plain_manifests(cluster: Cluster) -> None:
     if kubectl is None:
         pytest.skip("no kubectl on this machine: install 1.32 or newer")
     # As README.md says it: the folders in this order, for the namespace is in one of them.
-    files = [argument for path in ("crd", "rbac", "operator.yaml") for argument in ("-f", f"manifests/{path}")]
+    files = [
+        argument
+        for path in ("crd", "rbac", "operator.yaml")
+        for argument in ("-f", f"manifests/{path}")
+    ]
     # Servers before 1.25 know no rules in schemas: validation refuses them, and so does server-side apply.
     how = "--server-side" if cluster.minor >= 25 else "--validate=false"
     command = [kubectl, "--kubeconfig", str(cluster.kubeconfig), "apply", how, *files]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, done.stderr
         eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
-        pod = cluster.apps.read_namespaced_deployment("baton-operator", "baton-system").spec.template.spec
+        pod = cluster.apps.read_namespaced_deployment(
+            "baton-operator", "baton-system"
+        ).spec.template.spec
         assert pod.containers[0].image == "baton-operator:0.1.0"
     finally:
         command = [*command[:3], "delete", "--wait=false", "--ignore-not-found", *files]

@@ -44,7 +44,9 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def audited_plane(audit_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealControlPlane]:
+def audited_plane(
+    audit_log: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealControlPlane]:
     """A real control plane that asks whether who sets blockOwnerDeletion may, as some clusters do."""
     assets = find_assets()
     if assets is None:
@@ -76,10 +78,15 @@ class Services:
 
     def patch(self, **spec: Any) -> None:
         body = {"spec": spec}
-        self.cluster.custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, SERVICE, body)
+        self.cluster.custom.patch_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, PLURAL, SERVICE, body
+        )
 
     def secrets(self) -> set[str]:
-        found = {secret.metadata.name for secret in self.cluster.core.list_namespaced_secret(self.namespace).items}
+        found = {
+            secret.metadata.name
+            for secret in self.cluster.core.list_namespaced_secret(self.namespace).items
+        }
         return {name for name in found if name.endswith("-key")}
 
     def members(self) -> set[str]:
@@ -105,16 +112,29 @@ class Services:
         """Objects that come and go with the spec."""
         found = []
         for what, group, version, plural in BESIDE:
-            answer = self.cluster.custom.list_namespaced_custom_object(group, version, self.namespace, plural)
+            answer = self.cluster.custom.list_namespaced_custom_object(
+                group, version, self.namespace, plural
+            )
             found += [f"{what} {item['metadata']['name']}" for item in answer["items"]]
         deployments = self.cluster.apps.list_namespaced_deployment(self.namespace).items
-        found += [f"deployment {each.metadata.name}" for each in deployments if "coordinator" in each.metadata.name]
+        found += [
+            f"deployment {each.metadata.name}"
+            for each in deployments
+            if "coordinator" in each.metadata.name
+        ]
         return {name.replace(f"{SERVICE}-", "") for name in found}
 
     def run_members(self) -> None:
         """The kubelet's report of pods that run and are ready. Nobody answers at their address."""
         state = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
-        container = {"name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": True, "started": True}
+        container = {
+            "name": "engine",
+            "image": "x",
+            "imageID": "x",
+            "restartCount": 0,
+            "ready": True,
+            "started": True,
+        }
         status = {
             "phase": "Running",
             "podIP": "127.203.0.1",
@@ -122,11 +142,15 @@ class Services:
             "containerStatuses": [{**container, "state": state}],
             "conditions": [{"type": "Ready", "status": "True"}],
         }
-        for pod in self.cluster.core.list_namespaced_pod(self.namespace, label_selector=f"{GROUP}/member=true").items:
+        for pod in self.cluster.core.list_namespaced_pod(
+            self.namespace, label_selector=f"{GROUP}/member=true"
+        ).items:
             if pod.status.phase == "Pending":
                 with contextlib.suppress(ApiException):  # it went
                     name = pod.metadata.name
-                    self.cluster.core.patch_namespaced_pod_status(name, self.namespace, {"status": status})
+                    self.cluster.core.patch_namespaced_pod_status(
+                        name, self.namespace, {"status": status}
+                    )
 
     def take_name(self, member: str) -> None:
         """By a pod that is none of the service's."""
@@ -144,18 +168,25 @@ class Services:
         """maxNumSeqs of the spec that was recorded last."""
         found = self.cluster.apps.list_namespaced_controller_revision(self.namespace).items
         newest = max(found, key=lambda each: each.revision, default=None)
-        return None if newest is None else (newest.data["spec"].get("engine") or {}).get("maxNumSeqs")
+        return (
+            None if newest is None else (newest.data["spec"].get("engine") or {}).get("maxNumSeqs")
+        )
 
     def config_maps(self, role: str) -> list[str]:
         selector = f"{GROUP}/service={SERVICE},{GROUP}/role={role}"
-        found = self.cluster.core.list_namespaced_config_map(self.namespace, label_selector=selector).items
+        found = self.cluster.core.list_namespaced_config_map(
+            self.namespace, label_selector=selector
+        ).items
         return [config_map.metadata.name for config_map in found]
 
     def until(self, probe: Callable[[], Any], wanted: Any, log: Path) -> None:
         def same() -> bool:
             self.run_members()
             seen = probe()
-            told = [(c["reason"], c["message"]) for c in self.get().get("status", {}).get("conditions", [])]
+            told = [
+                (c["reason"], c["message"])
+                for c in self.get().get("status", {}).get("conditions", [])
+            ]
             assert seen == wanted, f"{seen}, not {wanted}; {told}; {log.read_text()[-1500:]}"
             return True
 
@@ -168,7 +199,10 @@ def a_services_life(services: Services, log: Path) -> None:
     services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1"}, log)
     services.until(services.beside, {*beside, "ingress gateway"}, log)
     services.patch(
-        gateway={"ingress": None, "httpRoute": {"parentRefs": [{"name": "edge"}], "hostnames": ["a.example"]}}
+        gateway={
+            "ingress": None,
+            "httpRoute": {"parentRefs": [{"name": "edge"}], "hostnames": ["a.example"]},
+        }
     )
     services.until(services.beside, {*beside, "route gateway"}, log)
     services.until(services.secrets, {f"{SERVICE}-key"}, log)
@@ -177,15 +211,21 @@ def a_services_life(services: Services, log: Path) -> None:
     # pod goes; after two deletions one name has come twice.
     for _ in range(2):
         name, uid = max(services.uids("prefill").items())
-        services.cluster.core.delete_namespaced_pod(name, services.namespace, grace_period_seconds=0)
+        services.cluster.core.delete_namespaced_pod(
+            name, services.namespace, grace_period_seconds=0
+        )
         services.until(functools.partial(services.has_another, uid), True, log)
 
     # Somebody else's pod has the name that is wanted.
     services.take_name("decode-2")
     services.patch(decode={"replicas": 3})
     services.until(services.reason, "NameConflict", log)
-    services.cluster.core.delete_namespaced_pod(f"{SERVICE}-decode-2", services.namespace, grace_period_seconds=0)
-    services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}, log)
+    services.cluster.core.delete_namespaced_pod(
+        f"{SERVICE}-decode-2", services.namespace, grace_period_seconds=0
+    )
+    services.until(
+        services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}, log
+    )
 
     # Smaller, without anything that can be done without.
     services.patch(
@@ -216,12 +256,17 @@ def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
     scope: str, audited_plane: RealControlPlane, audit_log: Path, tmp_path: Path
 ) -> None:
     cluster = Cluster(audited_plane.kubeconfig, tmp_path)
-    known = {crd.metadata.name for crd in cluster.definitions.list_custom_resource_definition().items}
+    known = {
+        crd.metadata.name for crd in cluster.definitions.list_custom_resource_definition().items
+    }
     for crd in (ROUTES, custom_resource_definition()):
         if crd["metadata"]["name"] not in known:
             cluster.definitions.create_custom_resource_definition(crd)
     team = cluster.new_namespace()
-    values: Object = {"crds": {"install": False}, **({"watchNamespaces": [team]} if scope == "namespace" else {})}
+    values: Object = {
+        "crds": {"install": False},
+        **({"watchNamespaces": [team]} if scope == "namespace" else {}),
+    }
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=cluster.namespace) as releases:
         releases.install(CHART, RELEASE, values, create_namespace=True, timeout=60)
         try:
@@ -237,7 +282,11 @@ def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
             with cluster.operator("--leader-elect", "--lease-namespace", cluster.namespace) as log:
                 a_services_life(services, log)
             if scope == "namespace":
-                assert not [r for r in cluster.rbac.list_cluster_role().items if r.metadata.name.startswith(RELEASE)]
+                assert not [
+                    r
+                    for r in cluster.rbac.list_cluster_role().items
+                    if r.metadata.name.startswith(RELEASE)
+                ]
                 rules = roles(cluster, team, cluster.namespace)
             else:
                 rules = cluster.rbac.read_cluster_role(f"{RELEASE}-operator").rules
@@ -254,6 +303,14 @@ def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
 
 def roles(cluster: Cluster, *namespaces: str) -> list[Object]:
     """Rules of the release's Roles."""
-    found = [role for namespace in namespaces for role in cluster.rbac.list_namespaced_role(namespace).items]
+    found = [
+        role
+        for namespace in namespaces
+        for role in cluster.rbac.list_namespaced_role(namespace).items
+    ]
     mine = [role for role in found if role.metadata.name.startswith(f"{RELEASE}-operator")]
-    return [cluster.rbac.api_client.sanitize_for_serialization(rule) for role in mine for rule in role.rules]
+    return [
+        cluster.rbac.api_client.sanitize_for_serialization(rule)
+        for role in mine
+        for rule in role.rules
+    ]

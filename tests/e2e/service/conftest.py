@@ -24,17 +24,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session", params=PLANES)
-def cluster(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[LocalClusterUnderTest]:
+def cluster(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path]
+) -> Iterator[LocalClusterUnderTest]:
     with local_cluster(request.param) as cluster:
-        cluster.up(manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}}))
+        cluster.up(
+            manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}})
+        )
         yield cluster
         log = (cluster.home / "logs/operator.log").read_text()
-        assert "forbidden" not in log.lower(), f"the operator's roles do not suffice:\n{log[-3000:]}"
+        assert "forbidden" not in log.lower(), (
+            f"the operator's roles do not suffice:\n{log[-3000:]}"
+        )
 
 
 @pytest.fixture
 def demo(cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]) -> str:
     """Name of a Ready service with one prefill and one decode pod, whatever the test before did to it."""
-    cluster.apply(manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}}))
+    cluster.apply(
+        manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}})
+    )
     cluster.wait_ready("demo")
     return "demo"

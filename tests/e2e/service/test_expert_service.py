@@ -27,8 +27,12 @@ GONE_S = 30.0
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("control_plane", ["embedded", pytest.param("real", marks=pytest.mark.chaos)])
-async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(control_plane: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "control_plane", ["embedded", pytest.param("real", marks=pytest.mark.chaos)]
+)
+async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(
+    control_plane: str, tmp_path: Path
+) -> None:
     checkpoint = create_checkpoint(tmp_path / "moe", "qwen3_moe", **SHAPE)
     model = reference_model(checkpoint)
     with local_cluster(control_plane) as cluster:
@@ -37,7 +41,9 @@ async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(control_plane
         await asyncio.to_thread(service.wait_at_rest, 0, 1)
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
         async with under_load(endpoint, model, width=STREAMS, vocab_size=VOCAB_SIZE):
-            await asyncio.to_thread(a_failing_operation_leaves_the_old_topology, cluster, service, checkpoint)
+            await asyncio.to_thread(
+                a_failing_operation_leaves_the_old_topology, cluster, service, checkpoint
+            )
             await asyncio.to_thread(it_grows_though_the_coordinator_dies, service)
             await asyncio.to_thread(it_shrinks_though_the_coordinator_dies, service)
             await asyncio.to_thread(a_killed_rank_comes_back, service)
@@ -77,7 +83,10 @@ def a_failing_operation_leaves_the_old_topology(
 def it_grows_though_the_coordinator_dies(service: ExpertService) -> None:
     """While the operation waits for the new pod."""
     eventually(
-        lambda: (operation := service.topology().operation) and operation.phase is OperationPhase.WAITING,
+        lambda: (
+            (operation := service.topology().operation)
+            and operation.phase is OperationPhase.WAITING
+        ),
         timeout_s=SCALED_S,
         what="an operation that waits for the new pod",
         every_s=0.02,
@@ -96,7 +105,9 @@ def it_shrinks_though_the_coordinator_dies(service: ExpertService) -> None:
             every_s=0.02,
         )
         service.kill_coordinator()
-        print(f"the coordinator died when the operation was {asked.operation and asked.operation.phase}")
+        print(
+            f"the coordinator died when the operation was {asked.operation and asked.operation.phase}"
+        )
         service.wait_at_rest(0, 1)
         eventually(lambda: deleted, timeout_s=30, what="the deletion of the pod that left")
     assert deleted == {f"{NAME}-decode-2": False}, "a pod was deleted while it was a rank"
@@ -124,7 +135,10 @@ def deleted_idle_nothing_is_left(cluster: LocalClusterUnderTest) -> None:
     selector = f"serving.baton.dev/service={NAME}"
 
     def nothing_left() -> bool:
-        found = [f"{item['kind']}/{item['metadata']['name']}" for item in cluster.get(kinds, "-l", selector)["items"]]
+        found = [
+            f"{item['kind']}/{item['metadata']['name']}"
+            for item in cluster.get(kinds, "-l", selector)["items"]
+        ]
         assert not found, found
         processes = cluster.pod_processes()
         assert not processes, processes

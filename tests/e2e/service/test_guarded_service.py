@@ -27,10 +27,23 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         ("guarded-clients", "Opaque", {"team-a": "first-key"}),
     ):
         metadata = {"name": name, "namespace": "default"}
-        cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": kind, "stringData": entries})
+        cluster.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": metadata,
+                "type": kind,
+                "stringData": entries,
+            }
+        )
     gateway = {"apiKeys": {"secretName": "guarded-clients"}, "tls": {"secretName": "guarded-tls"}}
     cluster.apply(
-        manifest(NAME, checkpoints["qwen3"], prefill=0, gateway={**gateway, "limits": {"maxCompletionTokens": 4}})
+        manifest(
+            NAME,
+            checkpoints["qwen3"],
+            prefill=0,
+            gateway={**gateway, "limits": {"maxCompletionTokens": 4}},
+        )
     )
     try:
         endpoint = cluster.wait_ready(NAME)["endpoint"]
@@ -39,9 +52,15 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         trusted.check_hostname = False  # the certificate cannot know the Service's address
         http = openai.DefaultHttpxClient(verify=trusted, trust_env=False)
         client = openai.OpenAI(
-            base_url=f"{endpoint}/v1", api_key="first-key", http_client=http, max_retries=0, timeout=60
+            base_url=f"{endpoint}/v1",
+            api_key="first-key",
+            http_client=http,
+            max_retries=0,
+            timeout=60,
         )
-        answer = client.completions.create(model=NAME, prompt="hello", temperature=0, extra_body={"ignore_eos": True})
+        answer = client.completions.create(
+            model=NAME, prompt="hello", temperature=0, extra_body={"ignore_eos": True}
+        )
         assert answer.usage
         assert answer.usage.completion_tokens == 4
         stranger = client.with_options(api_key="second-key")
@@ -49,7 +68,9 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
             stranger.models.list()
 
         data = {"stringData": {"team-a": "second-key\n"}}
-        cluster.kubectl("patch", "secret", "guarded-clients", "--type=merge", "-p", json.dumps(data))
+        cluster.kubectl(
+            "patch", "secret", "guarded-clients", "--type=merge", "-p", json.dumps(data)
+        )
 
         def replaced() -> bool:
             try:
@@ -63,7 +84,9 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
 
         # Without TLS again: its clients are served by one or the other gateway all the while.
         plain = endpoint.replace("https://", "http://")
-        cluster.kubectl("patch", "llms", NAME, "--type=merge", "-p", '{"spec": {"gateway": {"tls": null}}}')
+        cluster.kubectl(
+            "patch", "llms", NAME, "--type=merge", "-p", '{"spec": {"gateway": {"tls": null}}}'
+        )
 
         def answers(url: str) -> bool:
             try:
@@ -74,11 +97,17 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         def switched() -> bool:
             # The new one first: the old one stays until that is there.
             assert answers(plain) or answers(endpoint), "nobody serves"
-            return bool(cluster.get("llms", NAME)["status"]["endpoint"] == plain and not answers(endpoint))
+            return bool(
+                cluster.get("llms", NAME)["status"]["endpoint"] == plain and not answers(endpoint)
+            )
 
         eventually(switched, timeout_s=90, what="the gateway to speak HTTP only")
         assert answers(plain)
     finally:
         cluster.kubectl("delete", "llms", NAME, "--wait=true")
         cluster.kubectl("delete", "secret", "guarded-tls", "guarded-clients")
-    eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="pods of the deleted service gone")
+    eventually(
+        lambda: not cluster.pods(NAME, "decode"),
+        timeout_s=60,
+        what="pods of the deleted service gone",
+    )

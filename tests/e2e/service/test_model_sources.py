@@ -32,7 +32,12 @@ def service(name: str, checkpoint: Path, uri: str, **model: Any) -> dict[str, An
 
 def secret(**entries: str) -> dict[str, Any]:
     data = {name: base64.b64encode(value.encode()).decode() for name, value in entries.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET, "namespace": "default"}, "data": data}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": SECRET, "namespace": "default"},
+        "data": data,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +70,17 @@ def test_a_model_of_a_private_hub_is_fetched_once_for_all_engines_of_a_node_and_
     embedded: LocalClusterUnderTest, hub: FakeHub, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     embedded.apply(secret(HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN))
-    embedded.apply(service("hubbed", checkpoints["qwen3"], URI, cache={"hostPath": str(tmp_path / "cache")}))
+    embedded.apply(
+        service("hubbed", checkpoints["qwen3"], URI, cache={"hostPath": str(tmp_path / "cache")})
+    )
     try:
         status = embedded.wait_ready("hubbed", timeout_s=180)
         available = embedded.condition("hubbed", "ModelAvailable")
         assert (available["status"], available["reason"]) == ("True", "Available"), available
         assert status["model"] == {"uri": URI, "revision": hub.commit}
-        weights = {name: count for name, count in hub.downloads.items() if name.endswith(".safetensors")}
+        weights = {
+            name: count for name, count in hub.downloads.items() if name.endswith(".safetensors")
+        }
         assert weights, hub.downloads
         assert set(weights.values()) == {1}, "prefill and decode pods share the cache"
         assert complete(embedded, "hubbed") == "length"
@@ -81,10 +90,18 @@ def test_a_model_of_a_private_hub_is_fetched_once_for_all_engines_of_a_node_and_
 
 @pytest.mark.parametrize(
     ("uri", "token", "reason"),
-    [("hf://org/no-such-model", TOKEN, "ModelMissing"), (URI, "hf_of_someone_else", "ModelAccessDenied")],
+    [
+        ("hf://org/no-such-model", TOKEN, "ModelMissing"),
+        (URI, "hf_of_someone_else", "ModelAccessDenied"),
+    ],
 )
 def test_why_a_model_cannot_be_had_is_in_the_conditions(
-    embedded: LocalClusterUnderTest, hub: FakeHub, checkpoints: dict[str, Path], uri: str, token: str, reason: str
+    embedded: LocalClusterUnderTest,
+    hub: FakeHub,
+    checkpoints: dict[str, Path],
+    uri: str,
+    token: str,
+    reason: str,
 ) -> None:
     embedded.apply(secret(HF_ENDPOINT=hub.url, HF_TOKEN=token))
     name = reason.lower()
@@ -133,7 +150,9 @@ def test_a_model_that_does_not_exist_is_told_through_all_restarts(
         def told() -> bool:
             return all(
                 (found["status"], found["reason"]) == ("False", "ModelNotFound")
-                for found in (embedded.condition("lost", type_) for type_ in ("ModelAvailable", "DecodeReady"))
+                for found in (
+                    embedded.condition("lost", type_) for type_ in ("ModelAvailable", "DecodeReady")
+                )
             )
 
         def restarts() -> int:
@@ -145,7 +164,9 @@ def test_a_model_that_does_not_exist_is_told_through_all_restarts(
 
         def restarted_twice() -> bool:
             if not told():
-                raise RuntimeError(f"forgotten while it starts again: {embedded.get('llms', 'lost')['status']}")
+                raise RuntimeError(
+                    f"forgotten while it starts again: {embedded.get('llms', 'lost')['status']}"
+                )
             return restarts() >= before + 2
 
         eventually(restarted_twice, timeout_s=90, what="two more restarts")

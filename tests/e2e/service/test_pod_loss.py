@@ -36,13 +36,18 @@ BUDGET_S = 60.0
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("control_plane", ["embedded", "real"])
-async def test_a_deleted_pod_of_each_role_fails_no_request(control_plane: str, tmp_path: Path) -> None:
+async def test_a_deleted_pod_of_each_role_fails_no_request(
+    control_plane: str, tmp_path: Path
+) -> None:
     checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
     model = reference_model(checkpoint)
     with local_cluster(control_plane) as cluster:
         await asyncio.to_thread(cluster.up, service_of(checkpoint))
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
-        async with under_load(endpoint, model, width=WIDTH, vocab_size=VOCAB_SIZE), fresh_connections(endpoint):
+        async with (
+            under_load(endpoint, model, width=WIDTH, vocab_size=VOCAB_SIZE),
+            fresh_connections(endpoint),
+        ):
             for role in ROLES:
                 await asyncio.to_thread(lose, cluster, role)
             for role in ("prefill", "decode"):
@@ -50,7 +55,11 @@ async def test_a_deleted_pod_of_each_role_fails_no_request(control_plane: str, t
         # A gateway that is killed takes its connections with it, and nothing else.
         async with (
             under_load(
-                endpoint, model, width=WIDTH, vocab_size=VOCAB_SIZE, excused=lambda stream: "Client" in stream.error
+                endpoint,
+                model,
+                width=WIDTH,
+                vocab_size=VOCAB_SIZE,
+                excused=lambda stream: "Client" in stream.error,
             ) as load,
             fresh_connections(endpoint),
         ):
@@ -64,14 +73,18 @@ async def test_a_deleted_pod_of_each_role_fails_no_request(control_plane: str, t
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("control_plane", ["embedded", "real"])
-async def test_a_deleted_rank_of_an_expert_group_fails_no_request(control_plane: str, tmp_path: Path) -> None:
+async def test_a_deleted_rank_of_an_expert_group_fails_no_request(
+    control_plane: str, tmp_path: Path
+) -> None:
     checkpoint = create_checkpoint(tmp_path / "moe", "qwen3_moe", **SHAPE)
     with local_cluster(control_plane) as cluster:
         await asyncio.to_thread(cluster.up, expert_service.service_of(checkpoint))
         service = expert_service.ExpertService(cluster)
         await asyncio.to_thread(service.wait_at_rest, 0, 1)
         endpoint = cluster.get("llms", expert_service.NAME)["status"]["endpoint"]
-        async with under_load(endpoint, reference_model(checkpoint), width=WIDTH, vocab_size=EXPERT_VOCAB_SIZE):
+        async with under_load(
+            endpoint, reference_model(checkpoint), width=WIDTH, vocab_size=EXPERT_VOCAB_SIZE
+        ):
             await asyncio.to_thread(lose_rank, cluster, service)
             await asyncio.to_thread(lose_rank, cluster, service, *FORCE)
 
@@ -102,15 +115,28 @@ def service_of(checkpoint: Path) -> dict[str, Any]:
 
 def lose(cluster: LocalClusterUnderTest, role: str, *flags: str) -> None:
     others = {each: uids(cluster, NAME, each) for each in ROLES if each != role}
-    print(" ".join([cluster.control_plane, role, *flags, str(delete_pod(cluster, NAME, role, *flags))]))
-    cluster.wait_ready(NAME)
-    assert {each: uids(cluster, NAME, each) for each in others} == others, "pods of other roles were replaced, too"
-
-
-def lose_rank(cluster: LocalClusterUnderTest, service: expert_service.ExpertService, *flags: str) -> None:
     print(
         " ".join(
-            [cluster.control_plane, "rank", *flags, str(delete_pod(cluster, expert_service.NAME, "decode", *flags))]
+            [cluster.control_plane, role, *flags, str(delete_pod(cluster, NAME, role, *flags))]
+        )
+    )
+    cluster.wait_ready(NAME)
+    assert {each: uids(cluster, NAME, each) for each in others} == others, (
+        "pods of other roles were replaced, too"
+    )
+
+
+def lose_rank(
+    cluster: LocalClusterUnderTest, service: expert_service.ExpertService, *flags: str
+) -> None:
+    print(
+        " ".join(
+            [
+                cluster.control_plane,
+                "rank",
+                *flags,
+                str(delete_pod(cluster, expert_service.NAME, "decode", *flags)),
+            ]
         )
     )
     pods = cluster.pods(expert_service.NAME, "decode")
@@ -152,7 +178,9 @@ def wait_for_budget(cluster: LocalClusterUnderTest, role: str) -> None:
         assert status.get("disruptionsAllowed") == 1, status
         return True
 
-    eventually(allowed, timeout_s=BUDGET_S, what=f"a budget that spares one {role} pod", every_s=0.5)
+    eventually(
+        allowed, timeout_s=BUDGET_S, what=f"a budget that spares one {role} pod", every_s=0.5
+    )
 
 
 def evict(cluster: LocalClusterUnderTest, pod: str) -> str:

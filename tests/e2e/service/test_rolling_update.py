@@ -14,7 +14,12 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest, processes_with_home
+from support.local_cluster import (
+    LocalClusterUnderTest,
+    local_cluster,
+    manifest,
+    processes_with_home,
+)
 from support.parity import reference_model
 from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
@@ -49,17 +54,25 @@ async def test_a_rolling_update_of_each_role_and_of_the_operator_fails_no_reques
 
 def a_new_template_replaces_only_this_role(cluster: LocalClusterUnderTest, role: str) -> None:
     before = {each: uids(cluster, each) for each in ROLES}
-    template = {"spec": {role: {"template": {"metadata": {"annotations": {"example.com/release": "2"}}}}}}
+    template = {
+        "spec": {role: {"template": {"metadata": {"annotations": {"example.com/release": "2"}}}}}
+    }
     cluster.kubectl("patch", f"llms/{NAME}", "--type=merge", "-p", json.dumps(template))
 
     def replaced() -> bool:
         pods = cluster.pods(NAME, role)
-        released = [pod["metadata"].get("annotations", {}).get("example.com/release") == "2" for pod in pods]
-        assert all(released), f"{released.count(False)} of {len(pods)} {role} pods are of the old revision"
+        released = [
+            pod["metadata"].get("annotations", {}).get("example.com/release") == "2" for pod in pods
+        ]
+        assert all(released), (
+            f"{released.count(False)} of {len(pods)} {role} pods are of the old revision"
+        )
         assert len(pods) == len(before[role]), [pod["metadata"]["name"] for pod in pods]
         return True
 
-    eventually(replaced, timeout_s=UPDATED_S, what=f"only {role} pods of the new revision", every_s=0.5)
+    eventually(
+        replaced, timeout_s=UPDATED_S, what=f"only {role} pods of the new revision", every_s=0.5
+    )
     cluster.wait_ready(NAME)
     assert not uids(cluster, role) & before[role]
     for other in set(ROLES) - {role}:
@@ -72,7 +85,9 @@ def the_operator_is_replaced(cluster: LocalClusterUnderTest) -> None:
     old = operator_of(cluster)
     assert old is not None
     old.send_signal(signal.SIGTERM)
-    cluster.process_of(cluster.pods(NAME, "decode")[0]["metadata"]["name"]).send_signal(signal.SIGKILL)
+    cluster.process_of(cluster.pods(NAME, "decode")[0]["metadata"]["name"]).send_signal(
+        signal.SIGKILL
+    )
 
     def another() -> bool:
         now = operator_of(cluster)
@@ -80,7 +95,9 @@ def the_operator_is_replaced(cluster: LocalClusterUnderTest) -> None:
 
     eventually(another, timeout_s=60, what="another operator")
     cluster.wait_ready(NAME)
-    assert {each: uids(cluster, each) for each in ROLES} == before, "an operator's restart replaces no pod"
+    assert {each: uids(cluster, each) for each in ROLES} == before, (
+        "an operator's restart replaces no pod"
+    )
 
 
 def operator_of(cluster: LocalClusterUnderTest) -> psutil.Process | None:

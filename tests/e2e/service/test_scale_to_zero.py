@@ -15,7 +15,13 @@ from support.waiting import eventually
 
 NAME = "sleeper"
 IDLE_S = 6
-AUTOSCALING = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 1000, "idleSeconds": IDLE_S, "holdSeconds": 120}
+AUTOSCALING = {
+    "minReplicas": 0,
+    "maxReplicas": 2,
+    "itlMilliseconds": 1000,
+    "idleSeconds": IDLE_S,
+    "holdSeconds": 120,
+}
 
 
 def sleeper(checkpoint: Path, **decode: Any) -> dict[str, Any]:
@@ -39,18 +45,35 @@ def decode_status(cluster: LocalClusterUnderTest) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, checkpoints):
     # It began without decode pods. The question that `baton up` asks of every service was the first request.
-    eventually(lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"], timeout_s=60, what="awake")
-    eventually(lambda: decode_status(cluster)["desired"] == 0, timeout_s=90, what=f"asleep after {IDLE_S} s")
+    eventually(
+        lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"], timeout_s=60, what="awake"
+    )
+    eventually(
+        lambda: decode_status(cluster)["desired"] == 0,
+        timeout_s=90,
+        what=f"asleep after {IDLE_S} s",
+    )
     eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="no decode pods")
-    assert "tokens/s" in (cluster.home / "logs" / "supervisor.log").read_text(), "the question was answered"
+    assert "tokens/s" in (cluster.home / "logs" / "supervisor.log").read_text(), (
+        "the question was answered"
+    )
     status = cluster.wait_ready(NAME)
-    assert (status["decode"]["autoscaling"]["size"], status["decode"]["autoscaling"]["reason"]) == (0, "Idle")
+    assert (status["decode"]["autoscaling"]["size"], status["decode"]["autoscaling"]["reason"]) == (
+        0,
+        "Idle",
+    )
     assert cluster.condition(NAME, "DecodeReady")["reason"] == "ScaledToZero"
-    assert cluster.condition(NAME, "ModelAvailable")["status"] == "True", "it had the model when it was awake"
+    assert cluster.condition(NAME, "ModelAvailable")["status"] == "True", (
+        "it had the model when it was awake"
+    )
 
-    client = openai.OpenAI(base_url=f"{status['endpoint']}/v1", api_key="unused", max_retries=0, timeout=120.0)
+    client = openai.OpenAI(
+        base_url=f"{status['endpoint']}/v1", api_key="unused", max_retries=0, timeout=120.0
+    )
     assert [model.id for model in client.models.list()] == [NAME]
-    answer = client.completions.create(model=NAME, prompt="who is there", max_tokens=8, temperature=0)
+    answer = client.completions.create(
+        model=NAME, prompt="who is there", max_tokens=8, temperature=0
+    )
     assert answer.usage.completion_tokens > 0
     assert decode_status(cluster)["autoscaling"]["size"] == 1
     # What the user applied says 0, and to apply it again is no decision on the size.
@@ -59,8 +82,13 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
 
     events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
     told = [event["message"] for event in events if event["reason"] == "Scaled"]
-    assert any(message.startswith("decode 0 -> 1: requests that wait at the gateways: 1") for message in told), told
-    assert any(message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in told), told
+    assert any(
+        message.startswith("decode 0 -> 1: requests that wait at the gateways: 1")
+        for message in told
+    ), told
+    assert any(
+        message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in told
+    ), told
 
 
 def test_what_can_never_work_is_refused(cluster, checkpoints):

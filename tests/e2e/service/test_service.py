@@ -32,7 +32,9 @@ def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: st
 
     total = 0.0
     for pod in cluster.pods(name, role):
-        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8000/metrics", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://{pod['status']['podIP']}:8000/metrics", timeout=10
+        ) as response:
             for line in response.read().decode().splitlines():
                 if line.split("{")[0].split(" ")[0] == metric_name:
                     total += float(line.split()[-1])
@@ -41,7 +43,9 @@ def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: st
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
-def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluster, checkpoints, demo, arch):
+def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(
+    cluster, checkpoints, demo, arch
+):
     name = demo
     if arch != "qwen3":
         name = arch.replace("_", "-")
@@ -55,7 +59,9 @@ def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluste
 
     def ask(i: int) -> None:
         extra = {"ignore_eos": True, "return_token_ids": True}
-        answer = client.completions.create(model=name, prompt=asked[i], max_tokens=48, temperature=0, extra_body=extra)
+        answer = client.completions.create(
+            model=name, prompt=asked[i], max_tokens=48, temperature=0, extra_body=extra
+        )
         outputs[i] = answer.choices[0].model_extra["token_ids"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
@@ -64,7 +70,12 @@ def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(cluste
     for thread in threads:
         thread.join()
     assert [len(output) for output in outputs] == [48] * len(asked)
-    assert_greedy(reference_model(checkpoints[arch]), asked, outputs, f"{arch} over HTTP, {cluster.control_plane}")
+    assert_greedy(
+        reference_model(checkpoints[arch]),
+        asked,
+        outputs,
+        f"{arch} over HTTP, {cluster.control_plane}",
+    )
     assert metric(cluster, name, "decode", "baton:prompt_tokens_computed_total") == computed_before
     received = metric(cluster, name, "decode", "baton:prompt_tokens_remote_total")
     cached = metric(cluster, name, "decode", "baton:prompt_tokens_cached_total")
@@ -91,16 +102,26 @@ def test_ucx_moves_all_kv_and_names_its_lane(cluster, demo):
     now = moved()
     assert received > 0
     assert now["demo-decode-0"]["ucx tcp/lo"] - before == received
-    assert all(lanes.keys() == {"ucx tcp/lo"} for lanes in now.values()), "UCX names the lane of its endpoints"
-    assert metric(cluster, demo, "decode", "baton:kv_transfer_bytes_total") == now["demo-decode-0"]["ucx tcp/lo"]
+    assert all(lanes.keys() == {"ucx tcp/lo"} for lanes in now.values()), (
+        "UCX names the lane of its endpoints"
+    )
+    assert (
+        metric(cluster, demo, "decode", "baton:kv_transfer_bytes_total")
+        == now["demo-decode-0"]["ucx tcp/lo"]
+    )
 
 
 def test_openai_client_streams_through_the_service_and_through_the_ingress(cluster, demo):
     messages = [{"role": "user", "content": "Who carries the baton?"}]
     direct = client_of(cluster, demo)
     assert [model.id for model in direct.models.list()] == [demo]
-    whole = direct.chat.completions.create(model=demo, messages=messages, max_tokens=24, temperature=0)
-    ports = [node["metadata"]["annotations"].get("baton.dev/ingress-port") for node in cluster.get("nodes")["items"]]
+    whole = direct.chat.completions.create(
+        model=demo, messages=messages, max_tokens=24, temperature=0
+    )
+    ports = [
+        node["metadata"]["annotations"].get("baton.dev/ingress-port")
+        for node in cluster.get("nodes")["items"]
+    ]
     ingress = openai.OpenAI(
         base_url=f"http://127.0.0.1:{ports[0]}/v1",
         api_key="unused",
@@ -150,9 +171,15 @@ def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
         thread.start()
     try:
         cluster.kubectl("scale", "llms/demo", "--replicas=3")
-        eventually(lambda: cluster.wait_ready(demo)["decode"]["ready"] == 3, timeout_s=120, what="3 decode pods ready")
+        eventually(
+            lambda: cluster.wait_ready(demo)["decode"]["ready"] == 3,
+            timeout_s=120,
+            what="3 decode pods ready",
+        )
         cluster.kubectl("scale", "llms/demo", "--replicas=1")
-        eventually(lambda: len(cluster.pods(demo, "decode")) == 1, timeout_s=120, what="1 decode pod left")
+        eventually(
+            lambda: len(cluster.pods(demo, "decode")) == 1, timeout_s=120, what="1 decode pod left"
+        )
         answered = len(done)
         eventually(lambda: len(done) > answered + 4, timeout_s=60, what="requests after scaling")
     finally:
@@ -198,7 +225,10 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
         for process in processes_with_home(cluster.home):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if any(word.endswith((f"baton-{component}", f"baton_local.{component}")) for word in words):
+                if any(
+                    word.endswith((f"baton-{component}", f"baton_local.{component}"))
+                    for word in words
+                ):
                     return process
         return None
 
@@ -212,7 +242,11 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
     )
     cluster.wait_ready(demo)
     cluster.kubectl("scale", "llms/demo", "--replicas=2")
-    eventually(lambda: cluster.wait_ready(demo)["decode"]["ready"] == 2, timeout_s=90, what="2 decode pods ready")
+    eventually(
+        lambda: cluster.wait_ready(demo)["decode"]["ready"] == 2,
+        timeout_s=90,
+        what="2 decode pods ready",
+    )
 
     def answers() -> bool:
         try:
@@ -229,14 +263,21 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
 def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints):
     bad = manifest("bad", checkpoints["qwen3"])
     bad["spec"]["decode"]["replicas"] = -1
-    assert "spec.decode.replicas" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+    assert "spec.decode.replicas" in cluster.kubectl(
+        "apply", "-f", "-", stdin=json.dumps(bad), check=False
+    )
     bad = manifest("bad", checkpoints["qwen3"])
     bad["spec"]["model"]["dtype"] = "int3"
-    assert "spec.model.dtype" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+    assert "spec.model.dtype" in cluster.kubectl(
+        "apply", "-f", "-", stdin=json.dumps(bad), check=False
+    )
     del bad["spec"]["model"]
     refused = cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
     # kubectl's own check, where the server publishes schemas, words it like the second.
-    assert "spec.model: Required value" in refused or '(LLMService.spec): missing required field "model"' in refused
+    assert (
+        "spec.model: Required value" in refused
+        or '(LLMService.spec): missing required field "model"' in refused
+    )
 
 
 def test_a_missing_model_is_told_and_heals_when_it_appears(cluster, checkpoints, tmp_path):
@@ -251,7 +292,9 @@ def test_a_missing_model_is_told_and_heals_when_it_appears(cluster, checkpoints,
     eventually(told, timeout_s=90, what="Ready=False, ModelNotFound with the path")
     path.symlink_to(checkpoints["llama"])
     cluster.wait_ready("late")
-    answer = client_of(cluster, "late").completions.create(model="late", prompt="hello", max_tokens=4)
+    answer = client_of(cluster, "late").completions.create(
+        model="late", prompt="hello", max_tokens=4
+    )
     assert answer.usage.completion_tokens > 0
     cluster.kubectl("delete", "llms", "late")
 
@@ -265,7 +308,12 @@ def test_a_missing_model_is_told_and_heals_when_it_appears(cluster, checkpoints,
         ("completions", {"model": "demo", "prompt": {"text": "x"}}, 400, "prompt"),
         ("completions", {"model": "demo", "prompt": [7] * 5000, "max_tokens": 1}, 400, "prompt"),
         ("chat/completions", {"model": "demo", "messages": "x"}, 400, "messages"),
-        ("chat/completions", {"model": "demo", "messages": [], "temperature": "hot"}, 400, "temperature"),
+        (
+            "chat/completions",
+            {"model": "demo", "messages": [], "temperature": "hot"},
+            400,
+            "temperature",
+        ),
         ("chat/completions", {"model": "demo"}, 400, "messages"),
     ],
 )
@@ -274,7 +322,9 @@ async def test_bad_requests_get_openai_errors(cluster, demo, path, body, status,
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{endpoint}/v1/{path}", data=raw, headers={"Content-Type": "application/json"}) as response,
+        session.post(
+            f"{endpoint}/v1/{path}", data=raw, headers={"Content-Type": "application/json"}
+        ) as response,
     ):
         error = (await response.json())["error"]
         assert response.status == status, error
@@ -301,17 +351,32 @@ def test_kubectl_works_as_people_use_it(cluster, demo):
 
 def test_kubectl_follows_services_and_logs(cluster, demo):
     pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
-    with cluster.following("get", "llms", "-w") as watched, cluster.following("logs", "-f", pod) as logged:
-        eventually(lambda: "demo" in watched(), timeout_s=30, what="the service in `kubectl get -w`")
+    with (
+        cluster.following("get", "llms", "-w") as watched,
+        cluster.following("logs", "-f", pod) as logged,
+    ):
+        eventually(
+            lambda: "demo" in watched(), timeout_s=30, what="the service in `kubectl get -w`"
+        )
         eventually(lambda: "\n" in logged(), timeout_s=30, what="lines of `kubectl logs -f`")
         lines = watched().count("\n")
         cluster.kubectl("scale", "llms/demo", "--replicas=2")
-        eventually(lambda: watched().count("\n") > lines, timeout_s=60, what="another line of `kubectl get -w`")
+        eventually(
+            lambda: watched().count("\n") > lines,
+            timeout_s=60,
+            what="another line of `kubectl get -w`",
+        )
         length = len(logged())
         cluster.process_of(pod).send_signal(signal.SIGTERM)
-        eventually(lambda: len(logged()) > length, timeout_s=60, what="the engine's last words in `kubectl logs -f`")
+        eventually(
+            lambda: len(logged()) > length,
+            timeout_s=60,
+            what="the engine's last words in `kubectl logs -f`",
+        )
 
 
 def test_a_checkpoint_path_must_be_absolute(checkpoints: dict[str, Path], cluster):
     bad = manifest("relative", Path("models/x"))
-    assert "spec.model.uri" in cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
+    assert "spec.model.uri" in cluster.kubectl(
+        "apply", "-f", "-", stdin=json.dumps(bad), check=False
+    )

@@ -20,7 +20,9 @@ def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reaso
 
     def probe() -> str:
         found = cluster.condition(NAME, kind)
-        assert (found["status"], found["reason"]) == (status, reason), cluster.get("llms", NAME).get("status")
+        assert (found["status"], found["reason"]) == (status, reason), cluster.get(
+            "llms", NAME
+        ).get("status")
         return f"{found['message']}"
 
     return eventually(probe, timeout_s=90, what=f"{kind} {status} {reason}") or ""
@@ -30,14 +32,23 @@ def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reaso
 def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
     cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
-    service = manifest(NAME, checkpoints["qwen3"], gateway={"apiKeys": {"secretName": "telling-clients"}})
+    service = manifest(
+        NAME, checkpoints["qwen3"], gateway={"apiKeys": {"secretName": "telling-clients"}}
+    )
     service["spec"]["decode"]["template"] = OTHER_BLOCKS
     cluster.apply(service)
     try:
         message = wait_condition(cluster, "GatewayReady", "False", "SecretNotFound")
         assert "Secret telling-clients does not exist" in message
         metadata = {"name": "telling-clients", "namespace": "default"}
-        cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"me": "a-key"}})
+        cluster.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": metadata,
+                "stringData": {"me": "a-key"},
+            }
+        )
         wait_condition(cluster, "GatewayReady", "True", "PodsReady")
 
         message = wait_condition(cluster, "PrefillReady", "False", "IncompatiblePeers")
@@ -45,8 +56,12 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
         assert cluster.condition(NAME, "DecodeReady")["status"] == "True"
         assert cluster.condition(NAME)["reason"] == "IncompatiblePeers"
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
-        client = openai.OpenAI(base_url=f"{endpoint}/v1", api_key="a-key", max_retries=0, timeout=120.0)
-        answer = client.completions.create(model=NAME, prompt="who is there " * 20, max_tokens=4, temperature=0)
+        client = openai.OpenAI(
+            base_url=f"{endpoint}/v1", api_key="a-key", max_retries=0, timeout=120.0
+        )
+        answer = client.completions.create(
+            model=NAME, prompt="who is there " * 20, max_tokens=4, temperature=0
+        )
         assert answer.usage
         assert answer.usage.completion_tokens > 0
         events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
@@ -60,4 +75,8 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
     finally:
         cluster.kubectl("delete", "llms", NAME, "--wait=true")
         cluster.kubectl("delete", "secret", "telling-clients", "--ignore-not-found")
-    eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="pods of the deleted service gone")
+    eventually(
+        lambda: not cluster.pods(NAME, "decode"),
+        timeout_s=60,
+        what="pods of the deleted service gone",
+    )

@@ -13,7 +13,13 @@ import msgspec
 import pytest
 import yaml
 
-from support.local_cluster import BATON, LocalClusterUnderTest, manifest, processes_with_home, require_control_plane
+from support.local_cluster import (
+    BATON,
+    LocalClusterUnderTest,
+    manifest,
+    processes_with_home,
+    require_control_plane,
+)
 from support.waiting import eventually
 
 
@@ -29,7 +35,11 @@ def demo_file(home: LocalClusterUnderTest, checkpoints) -> str:
 
 
 def assert_nothing_left(home: LocalClusterUnderTest) -> None:
-    eventually(lambda: not processes_with_home(home.home), timeout_s=60, what="every process of the cluster gone")
+    eventually(
+        lambda: not processes_with_home(home.home),
+        timeout_s=60,
+        what="every process of the cluster gone",
+    )
 
 
 def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkpoints):
@@ -38,7 +48,10 @@ def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkp
     assert done.returncode == 0, done.stdout + done.stderr + home.component_logs()
     for word in ("TTFT", "tokens/s", "KV moved", "Ready", "kubectl", "curl"):
         assert word in done.stdout
-    assert re.fullmatch(r"KV moved from prefill to decode: \d+\.\d\d MiB over ucx tcp/lo", done.stdout.splitlines()[-1])
+    assert re.fullmatch(
+        r"KV moved from prefill to decode: \d+\.\d\d MiB over ucx tcp/lo",
+        done.stdout.splitlines()[-1],
+    )
     print(f"baton up --once took {time.monotonic() - started:.1f} s")
     assert_nothing_left(home)
 
@@ -70,7 +83,9 @@ def test_detach_status_logs_down(home, checkpoints):
     assert any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
     assert "demo-decode-0" in home.baton("status").stdout
     assert home.baton("logs", "demo-decode-0", "--tail", "3").stdout
-    assert "already running" in home.baton("up", "-f", demo_file(home, checkpoints), "--once").stdout
+    assert (
+        "already running" in home.baton("up", "-f", demo_file(home, checkpoints), "--once").stdout
+    )
     assert home.baton("down").stdout.strip() == "stopped"
     assert_nothing_left(home)
     assert home.baton("status").returncode == 1
@@ -79,7 +94,13 @@ def test_detach_status_logs_down(home, checkpoints):
 def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
     require_control_plane("embedded")
     bounds = {"decode": {"surgeTimeoutSeconds": 40}}
-    service = manifest("demo", home.home / "elsewhere", prefill=0, progressDeadlineSeconds=500, updateStrategy=bounds)
+    service = manifest(
+        "demo",
+        home.home / "elsewhere",
+        prefill=0,
+        progressDeadlineSeconds=500,
+        updateStrategy=bounds,
+    )
     (home.home / "demo.yaml").write_text(yaml.safe_dump(service))
     model = checkpoints["qwen3"]
     done = home.baton("up", "-f", str(home.home / "demo.yaml"), "--model", str(model), "--detach")
@@ -96,7 +117,9 @@ def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
     home.kubectl("apply", "-f", str(file))
     spec = home.get("llms", "demo")["spec"]
     assert spec["updateStrategy"]["decode"]["surgeTimeoutSeconds"] == 60
-    assert spec["progressDeadlineSeconds"] == 600, "what was taken out of the file has its default again"
+    assert spec["progressDeadlineSeconds"] == 600, (
+        "what was taken out of the file has its default again"
+    )
     assert spec["model"]["uri"] == f"file://{model}"
     home.baton("down")
     assert_nothing_left(home)

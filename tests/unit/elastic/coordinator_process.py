@@ -50,7 +50,14 @@ class CoordinatorProcess:
         self.log = self._folder / f"coordinator-{self._starts}.log"
         ports = ["--port", str(self.port), "--http-port", str(self.http_port)]
         key = ["--service-key-file", str(self._key_file)] if self._key_file else []
-        command = [sys.executable, "-m", "baton_engine.elastic.coordinator_cli", *ports, *key, *FLAGS]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_engine.elastic.coordinator_cli",
+            *ports,
+            *key,
+            *FLAGS,
+        ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, "POD_IP": HOST})
         found = eventually(
@@ -66,12 +73,16 @@ class CoordinatorProcess:
         self.process.kill()
         self.process.wait()
 
-    def http(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    def http(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
         """`headers`: None: those of someone with the key."""
         if headers is None:
             headers = {} if self.key is None else {"Authorization": self.key.bearer}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{HOST}:{self.http_port}{path}", data, headers, method=method)
+        request = urllib.request.Request(
+            f"http://{HOST}:{self.http_port}{path}", data, headers, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return answer.status, answer.read().decode()
@@ -113,11 +124,14 @@ class LiveRanks(SimulatedRanks):
         with contextlib.suppress(zmq.Again):  # nobody has been there for a while
             self.link(rank).send(msgspec.msgpack.encode(rank.status()), zmq.NOBLOCK)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    def until(
+        self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             picture = "\n".join(
-                f"{rank.id} {rank.phase} {rank.generation} {rank.target}" for rank in self.ranks.values()
+                f"{rank.id} {rank.phase} {rank.generation} {rank.target}"
+                for rank in self.ranks.values()
             )
             assert time.monotonic() < deadline, f"{what} not within {timeout_s} s\n{picture}"
             self.step_live()
@@ -136,7 +150,10 @@ class LiveRanks(SimulatedRanks):
             sorted(rank.member.name for rank in serving) == sorted(names)
             and all(rank.phase is RankPhase.SERVING for rank in serving)
             and len({rank.generation.nonce for rank in serving if rank.generation is not None}) == 1
-            and all(rank.generation is not None and rank.generation.size == len(names) for rank in serving)
+            and all(
+                rank.generation is not None and rank.generation.size == len(names)
+                for rank in serving
+            )
         )
 
     def phase(self) -> OperationPhase | None:
@@ -146,5 +163,8 @@ class LiveRanks(SimulatedRanks):
     def form(self, *names: str) -> dict[str, SimulatedRank]:
         ranks = {name: self.add(name) for name in names}
         self.coordinator.ask("first", *names)
-        self.until(lambda: self.serve_together(*names) and self.phase() is OperationPhase.DONE, "the first generation")
+        self.until(
+            lambda: self.serve_together(*names) and self.phase() is OperationPhase.DONE,
+            "the first generation",
+        )
         return ranks

@@ -21,7 +21,9 @@ def operation(group: SimulatedGroup) -> OperationStatus:
 
 
 def recovered(group: SimulatedGroup) -> bool:
-    return any((each.kind, each.outcome) == ("recover", OperationPhase.DONE) for each in group.ended)
+    return any(
+        (each.kind, each.outcome) == ("recover", OperationPhase.DONE) for each in group.ended
+    )
 
 
 def generation_of(rank: SimulatedRank) -> Generation:

@@ -95,7 +95,11 @@ class SimulatedRanks:
             each.votes_for != following or each.phase is not RankPhase.SERVING for each in ranks
         ):
             return
-        if any(not each.prepared or each.never_adopts for each in ranks if following.rank_of(each.id) is not None):
+        if any(
+            not each.prepared or each.never_adopts
+            for each in ranks
+            if following.rank_of(each.id) is not None
+        ):
             return
         for each in ranks:
             if following.rank_of(each.id) is None:
@@ -108,7 +112,11 @@ class SimulatedRanks:
         if rank.generation is None or rank.phase is not RankPhase.SERVING:
             return Activity.RESTS
         others = [self.ranks[member.instance_id] for member in rank.generation.members]
-        hung = [each.hangs for each in others if each.hangs is not None and each.generation == rank.generation]
+        hung = [
+            each.hangs
+            for each in others
+            if each.hangs is not None and each.generation == rank.generation
+        ]
         if not hung:
             rank.step += 1
             return Activity.RESTS
@@ -162,7 +170,9 @@ class SimulatedGroup(SimulatedRanks):
     def start_controller(self) -> None:
         """Another one, which knows nothing."""
         self._controllers += 1
-        self.controller = Controller(f"coordinator-{self._controllers}", self._draw_nonce, self.config)
+        self.controller = Controller(
+            f"coordinator-{self._controllers}", self._draw_nonce, self.config
+        )
         self._told.clear()
         self.highest_target = 0
         self.open_commit = None
@@ -187,7 +197,9 @@ class SimulatedGroup(SimulatedRanks):
         for _ in range(round(seconds / STEP_S)):
             self.step()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0, what: str = "it") -> float:
+    def until(
+        self, condition: Callable[[], bool], seconds: float = 20.0, what: str = "it"
+    ) -> float:
         """Seconds it took."""
         start = self.now
         while not condition():
@@ -209,7 +221,10 @@ class SimulatedGroup(SimulatedRanks):
             sorted(rank.member.name for rank in serving) == sorted(names)
             and len({rank.generation.nonce for rank in serving if rank.generation is not None}) == 1
             and all(rank.phase is RankPhase.SERVING for rank in serving)
-            and all(rank.generation is not None and rank.generation.size == len(names) for rank in serving)
+            and all(
+                rank.generation is not None and rank.generation.size == len(names)
+                for rank in serving
+            )
             and operation is not None
             and operation.phase in (OperationPhase.DONE, OperationPhase.WAITING)
         )
@@ -267,7 +282,11 @@ class SimulatedGroup(SimulatedRanks):
         assert target.number >= self.highest_target, "numbers only grow"
         self.highest_target = target.number
         assert directive.commit or target.nonce not in self.committed, "a commit was taken back"
-        if self.open_commit is not None and target.nonce != self.open_commit.nonce and self.status().generation:
+        if (
+            self.open_commit is not None
+            and target.nonce != self.open_commit.nonce
+            and self.status().generation
+        ):
             assert target.urgent, "what follows a commit that was not completed is urgent"
         if directive.commit:
             self.committed.add(target.nonce)

@@ -106,7 +106,11 @@ class SimulatedRank:
             self.votes_for = None
         if target.urgent and self.phase is RankPhase.SERVING:
             self.phase = RankPhase.BROKEN
-        if target.rank_of(self.id) is not None and self.target is None and self.failed != target.nonce:
+        if (
+            target.rank_of(self.id) is not None
+            and self.target is None
+            and self.failed != target.nonce
+        ):
             self.target, self.prepared = target, False
         if commit:
             self.commit_seen = target.nonce
@@ -122,11 +126,15 @@ class SimulatedRank:
         if not self.prepared:
             store = target.store_host, target.store_port
             meets = not any(
-                each.store_is_dead and store == (each.member.host, each.member.store_port) for each in others.values()
+                each.store_is_dead and store == (each.member.host, each.member.store_port)
+                for each in others.values()
             )
             if self.cannot_prepare or not meets:
                 self._drop()
-                self.failed, self.failure = target.nonce, "the disk is full" if meets else "no store answers"
+                self.failed, self.failure = (
+                    target.nonce,
+                    "the disk is full" if meets else "no store answers",
+                )
                 return
             met = all(
                 (other := others.get(member.instance_id)) is not None
@@ -136,7 +144,11 @@ class SimulatedRank:
             if met and not self.never_finishes_preparing:
                 self.steps_to_prepare -= 1
                 self.prepared = self.steps_to_prepare <= 0
-        if self.prepared and self.votes_for == target and (target.urgent or self.generation is None):
+        if (
+            self.prepared
+            and self.votes_for == target
+            and (target.urgent or self.generation is None)
+        ):
             self.adopt()
 
     def adopt(self) -> None:
@@ -144,14 +156,21 @@ class SimulatedRank:
             return
         assert self.target is not None
         assert self.prepared
-        assert all(self.target.number > before.number for before in self.adopted), "numbers only grow"
+        assert all(self.target.number > before.number for before in self.adopted), (
+            "numbers only grow"
+        )
         self.generation, self.target, self.prepared, self.votes_for = self.target, None, False, None
         self.adopted.append(self.generation)
         self.phase, self.suspects, self.failure, self.steps_alone = RankPhase.SERVING, (), "", 0
         self.steps_to_prepare = 2
 
     def leave(self) -> None:
-        self.generation, self.phase, self.suspects, self.votes_for = None, RankPhase.STANDBY, (), None
+        self.generation, self.phase, self.suspects, self.votes_for = (
+            None,
+            RankPhase.STANDBY,
+            (),
+            None,
+        )
         self._drop()
 
     def _drop(self) -> None:

@@ -41,12 +41,20 @@ class TestForming:
         assert group.status().generation == 0
         assert group.status().operation is None
 
-    def test_members_are_in_order_of_names_and_meet_in_the_store_of_the_first(self, group: SimulatedGroup) -> None:
+    def test_members_are_in_order_of_names_and_meet_in_the_store_of_the_first(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("b", "a")
         generation = generation_of(ranks["a"])
         assert names_of(generation) == ["a", "b"]
-        assert (generation.store_host, generation.store_port) == (ranks["a"].member.host, ranks["a"].member.store_port)
-        assert all({e for slots in layer for e in slots} == set(range(NUM_EXPERTS)) for layer in generation.placement)
+        assert (generation.store_host, generation.store_port) == (
+            ranks["a"].member.host,
+            ranks["a"].member.store_port,
+        )
+        assert all(
+            {e for slots in layer for e in slots} == set(range(NUM_EXPERTS))
+            for layer in generation.placement
+        )
 
     def test_ranks_of_another_model_are_left_out_and_named(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
@@ -59,7 +67,9 @@ class TestForming:
 
 
 class TestScaling:
-    def test_survivors_keep_their_order_and_newcomers_follow_by_name(self, group: SimulatedGroup) -> None:
+    def test_survivors_keep_their_order_and_newcomers_follow_by_name(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("b", "d")
         ranks |= {name: group.add(name) for name in ("c", "a")}
         group.ask("more", "a", "b", "c", "d")
@@ -71,12 +81,16 @@ class TestScaling:
         assert operation(group).kind == "scale"
         assert set(operation(group).seconds) == {"waiting", "preparing", "committing"}
 
-    def test_any_member_may_leave_and_is_standby_before_the_operation_is_done(self, group: SimulatedGroup) -> None:
+    def test_any_member_may_leave_and_is_standby_before_the_operation_is_done(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         group.ask("less", "b", "c")
         group.until(lambda: ranks["b"].adopted[-1].number == 2)
         assert names_of(generation_of(ranks["b"])) == ["b", "c"]
-        assert ranks["a"].commit_seen == generation_of(ranks["b"]).nonce, "it takes part in the vote"
+        assert ranks["a"].commit_seen == generation_of(ranks["b"]).nonce, (
+            "it takes part in the vote"
+        )
         group.until(lambda: operation(group).phase is OperationPhase.DONE, seconds=1.0)
         assert ranks["a"].phase is RankPhase.STANDBY
         assert told(group, ranks["a"]).target is None
@@ -97,7 +111,9 @@ class TestScaling:
         group.run(3 * CONFIG.wait_s)
         assert group.serving_together("a")
 
-    def test_the_target_is_shown_uncommitted_until_all_have_prepared_it(self, group: SimulatedGroup) -> None:
+    def test_the_target_is_shown_uncommitted_until_all_have_prepared_it(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a")
         ranks["a"].steps_to_prepare = 12
         ranks["b"] = group.add("b")
@@ -122,7 +138,10 @@ class TestScaling:
         assert (names_of(target), target.number, target.operation_id) == (["a", "c"], 3, "two")
         group.until(lambda: group.serving_together("a", "c"))
         assert ranks["b"].target is None
-        assert [(each.kind, each.outcome) for each in group.ended][1:] == [("scale", "superseded"), ("scale", "done")]
+        assert [(each.kind, each.outcome) for each in group.ended][1:] == [
+            ("scale", "superseded"),
+            ("scale", "done"),
+        ]
 
     def test_a_newer_request_waits_for_what_is_committed(self, group: SimulatedGroup) -> None:
         ranks = group.form("a")
@@ -134,7 +153,11 @@ class TestScaling:
         assert told(group, ranks["b"]).commit
         ranks["b"].never_adopts = False
         group.until(lambda: group.serving_together("a"))
-        assert [generation.operation_id for generation in ranks["a"].adopted] == ["first", "one", "two"]
+        assert [generation.operation_id for generation in ranks["a"].adopted] == [
+            "first",
+            "one",
+            "two",
+        ]
 
     def test_a_failed_preparation_leaves_the_old_generation_and_is_tried_again_ever_later(
         self, group: SimulatedGroup
@@ -157,7 +180,9 @@ class TestScaling:
         group.until(lambda: group.serving_together("a", "b"))
         assert len(ranks["a"].adopted) == 2, "it served in its generation meanwhile"
 
-    def test_a_preparation_that_takes_too_long_fails_and_says_of_whom(self, group: SimulatedGroup) -> None:
+    def test_a_preparation_that_takes_too_long_fails_and_says_of_whom(
+        self, group: SimulatedGroup
+    ) -> None:
         group.form("a")
         group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
@@ -165,7 +190,9 @@ class TestScaling:
         assert took > CONFIG.prepare_timeout_s
         assert operation(group).reason == "b did not prepare it within 3 s"
 
-    def test_a_newcomer_that_dies_while_preparing_is_waited_for_again(self, group: SimulatedGroup) -> None:
+    def test_a_newcomer_that_dies_while_preparing_is_waited_for_again(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a")
         b = group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
@@ -180,20 +207,34 @@ class TestScaling:
 class TestRequests:
     @pytest.mark.parametrize(
         ("members", "operation_id", "field"),
-        [([], "o", "members"), (["a", ""], "o", "members"), (["a", "a"], "o", "members"), (["a"], "", "operation_id")],
+        [
+            ([], "o", "members"),
+            (["a", ""], "o", "members"),
+            (["a", "a"], "o", "members"),
+            (["a"], "", "operation_id"),
+        ],
     )
     def test_wrong_ones_are_refused_by_field(
         self, group: SimulatedGroup, members: list[str], operation_id: str, field: str
     ) -> None:
-        refusal = group.controller.on_request(TopologyRequest(operation_id=operation_id, members=members), group.now)
+        refusal = group.controller.on_request(
+            TopologyRequest(operation_id=operation_id, members=members), group.now
+        )
         assert refusal is not None
         assert refusal.field == field
         assert group.status().desired == []
 
     def test_an_operation_id_stands_for_one_set_of_members(self, group: SimulatedGroup) -> None:
         group.ask("o", "a", "b")
-        assert group.controller.on_request(TopologyRequest(operation_id="o", members=["b", "a"]), group.now) is None
-        refusal = group.controller.on_request(TopologyRequest(operation_id="o", members=["a"]), group.now)
+        assert (
+            group.controller.on_request(
+                TopologyRequest(operation_id="o", members=["b", "a"]), group.now
+            )
+            is None
+        )
+        refusal = group.controller.on_request(
+            TopologyRequest(operation_id="o", members=["a"]), group.now
+        )
         assert refusal is not None
         assert refusal.field == "operation_id"
 
@@ -201,15 +242,23 @@ class TestRequests:
         group.form("a", "b")
         group.ask("same", "b", "a")
         group.step()
-        assert (operation(group).operation_id, operation(group).phase) == ("same", OperationPhase.DONE)
+        assert (operation(group).operation_id, operation(group).phase) == (
+            "same",
+            OperationPhase.DONE,
+        )
         assert group.status().generation == 1
 
 
 class TestRebalance:
-    def uneven(self, group: SimulatedGroup, ranks: dict[str, SimulatedRank], tokens: int) -> set[int]:
+    def uneven(
+        self, group: SimulatedGroup, ranks: dict[str, SimulatedRank], tokens: int
+    ) -> set[int]:
         """All tokens of the first layer go to the first rank's experts, which are returned."""
         hot = set(generation_of(ranks["a"]).placement[0][0])
-        loads = [[tokens if expert in hot else 0 for expert in range(NUM_EXPERTS)], [tokens] * NUM_EXPERTS]
+        loads = [
+            [tokens if expert in hot else 0 for expert in range(NUM_EXPERTS)],
+            [tokens] * NUM_EXPERTS,
+        ]
         for rank in ranks.values():
             rank.loads = ExpertLoads(tuple(map(tuple, loads)))
         return hot
@@ -236,8 +285,12 @@ class TestRebalance:
         assert len(ranks["a"].adopted) == 1
 
     @pytest.mark.parametrize(("threshold", "generations"), [(1.2, 2), (0.0, 1)])
-    def test_by_itself_only_if_configured_and_once(self, threshold: float, generations: int) -> None:
-        group = SimulatedGroup(dataclasses.replace(CONFIG, rebalance_threshold=threshold, rebalance_window_s=2.0))
+    def test_by_itself_only_if_configured_and_once(
+        self, threshold: float, generations: int
+    ) -> None:
+        group = SimulatedGroup(
+            dataclasses.replace(CONFIG, rebalance_threshold=threshold, rebalance_window_s=2.0)
+        )
         ranks = group.form("a", "b")
         hot = self.uneven(group, ranks, 0)
         for tokens in range(150):

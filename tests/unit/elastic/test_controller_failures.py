@@ -15,12 +15,17 @@ class TestRecovery:
     def test_survivors_go_on_in_their_order(self, group: SimulatedGroup, how: str) -> None:
         ranks = group.form("a", "b", "c")
         setattr(ranks["b"], how, how == "frozen")
-        took = group.until(lambda: group.serving_together("a", "c") or _only_frozen_is_left(group, ranks))
+        took = group.until(
+            lambda: group.serving_together("a", "c") or _only_frozen_is_left(group, ranks)
+        )
         assert took < 2.5
         generation = generation_of(ranks["a"])
         assert generation.urgent
         assert names_of(generation) == ["a", "c"]
-        assert all({e for slots in layer for e in slots} == set(range(NUM_EXPERTS)) for layer in generation.placement)
+        assert all(
+            {e for slots in layer for e in slots} == set(range(NUM_EXPERTS))
+            for layer in generation.placement
+        )
 
     def test_whom_others_miss_is_dead_sooner(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
@@ -45,19 +50,33 @@ class TestRecovery:
         ranks["c"].phase = RankPhase.STANDBY
         ranks["a"].alive = False
         group.run(0.1)
-        group.until(lambda: ranks["c"].generation is not None and ranks["a"].id not in str(ranks["c"].generation))
+        group.until(
+            lambda: (
+                ranks["c"].generation is not None
+                and ranks["a"].id not in str(ranks["c"].generation)
+            )
+        )
         assert names_of(generation_of(ranks["b"])) == ["b", "c"]
 
-    def test_another_process_of_the_name_replaces_the_one_before(self, group: SimulatedGroup) -> None:
+    def test_another_process_of_the_name_replaces_the_one_before(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         successor = group.add("b")  # the older one still answers
         group.until(lambda: successor.generation is not None)
         group.until(lambda: ranks["b"].generation is None)
-        assert [each.instance_id for each in generation_of(successor).members] == [ranks["a"].id, successor.id]
-        (old,) = [member for member in group.status().members if member.instance_id == ranks["b"].id]
+        assert [each.instance_id for each in generation_of(successor).members] == [
+            ranks["a"].id,
+            successor.id,
+        ]
+        (old,) = [
+            member for member in group.status().members if member.instance_id == ranks["b"].id
+        ]
         assert old.reason == "another process of this name has registered"
 
-    def test_one_that_slept_through_is_dismissed_and_comes_back_as_a_newcomer(self, group: SimulatedGroup) -> None:
+    def test_one_that_slept_through_is_dismissed_and_comes_back_as_a_newcomer(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["a"].frozen = True
         group.until(lambda: generation_of(ranks["b"]).size == 2)
@@ -87,7 +106,9 @@ class TestRecovery:
         took = group.until(lambda: generation_of(ranks["a"]).size == 1)
         assert took < 1.0
 
-    def test_a_survivor_that_can_never_prepare_is_left_out_in_the_end(self, group: SimulatedGroup) -> None:
+    def test_a_survivor_that_can_never_prepare_is_left_out_in_the_end(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["b"].cannot_prepare = True
         ranks["c"].alive = False
@@ -123,7 +144,9 @@ class TestDuringACommit:
         return ranks
 
     @pytest.mark.parametrize("victim", ["a", "b", "c"])
-    def test_a_death_leads_to_an_urgent_generation_above(self, group: SimulatedGroup, victim: str) -> None:
+    def test_a_death_leads_to_an_urgent_generation_above(
+        self, group: SimulatedGroup, victim: str
+    ) -> None:
         ranks = self.committed(group, "b")
         committed = told(group, ranks["b"]).target
         assert committed is not None
@@ -135,7 +158,9 @@ class TestDuringACommit:
         # Without the vote of a retiring rank nobody adopts what was committed.
         assert last.number > committed.number or victim == "a"
 
-    def test_ranks_that_answer_and_hang_get_an_urgent_generation(self, group: SimulatedGroup) -> None:
+    def test_ranks_that_answer_and_hang_get_an_urgent_generation(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = self.committed(group, "b")
         committed = told(group, ranks["b"]).target
         assert committed is not None
@@ -145,7 +170,9 @@ class TestDuringACommit:
         group.until(lambda: group.serving_together("b", "c"))
         assert generation_of(ranks["b"]).number == committed.number + 1
 
-    def test_a_commit_that_hangs_before_anybody_adopted_it_is_not_taken_back(self, group: SimulatedGroup) -> None:
+    def test_a_commit_that_hangs_before_anybody_adopted_it_is_not_taken_back(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         ranks["b"].never_adopts = True
         group.ask("less", "b")
@@ -158,10 +185,15 @@ class TestDuringACommit:
 
     def test_a_rank_that_hangs_for_good_is_left_behind(self, group: SimulatedGroup) -> None:
         ranks = self.committed(group, "b")
-        group.until(lambda: ranks["c"].generation is not None and ranks["c"].generation.size == 1, seconds=30.0)
+        group.until(
+            lambda: ranks["c"].generation is not None and ranks["c"].generation.size == 1,
+            seconds=30.0,
+        )
         assert ranks["b"].phase is RankPhase.STANDBY
 
-    def test_old_and_new_ranks_side_by_side_are_joined_above_both(self, group: SimulatedGroup) -> None:
+    def test_old_and_new_ranks_side_by_side_are_joined_above_both(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = self.committed(group, "b")
         group.until(lambda: ranks["c"].generation is not None)  # newcomers do not wait for the vote
         ranks["a"].phase = RankPhase.BROKEN
@@ -173,7 +205,9 @@ class TestDuringACommit:
 class TestStandingStill:
     """The process answers, the loop does not."""
 
-    def test_who_alone_does_not_come_to_an_exchange_is_left_out(self, group: SimulatedGroup) -> None:
+    def test_who_alone_does_not_come_to_an_exchange_is_left_out(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["b"].hangs = Activity.RESTS
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
@@ -190,7 +224,11 @@ class TestStandingStill:
         ranks = group.form("a", "b", "c")
         ranks["b"].hangs = ranks["b"].activity = Activity.RUNS
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
-        assert CONFIG.step_stall_after_s < took < CONFIG.step_stall_after_s + CONFIG.stall_after_s + 1.5
+        assert (
+            CONFIG.step_stall_after_s
+            < took
+            < CONFIG.step_stall_after_s + CONFIG.stall_after_s + 1.5
+        )
         group.until(lambda: recovered(group), seconds=1.0)
         assert [member.name for member in generation_of(ranks["c"]).members] == ["a", "c"]
 
@@ -201,14 +239,18 @@ class TestStandingStill:
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
         assert took < 2 * CONFIG.stall_after_s + 1.5
 
-    def test_who_hangs_at_its_death_bed_is_left_out_of_the_recovery(self, group: SimulatedGroup) -> None:
+    def test_who_hangs_at_its_death_bed_is_left_out_of_the_recovery(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["b"].hangs = Activity.RESTS
         ranks["c"].alive = False
         took = group.until(lambda: generation_of(ranks["a"]).size == 1)
         assert took < CONFIG.dead_after_s + CONFIG.stall_after_s + 1.5
 
-    def test_a_slow_step_is_run_again_with_more_time_and_costs_nobody_its_place(self, group: SimulatedGroup) -> None:
+    def test_a_slow_step_is_run_again_with_more_time_and_costs_nobody_its_place(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         slow = ranks["b"]
 
@@ -219,7 +261,9 @@ class TestStandingStill:
             while group.now - start < seconds and told(group, slow).target is None:
                 group.step()
             slow.hangs = None
-            group.until(lambda: told(group, slow).target is None and slow.phase is RankPhase.SERVING)
+            group.until(
+                lambda: told(group, slow).target is None and slow.phase is RankPhase.SERVING
+            )
 
         run_slowly(CONFIG.step_stall_after_s + 1.0)
         assert generation_of(slow).number == 2, "asked in vain"
@@ -228,7 +272,9 @@ class TestStandingStill:
         assert generation_of(slow).number == 2, "it had twice the time"
         assert group.serving_together("a", "b")
 
-    def test_idle_ranks_and_a_pause_of_the_coordinator_are_no_stall(self, group: SimulatedGroup) -> None:
+    def test_idle_ranks_and_a_pause_of_the_coordinator_are_no_stall(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         group.run(10 * CONFIG.step_stall_after_s)
         ranks["b"].hangs = Activity.RESTS

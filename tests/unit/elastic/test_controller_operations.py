@@ -18,7 +18,9 @@ def outcomes(group: SimulatedGroup, kind: str) -> list[OperationPhase]:
 
 
 class TestStores:
-    def test_the_topology_says_which_store_its_generation_met_in(self, group: SimulatedGroup) -> None:
+    def test_the_topology_says_which_store_its_generation_met_in(
+        self, group: SimulatedGroup
+    ) -> None:
         group.add("a")
         assert group.status().store == ""
         ranks = group.form("b", "c")
@@ -63,19 +65,27 @@ class TestStores:
         ranks = group.form("a", "b", "c")
         ranks["a"].store_is_dead = True
         ranks["b"].alive = False
-        group.until(lambda: group.serving_together("a", "c"), seconds=CONFIG.prepare_timeout_s + CONFIG.retry_max_s)
+        group.until(
+            lambda: group.serving_together("a", "c"),
+            seconds=CONFIG.prepare_timeout_s + CONFIG.retry_max_s,
+        )
         assert group.status().store == store_of(ranks["c"])
 
 
 class TestIds:
-    def test_a_recovery_does_not_carry_the_id_of_what_was_asked_for_before(self, group: SimulatedGroup) -> None:
+    def test_a_recovery_does_not_carry_the_id_of_what_was_asked_for_before(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         assert (operation(group).kind, operation(group).operation_id) == ("form", "first")
         ranks["b"].alive = False
         group.until(lambda: operation(group).kind == "recover")
         assert operation(group).operation_id == ""
         group.until(lambda: group.serving_together("a", "c"))
-        assert all(each.generation is not None and not each.generation.operation_id for each in group.alive().values())
+        assert all(
+            each.generation is not None and not each.generation.operation_id
+            for each in group.alive().values()
+        )
         assert (operation(group).kind, operation(group).operation_id) == ("scale", "first"), (
             "the lost one is waited for"
         )
@@ -100,12 +110,16 @@ class TestIds:
         group.until(lambda: group.serving_together("a", "b"))
         assert (operation(group).kind, operation(group).operation_id) == ("scale", "first")
 
-    def test_a_request_that_a_recovery_overtook_is_acknowledged_once(self, group: SimulatedGroup) -> None:
+    def test_a_request_that_a_recovery_overtook_is_acknowledged_once(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["c"].alive = False
         group.until(lambda: operation(group).kind == "recover")
         group.ask("less", "a", "b")
-        group.until(lambda: group.serving_together("a", "b") and operation(group).operation_id == "less")
+        group.until(
+            lambda: group.serving_together("a", "b") and operation(group).operation_id == "less"
+        )
         assert (operation(group).kind, operation(group).phase) == ("scale", OperationPhase.DONE)
         ranks["b"].alive = False
         group.until(lambda: operation(group).kind == "recover")
@@ -114,10 +128,17 @@ class TestIds:
     def test_to_place_experts_anew_has_no_id(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.controller.on_rebalance()
-        group.until(lambda: operation(group).kind == "rebalance" and operation(group).phase is OperationPhase.DONE)
+        group.until(
+            lambda: (
+                operation(group).kind == "rebalance"
+                and operation(group).phase is OperationPhase.DONE
+            )
+        )
         assert operation(group).operation_id == ""
 
-    def test_a_restarted_controller_acknowledges_what_is_asked_again(self, group: SimulatedGroup) -> None:
+    def test_a_restarted_controller_acknowledges_what_is_asked_again(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["c"].alive = False
         group.until(lambda: group.serving_together("a", "b"))

@@ -37,7 +37,9 @@ class TestRestartedCoordinator:
         group.until(lambda: group.serving_together("b"))
         assert generation_of(ranks["b"]).number == 3
 
-    def test_a_target_that_ranks_refuse_is_replaced_by_one_above(self, group: SimulatedGroup) -> None:
+    def test_a_target_that_ranks_refuse_is_replaced_by_one_above(
+        self, group: SimulatedGroup
+    ) -> None:
         a = group.form("a")["a"]
         b = group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
@@ -61,7 +63,10 @@ class TestRestartedCoordinator:
         group.start_controller()
         group.ask("first", "a", "b")
         group.run(3.0)
-        assert (operation(group).operation_id, operation(group).phase) == ("first", OperationPhase.DONE)
+        assert (operation(group).operation_id, operation(group).phase) == (
+            "first",
+            OperationPhase.DONE,
+        )
         assert len(ranks["a"].adopted) == 1
 
     def test_a_member_that_died_meanwhile_is_missed(self, group: SimulatedGroup) -> None:
@@ -90,7 +95,10 @@ class TestRestartedCoordinator:
         group.until(lambda: ranks["b"].generation is not None)
         group.start_controller()
         group.until(lambda: group.status().operation is not None)
-        assert (operation(group).phase, operation(group).operation_id) == (OperationPhase.COMMITTING, "more")
+        assert (operation(group).phase, operation(group).operation_id) == (
+            OperationPhase.COMMITTING,
+            "more",
+        )
         ranks["a"].never_adopts = False
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["a"]).number == 2

@@ -19,7 +19,11 @@ REST_S = 60.0
 
 
 class DisturbedGroup(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**16), first=st.sets(st.sampled_from(NAMES), min_size=1), form=st.booleans())
+    @initialize(
+        seed=st.integers(0, 2**16),
+        first=st.sets(st.sampled_from(NAMES), min_size=1),
+        form=st.booleans(),
+    )
     def start(self, seed: int, first: set[str], form: bool) -> None:
         self.group = SimulatedGroup(seed=seed)
         self.operations = 0
@@ -80,7 +84,8 @@ class DisturbedGroup(RuleBasedStateMachine):
             rank.leaving = True
 
     @rule(
-        name=st.sampled_from(NAMES), how=st.sampled_from(["cannot_prepare", "never_finishes_preparing", "never_adopts"])
+        name=st.sampled_from(NAMES),
+        how=st.sampled_from(["cannot_prepare", "never_finishes_preparing", "never_adopts"]),
     )
     def becomes_unable(self, name: str, how: str) -> None:
         for rank in self._running(name):
@@ -102,9 +107,17 @@ class DisturbedGroup(RuleBasedStateMachine):
         if asked_again:
             self.group.step()
 
-    @rule(loss=st.sampled_from([0.0, 0.1, 0.5]), duplicates=st.sampled_from([0.0, 0.3]), delay=st.integers(0, 4))
+    @rule(
+        loss=st.sampled_from([0.0, 0.1, 0.5]),
+        duplicates=st.sampled_from([0.0, 0.3]),
+        delay=st.integers(0, 4),
+    )
     def the_network_changes(self, loss: float, duplicates: float, delay: int) -> None:
-        self.group.loss, self.group.duplicates, self.group.most_delay_steps = loss, duplicates, delay
+        self.group.loss, self.group.duplicates, self.group.most_delay_steps = (
+            loss,
+            duplicates,
+            delay,
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "group"):
@@ -120,7 +133,9 @@ class DisturbedGroup(RuleBasedStateMachine):
         for rank in group.alive().values():
             rank.alive = rank is latest[rank.member.name]
             rank.hangs, rank.num_requests = None, 0
-            rank.frozen = rank.cannot_prepare = rank.never_finishes_preparing = rank.never_adopts = False
+            rank.frozen = rank.cannot_prepare = rank.never_finishes_preparing = (
+                rank.never_adopts
+            ) = False
         group.run(REST_S)
 
     def _check_rest(self) -> None:
@@ -128,18 +143,30 @@ class DisturbedGroup(RuleBasedStateMachine):
         status = group.status()
         picture = group.picture()
         alive = group.alive().values()
-        generations = {rank.generation.nonce: rank.generation for rank in alive if rank.generation is not None}
+        generations = {
+            rank.generation.nonce: rank.generation for rank in alive if rank.generation is not None
+        }
         assert len(generations) <= 1, picture
-        wanted = {rank.id for rank in alive if rank.member.name in status.desired and not rank.leaving}
+        wanted = {
+            rank.id for rank in alive if rank.member.name in status.desired and not rank.leaving
+        }
         if not wanted:
             return
         (generation,) = generations.values() or [None]
         assert generation is not None, picture
         assert {member.instance_id for member in generation.members} == wanted, picture
         for rank in alive:
-            assert rank.phase is (RankPhase.SERVING if rank.id in wanted else RankPhase.STANDBY), picture
-            assert rank.target is None or rank.id not in wanted, f"still prepares, or votes\n{picture}"
-        assert status.operation is None or status.operation.phase in ("done", "waiting", "superseded"), picture
+            assert rank.phase is (RankPhase.SERVING if rank.id in wanted else RankPhase.STANDBY), (
+                picture
+            )
+            assert rank.target is None or rank.id not in wanted, (
+                f"still prepares, or votes\n{picture}"
+            )
+        assert status.operation is None or status.operation.phase in (
+            "done",
+            "waiting",
+            "superseded",
+        ), picture
 
     def _ask(self, names: set[str]) -> None:
         self.operations += 1
@@ -155,6 +182,9 @@ def test_comes_to_rest_as_it_should_be_after_any_disturbance() -> None:
     run_state_machine_as_test(
         DisturbedGroup,
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )

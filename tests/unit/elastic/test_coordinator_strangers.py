@@ -16,7 +16,13 @@ import zmq
 from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine import bounded_http
-from baton_engine.elastic.checks import MAX_FAILURE, MAX_MEMBERS, check_request, check_status, without_excess
+from baton_engine.elastic.checks import (
+    MAX_FAILURE,
+    MAX_MEMBERS,
+    check_request,
+    check_status,
+    without_excess,
+)
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
 from baton_engine.elastic.coordinator_http import CoordinatorServer
@@ -109,10 +115,14 @@ def test_what_is_no_request_is_answered_in_json_and_ended(
         json.dumps({"operation_id": "o", "members": ["a."]}).encode(),
         json.dumps({"operation_id": "o", "members": ["a" * 64]}).encode(),
         json.dumps({"operation_id": "o", "members": ["-a"]}).encode(),
-        json.dumps({"operation_id": "o", "members": [f"m{n}" for n in range(MAX_MEMBERS + 1)]}).encode(),
+        json.dumps(
+            {"operation_id": "o", "members": [f"m{n}" for n in range(MAX_MEMBERS + 1)]}
+        ).encode(),
     ],
 )
-def test_a_topology_that_cannot_be_asked_for_is_refused(body: bytes, coordinator: CoordinatorProcess) -> None:
+def test_a_topology_that_cannot_be_asked_for_is_refused(
+    body: bytes, coordinator: CoordinatorProcess
+) -> None:
     length = b"Content-Length: %d" % len(body)
     answered, said = say(coordinator, put(length, b"Connection: close", body=body))
     assert (answered, said["reason"]) == (400, "BadRequest")
@@ -122,11 +132,18 @@ def test_a_topology_that_cannot_be_asked_for_is_refused(body: bytes, coordinator
 
 def test_what_can_be_asked_for_is_not_refused() -> None:
     members = ["a" * 63, "0", *(f"service-decode-{n}" for n in range(MAX_MEMBERS - 2))]
-    assert check_request(TopologyRequest(operation_id="Az0._:-" + "x" * 57, members=members), None) is None
+    assert (
+        check_request(TopologyRequest(operation_id="Az0._:-" + "x" * 57, members=members), None)
+        is None
+    )
 
 
 def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: CoordinatorProcess) -> None:
-    for said in (put(b"Content-Length: 500", body=b'{"op'), b"GET /metrics HTTP/1.1\r\n\r\n" * 50, b"GET /he"):
+    for said in (
+        put(b"Content-Length: 500", body=b'{"op'),
+        b"GET /metrics HTTP/1.1\r\n\r\n" * 50,
+        b"GET /he",
+    ):
         with connect(coordinator.http_port) as connection:
             connection.sendall(said)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
@@ -142,7 +159,9 @@ def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: Coordinat
     assert "\x1b" not in log
 
 
-def test_one_request_after_the_other_does_not_wait_for_acknowledgements(coordinator: CoordinatorProcess) -> None:
+def test_one_request_after_the_other_does_not_wait_for_acknowledgements(
+    coordinator: CoordinatorProcess,
+) -> None:
     """Without TCP_NODELAY an answer of two parts takes 40 ms."""
     took_s = []
     with connect(coordinator.http_port) as connection:
@@ -153,7 +172,9 @@ def test_one_request_after_the_other_does_not_wait_for_acknowledgements(coordina
             while b"loop that answers ranks runs" not in answer:
                 answer += connection.recv(2**16)
             took_s.append(time.monotonic() - started)
-    assert min(took_s[-25:]) < 0.03, "a busy machine slows down some of them, the other thing all but the first"
+    assert min(took_s[-25:]) < 0.03, (
+        "a busy machine slows down some of them, the other thing all but the first"
+    )
 
 
 # The server by itself, with less patience
@@ -217,7 +238,9 @@ def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch)
 
 def test_when_too_many_are_there_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_http, "MAX_CONNECTIONS", 5)
-    monkeypatch.setattr(bounded_http.BoundedHandler, "timeout", 10 * DEADLINE_S)  # nor do they go by themselves
+    monkeypatch.setattr(
+        bounded_http.BoundedHandler, "timeout", 10 * DEADLINE_S
+    )  # nor do they go by themselves
     monkeypatch.setattr(bounded_http, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
@@ -232,7 +255,9 @@ def test_many_clients_at_once_are_all_answered() -> None:
     """Their connections wait in the backlog, which must be larger than five."""
     server = CoordinatorServer(HOST, 0, Admin())
     with contextlib.ExitStack() as stack:
-        waiting = [stack.enter_context(connect(server.port)) for _ in range(100)]  # before anybody accepts
+        waiting = [
+            stack.enter_context(connect(server.port)) for _ in range(100)
+        ]  # before anybody accepts
         server.start()
         for each in waiting:
             each.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
@@ -264,11 +289,17 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
         status(generation=msgspec.structs.replace(GENERATION, operation_id="o\n")),
         status(generation=msgspec.structs.replace(GENERATION, nonce="1.x\n")),
         status(generation=msgspec.structs.replace(GENERATION, store_host="")),
-        status(committed=msgspec.structs.replace(GENERATION, members=(Member("B", "b", HOST, 1, 2, 3),))),
+        status(
+            committed=msgspec.structs.replace(
+                GENERATION, members=(Member("B", "b", HOST, 1, 2, 3),)
+            )
+        ),
     ],
 )
 def test_a_status_with_names_that_are_none_is_refused(wrong: Status) -> None:
-    with pytest.raises(ValueError, match=r"a rank|generation|a port|an instance|a DNS label|suspects") as refused:
+    with pytest.raises(
+        ValueError, match=r"a rank|generation|a port|an instance|a DNS label|suspects"
+    ) as refused:
         check_status(wrong)
     assert str(refused.value).isprintable()
 
@@ -318,14 +349,19 @@ def test_a_rank_that_sends_without_end_does_not_keep_the_others_waiting(
                 sender.send(message, zmq.NOBLOCK)
         sender.close()
 
-    evil = msgspec.msgpack.encode(status(member=Member("evil\n2026 ERROR forged", "e#0", HOST, 1, 2, 3)))
+    evil = msgspec.msgpack.encode(
+        status(member=Member("evil\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
+    )
     flooding = threading.Thread(target=flood, args=(evil,))
     flooding.start()
     try:
         ranks.form("a", "b")
         assert coordinator.http("GET", "/healthz")[0] == 200
         eventually(
-            lambda: "baton:topology_bad_messages_total 0.0" not in coordinator.http("GET", "/metrics")[1],
+            lambda: (
+                "baton:topology_bad_messages_total 0.0"
+                not in coordinator.http("GET", "/metrics")[1]
+            ),
             timeout_s=DEADLINE_S,
             what="bad messages",
         )

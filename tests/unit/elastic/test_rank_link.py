@@ -28,7 +28,9 @@ class Coordinator:
     def __init__(self, port: int = 0) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        eventually(lambda: self._bind(port), timeout_s=DEADLINE_S, what=f"port {port}", every_s=0.05)
+        eventually(
+            lambda: self._bind(port), timeout_s=DEADLINE_S, what=f"port {port}", every_s=0.05
+        )
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.route = b""
 
@@ -73,7 +75,13 @@ def link(coordinator: Coordinator) -> Iterator[Start]:
     ) -> tuple[RankLink, queue.SimpleQueue[Directive | StartWave]]:
         received: queue.SimpleQueue[Directive | StartWave] = queue.SimpleQueue()
         links.append(
-            RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=received.put, wakeup_interval_s=interval_s, **hooks)
+            RankLink(
+                HOST,
+                f"{HOST}:{coordinator.port}",
+                deliver=received.put,
+                wakeup_interval_s=interval_s,
+                **hooks,
+            )
         )
         links[-1].start()
         return links[-1], received
@@ -83,7 +91,9 @@ def link(coordinator: Coordinator) -> Iterator[Start]:
         each.close()
 
 
-def test_every_status_says_what_is_true_when_it_is_sent(link: Start, coordinator: Coordinator) -> None:
+def test_every_status_says_what_is_true_when_it_is_sent(
+    link: Start, coordinator: Coordinator
+) -> None:
     """Also while nothing is published, because the loop stands still."""
     now = {"step": 1, "activity": Activity.RUNS}
     own, _ = link(amend=lambda status: msgspec.structs.replace(status, **now))
@@ -93,7 +103,9 @@ def test_every_status_says_what_is_true_when_it_is_sent(link: Start, coordinator
     assert coordinator.hear_until(lambda status: status.step == 2).activity is Activity.WAITS
 
 
-def test_the_latest_status_is_said_again_and_again_and_what_it_is_answered_is_delivered(link, coordinator):
+def test_the_latest_status_is_said_again_and_again_and_what_it_is_answered_is_delivered(
+    link, coordinator
+):
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.LOADING))
     for _ in range(3):
@@ -188,7 +200,11 @@ def test_a_process_that_is_gone_is_unreachable(link):
     assert unreachable(members) == ()
     gone.close()
     # Its sockets are closed by a thread of ZMQ's own.
-    eventually(lambda: unreachable(members) == ("instance-gone",), timeout_s=DEADLINE_S, what="it is missed")
+    eventually(
+        lambda: unreachable(members) == ("instance-gone",),
+        timeout_s=DEADLINE_S,
+        what="it is missed",
+    )
 
 
 def test_an_address_that_cannot_be_connected_to_is_an_error_at_once():

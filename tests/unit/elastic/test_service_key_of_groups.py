@@ -39,7 +39,9 @@ def key(key_file: Path) -> ServiceKey:
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator[CoordinatorProcess]:
+def coordinator(
+    tmp_path_factory: pytest.TempPathFactory, key_file: Path
+) -> Iterator[CoordinatorProcess]:
     process = CoordinatorProcess(tmp_path_factory.mktemp("coordinator"), key_file)
     yield process
     process.kill()
@@ -54,13 +56,19 @@ def metric(coordinator: CoordinatorProcess, name: str) -> float:
     return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
 
-@pytest.mark.parametrize("authorization", [{}, {"Authorization": "Bearer x"}, {"Authorization": WRONG.bearer}])
+@pytest.mark.parametrize(
+    "authorization", [{}, {"Authorization": "Bearer x"}, {"Authorization": WRONG.bearer}]
+)
 def test_who_lacks_the_bearer_can_look_and_change_nothing(
     authorization: dict[str, str], coordinator: CoordinatorProcess
 ) -> None:
     before = metric(coordinator, 'baton:topology_refused_total{door="http"}')
     body = {"operation_id": "forged", "members": ["a"]}
-    for method, path, sent in (("PUT", "/topology", body), ("POST", "/rebalance", None), ("PUT", "/nothing", {})):
+    for method, path, sent in (
+        ("PUT", "/topology", body),
+        ("POST", "/rebalance", None),
+        ("PUT", "/nothing", {}),
+    ):
         code, text = coordinator.http(method, path, sent, authorization)
         assert (code, json.loads(text)["reason"]) == (401, "Unauthorized")
     assert coordinator.http("GET", "/topology", headers=authorization)[0] == 200
@@ -94,7 +102,11 @@ def test_a_rank_that_lacks_the_key_is_not_heard_and_says_why(
         link.close()
     assert received.empty()
     assert coordinator.topology().members == []
-    eventually(lambda: "refused" in coordinator.log.read_text(), timeout_s=DEADLINE_S, what="a line in its log")
+    eventually(
+        lambda: "refused" in coordinator.log.read_text(),
+        timeout_s=DEADLINE_S,
+        what="a line in its log",
+    )
 
 
 def test_ranks_with_the_key_form_grow_and_recover(coordinator: CoordinatorProcess) -> None:
@@ -147,7 +159,9 @@ def test_a_rank_hears_of_waves_only_from_who_has_the_key(key: ServiceKey) -> Non
         friend.close()
 
 
-def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(tmp_path: Path, key: ServiceKey) -> None:
+def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(
+    tmp_path: Path, key: ServiceKey
+) -> None:
     coordinator = CoordinatorProcess(tmp_path)
     received: queue.SimpleQueue[Directive | StartWave] = queue.SimpleQueue()
     link = RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=received.put, key=key)
@@ -156,7 +170,11 @@ def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(tmp_path: Path, k
         for each, name in ((link, "locked"), (other, "open")):
             each.publish(status(name, each.port))
             each.start()
-        eventually(lambda: coordinator.topology().members, timeout_s=DEADLINE_S, what="the one without a key")
+        eventually(
+            lambda: coordinator.topology().members,
+            timeout_s=DEADLINE_S,
+            what="the one without a key",
+        )
         assert isinstance(received.get(timeout=DEADLINE_S), Directive)
         assert [member.name for member in coordinator.topology().members] == ["open"]
     finally:
@@ -170,7 +188,15 @@ def test_a_key_that_cannot_be_had_ends_the_coordinator(content: str | None, tmp_
     file = tmp_path / "key"
     if content is not None:
         file.write_text(content)
-    command = [sys.executable, "-m", "baton_engine.elastic.coordinator_cli", "--port", "0", "--http-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_engine.elastic.coordinator_cli",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ]
     ended = subprocess.run(
         [*command, "--service-key-file", str(file)],
         env={"POD_IP": HOST},

@@ -44,10 +44,14 @@ def test_all_go_on_without_a_rank_that_dies_at_any_time() -> None:
     Model(THREE_CHANGE[:], num_tokens=0, mortals=(0, 2, 3)).explore()
 
 
-def test_another_coordinator_finishes_a_commit_that_some_have_heard_of_and_may_drop_one_that_nobody_has() -> None:
+def test_another_coordinator_finishes_a_commit_that_some_have_heard_of_and_may_drop_one_that_nobody_has() -> (
+    None
+):
     Model(TWO_CHANGE[:], num_tokens=1, num_restarts=2).explore()
     Model(THREE_CHANGE[:], num_tokens=0, num_restarts=1).explore()
-    Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, mortals=(0, 1, 2), may_repeat_votes=True).explore()
+    Model(
+        TWO_CHANGE[:], num_tokens=0, num_restarts=1, mortals=(0, 1, 2), may_repeat_votes=True
+    ).explore()
 
 
 def test_another_coordinator_must_learn_what_ranks_were_told() -> None:
@@ -56,8 +60,12 @@ def test_another_coordinator_must_learn_what_ranks_were_told() -> None:
 
 
 def test_the_change_is_done_though_the_rank_that_leaves_dies_on_its_way_out() -> None:
-    Model(TWO_CHANGE[:], num_tokens=1, mortals=(1,), waits_for_commit=True, may_repeat_votes=True).explore()
-    Model(THREE_CHANGE[:], num_tokens=0, mortals=(2,), waits_for_commit=True, may_repeat_votes=True).explore()
+    Model(
+        TWO_CHANGE[:], num_tokens=1, mortals=(1,), waits_for_commit=True, may_repeat_votes=True
+    ).explore()
+    Model(
+        THREE_CHANGE[:], num_tokens=0, mortals=(2,), waits_for_commit=True, may_repeat_votes=True
+    ).explore()
 
 
 def test_votes_must_be_repeated_for_the_sake_of_a_rank_that_dies_before_it_is_told() -> None:
@@ -109,7 +117,9 @@ class WaitsToBeWoken(Rank):
 
 class VotesInsideWavesOnly(Rank):
     def may_enter(self) -> bool:
-        return super().may_enter() and (self.num_tokens() > 0 or bool(self.waves and self.waves.running))
+        return super().may_enter() and (
+            self.num_tokens() > 0 or bool(self.waves and self.waves.running)
+        )
 
 
 def rank_with(machine: type[Waves]) -> type[Rank]:
@@ -127,7 +137,9 @@ def rank_with(machine: type[Waves]) -> type[Rank]:
         (VotesInsideWavesOnly, TWO_CHANGE, "not in the generation that was decided"),
     ],
 )
-def test_the_checker_finds(rank_class: type[Rank], generations: list[tuple[int, ...]], fault: str) -> None:
+def test_the_checker_finds(
+    rank_class: type[Rank], generations: list[tuple[int, ...]], fault: str
+) -> None:
     with pytest.raises(FaultError, match=fault):
         Model(generations[:], num_tokens=2, num_pauses=1, rank_class=rank_class).explore()
 

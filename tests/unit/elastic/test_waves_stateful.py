@@ -114,7 +114,9 @@ class WavesMachine(RuleBasedStateMachine):
         assert self.told == set(range(NUM_PODS))
         members = self.ranks.generations[self.committed]
         for index, rank in enumerate(self.ranks.ranks):
-            assert rank.current == (self.committed if index in members else NONE), f"rank {index} is left behind"
+            assert rank.current == (self.committed if index in members else NONE), (
+                f"rank {index} is left behind"
+            )
             assert rank.settled
             assert not rank.tokens
             assert rank.waves is None or not rank.waves.running
@@ -136,7 +138,11 @@ class WavesMachine(RuleBasedStateMachine):
         living = {rank.current for rank in self.ranks.ranks if rank.waves is not None}
         assert max(living) <= self.committed
         for rank in self.ranks.ranks:
-            if rank.waves is not None and rank.current < self.committed and self._somebody_left(rank):
+            if (
+                rank.waves is not None
+                and rank.current < self.committed
+                and self._somebody_left(rank)
+            ):
                 assert rank.votes is not None, "left behind"
                 assert all(vote.adopt for vote in rank.votes)
 

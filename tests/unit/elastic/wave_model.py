@@ -124,9 +124,15 @@ class Model:
             if shift > 0:
                 for index, key in enumerate(keys):
                     if key.current == generation:
-                        keys[index] = key._replace(wave=key.wave - shift, awaited=max(key.awaited - shift, 0))
-                begun = {(g, max(wave - shift, 0) if g == generation else wave) for g, wave in begun}
-        return State(tuple(keys), frozenset(begun), ranks.unassigned, decision, urgent, pauses, restarts)
+                        keys[index] = key._replace(
+                            wave=key.wave - shift, awaited=max(key.awaited - shift, 0)
+                        )
+                begun = {
+                    (g, max(wave - shift, 0) if g == generation else wave) for g, wave in begun
+                }
+        return State(
+            tuple(keys), frozenset(begun), ranks.unassigned, decision, urgent, pauses, restarts
+        )
 
     def _moves(self, state: State) -> Iterator[Move]:
         repeated = {(key.current, key.wave) for key in state.ranks if key.repeats}
@@ -170,7 +176,10 @@ class Model:
         if state.decision == "commit" and state.restarts:
             yield Move("decide forgotten", sure=False, from_outside=True)
         if state.decision == "forgotten":
-            known = any(not key.dead and (key.current == 1 or (key.committed and self.learns)) for key in state.ranks)
+            known = any(
+                not key.dead and (key.current == 1 or (key.committed and self.learns))
+                for key in state.ranks
+            )
             yield Move("decide commit" if known else "decide abort")
         if any(key.dead for key in state.ranks):
             if state.decision != "urgent" and not self.waits_for_commit:
@@ -180,11 +189,18 @@ class Model:
                 yield Move("die", index, sure=False, from_outside=True)
 
     def _may_enter(self, rank: Rank) -> bool:
-        return rank.may_enter() or (self.may_repeat_votes and rank.waves is not None and rank.committed)
+        return rank.may_enter() or (
+            self.may_repeat_votes and rank.waves is not None and rank.committed
+        )
 
     def _after(self, state: State, move: Move) -> State:
         ranks = self._ranks(state)
-        decision, urgent, pauses, restarts = state.decision, state.urgent, state.pauses, state.restarts
+        decision, urgent, pauses, restarts = (
+            state.decision,
+            state.urgent,
+            state.pauses,
+            state.restarts,
+        )
         try:
             match move.name:
                 case "enter":
@@ -311,7 +327,8 @@ class Model:
 
     def _is_served(self, state: State) -> bool:
         return not state.unassigned and all(
-            not key.tokens and key.vote is None and key.votes is None and not key.running for key in state.ranks
+            not key.tokens and key.vote is None and key.votes is None and not key.running
+            for key in state.ranks
         )
 
     def _fail(self, what: str, state: State) -> None:
@@ -322,6 +339,9 @@ class Model:
             state, move = step
             moves.append(move)
             step = self.parents[state]
-        way = "\n".join("  " + " ".join(str(part) for part in move[:4] if part != NONE) for move in reversed(moves))
+        way = "\n".join(
+            "  " + " ".join(str(part) for part in move[:4] if part != NONE)
+            for move in reversed(moves)
+        )
         ranks = "\n".join(f"  {index}: {key}" for index, key in enumerate(last.ranks))
         raise FaultError(f"{what}, after\n{way}\nranks\n{ranks}\n  {last[1:]}")

@@ -102,7 +102,16 @@ class Rank:
         return Key(
             self.current,
             *((waves.wave, waves.running, waves._awaited) if waves else (0, False, NONE)),
-            *(self.target, self.committed, self.voted, self.kept, self.tokens, self.paused, self.vote, self.votes),
+            *(
+                self.target,
+                self.committed,
+                self.voted,
+                self.kept,
+                self.tokens,
+                self.paused,
+                self.vote,
+                self.votes,
+            ),
             *(self.repeats, self.told, self.broken, self.dead),
         )
 
@@ -114,10 +123,29 @@ class Rank:
         if key.broken:
             rank.waves = None
         if rank.waves is not None:
-            rank.waves.wave, rank.waves.running, rank.waves._awaited = key.wave, key.running, key.awaited
-        rank.target, rank.committed, rank.voted, rank.kept = key.target, key.committed, key.voted, key.kept
-        rank.tokens, rank.paused, rank.vote, rank.votes = key.tokens, key.paused, key.vote, key.votes
-        rank.repeats, rank.told, rank.broken, rank.dead = key.repeats, key.told, key.broken, key.dead
+            rank.waves.wave, rank.waves.running, rank.waves._awaited = (
+                key.wave,
+                key.running,
+                key.awaited,
+            )
+        rank.target, rank.committed, rank.voted, rank.kept = (
+            key.target,
+            key.committed,
+            key.voted,
+            key.kept,
+        )
+        rank.tokens, rank.paused, rank.vote, rank.votes = (
+            key.tokens,
+            key.paused,
+            key.vote,
+            key.votes,
+        )
+        rank.repeats, rank.told, rank.broken, rank.dead = (
+            key.repeats,
+            key.told,
+            key.broken,
+            key.dead,
+        )
         return rank
 
 
@@ -289,7 +317,9 @@ class Ranks:
         raise AssertionError("the ranks do not come to rest")
 
 
-def new_ranks(generations: list[tuple[int, ...]], num_ranks: int, rank_class: type[Rank] = Rank) -> Ranks:
+def new_ranks(
+    generations: list[tuple[int, ...]], num_ranks: int, rank_class: type[Rank] = Rank
+) -> Ranks:
     """The members of generation 0 live in it."""
     ranks = Ranks(generations, [rank_class() for _ in range(num_ranks)])
     for member in generations[0]:

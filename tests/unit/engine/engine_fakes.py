@@ -31,7 +31,9 @@ class FakeExecutor(Executor):
         super().__init__(config, instance_id, wakeup)
         self.runner = FakeRunner(config.cache.block_size, config.scheduler.max_num_batched_tokens)
         self.step_s = float(os.environ.get("BATON_FAKE_STEP_S", "0"))
-        self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else config.parallel.pipeline_parallel_size
+        self.max_concurrent_batches = (
+            2 if config.scheduler.async_scheduling else config.parallel.pipeline_parallel_size
+        )
         self.calls: list[tuple[Any, ...]] = []
         """(method, *args) of collective_rpc."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
@@ -54,7 +56,9 @@ class FakeExecutor(Executor):
         time.sleep(self.step_s)
         return self.runner.execute_model(step)
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         if method == "sleep":
             self.runner.memory.clear()
         elif method not in ("wake_up", "start_profile", "stop_profile"):

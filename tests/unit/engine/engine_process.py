@@ -38,12 +38,24 @@ class EngineProcess:
             "--executor",
             "engine_fakes.FakeExecutor",
         ]
-        command += ["--engine-port", "0", "--http-port", "0", "--block-size", "4", "--num-blocks", "64", *flags]
+        command += [
+            "--engine-port",
+            "0",
+            "--http-port",
+            "0",
+            "--block-size",
+            "4",
+            "--num-blocks",
+            "64",
+            *flags,
+        ]
         environment = {**os.environ, "POD_IP": HOST, "PYTHONPATH": os.pathsep.join(sys.path), **env}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
         ports = re.compile(r"engine port (\d+), http port (\d+)")
-        found = wait_for(lambda: ports.search(self.text), "ports in the log", self, deadline_s=START_S)
+        found = wait_for(
+            lambda: ports.search(self.text), "ports in the log", self, deadline_s=START_S
+        )
         self.engine_port, self.http_port = int(found[1]), int(found[2])
 
     @property
@@ -66,7 +78,13 @@ class EngineProcess:
         self.process.wait()
 
 
-def wait_for(condition: Callable[[], Any], what: str, engine: EngineProcess, *, deadline_s: float = DEADLINE_S) -> Any:
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    engine: EngineProcess,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> Any:
     """What `condition` returns once that is true. Fails when the time is up, or the engine has ended."""
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
@@ -84,7 +102,9 @@ async def connect(engine: EngineProcess, **options: Any) -> EngineClient:
     return client
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> EngineCoreRequest:
+def request(
+    request_id: str, prompt: list[int], max_tokens: int = 8, **fields: object
+) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return EngineCoreRequest(request_id, prompt, params, **fields)  # type: ignore[arg-type]
 

@@ -29,7 +29,9 @@ from support.waiting import eventually
 T = TypeVar("T")
 
 
-def run_threads(works: Sequence[Callable[[], T]], on_error: Callable[[], None] = lambda: None) -> list[T]:
+def run_threads(
+    works: Sequence[Callable[[], T]], on_error: Callable[[], None] = lambda: None
+) -> list[T]:
     """Each in a thread; the first failure is raised, after `on_error` has ended what the others wait for."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -41,14 +43,18 @@ def run_threads(works: Sequence[Callable[[], T]], on_error: Callable[[], None] =
             errors.append(error)
             on_error()
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))]
+    threads = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), f"ranks did not end within {DEADLINE_S} s"
+    assert not any(thread.is_alive() for thread in threads), (
+        f"ranks did not end within {DEADLINE_S} s"
+    )
     return [results[index] for index in range(len(works))]
 
 
@@ -69,7 +75,9 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
     )
 
 
-def generation(number: int, names: Sequence[str], placement: Placement, nonce: str = "") -> Generation:
+def generation(
+    number: int, names: Sequence[str], placement: Placement, nonce: str = ""
+) -> Generation:
     members = tuple(Member(name, name, "127.0.0.1", 0, 0, 0) for name in names)
     return Generation(number, nonce or f"nonce-{number}", members, placement, "127.0.0.1", 0)
 
@@ -83,7 +91,9 @@ class ThreadNetwork:
         self.unreachable: set[str] = set()
         """Names of groups that nobody can join."""
 
-    def join(self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float) -> Group:
+    def join(
+        self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
         if name in self.unreachable:
             raise TimeoutError(f"group {name} is unreachable")
         if generation.size == 1:
@@ -141,7 +151,8 @@ def prepare_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> N
     for rank in ranks:
         status = eventually(
             lambda rank=rank: (
-                (found := rank.generations.preparation()).state is not PreparationState.PREPARING and found
+                (found := rank.generations.preparation()).state is not PreparationState.PREPARING
+                and found
             ),
             timeout_s=DEADLINE_S,
             what=f"{rank.name} prepares",
@@ -150,7 +161,9 @@ def prepare_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> N
 
 
 @torch.inference_mode()
-def run_spread(model: CausalLM, sequences: list[list[int]], chunk: int, waves: Sequence[tuple[int, ...]]) -> Tensor:
+def run_spread(
+    model: CausalLM, sequences: list[list[int]], chunk: int, waves: Sequence[tuple[int, ...]]
+) -> Tensor:
     """As `model_cases.run_model`, in steps that other ranks take, too: all of `waves`, the last ones perhaps without tokens.
 
     Raises:
@@ -184,7 +197,8 @@ def waves_of(sequences: Sequence[list[list[int]]], chunk: int) -> list[tuple[int
     steps = max(-(-length // chunk) for length in lengths)
     return [
         tuple(
-            len(own) * max(0, min(chunk, length - step * chunk)) for own, length in zip(sequences, lengths, strict=True)
+            len(own) * max(0, min(chunk, length - step * chunk))
+            for own, length in zip(sequences, lengths, strict=True)
         )
         for step in range(steps)
     ]

@@ -38,14 +38,23 @@ def candidates(token_ids: Sequence[int], num_candidates: int) -> list[tuple[int,
     """The fake model's (token id, log-probability), best first."""
     first = next_token(token_ids)
     gap = 1 + first % 7
-    return [((first + index * gap) % VOCAB_SIZE, -0.1 * (index + 1) * gap) for index in range(num_candidates)]
+    return [
+        ((first + index * gap) % VOCAB_SIZE, -0.1 * (index + 1) * gap)
+        for index in range(num_candidates)
+    ]
 
 
-def beam_search(prompt: list[int], params: SamplingParams, stop_token_ids: frozenset[int]) -> list[list[int]]:
+def beam_search(
+    prompt: list[int], params: SamplingParams, stop_token_ids: frozenset[int]
+) -> list[list[int]]:
     """The hypotheses of the fake model, best first, with nothing but lists."""
     assert params.max_tokens is not None
     config = BeamConfig(
-        params.beam_width, params.max_tokens, stop_token_ids, params.length_penalty, params.early_stopping
+        params.beam_width,
+        params.max_tokens,
+        stop_token_ids,
+        params.length_penalty,
+        params.early_stopping,
     )
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: FinishedBeams[list[int]] = FinishedBeams(config.width)
@@ -58,7 +67,9 @@ def beam_search(prompt: list[int], params: SamplingParams, stop_token_ids: froze
         )
         for beam in step.finished:
             finished.add(beam.score, [*beams[beam.parent][1], beam.token_id])
-        beams = [(logprob, [*beams[parent][1], token_id]) for parent, token_id, logprob in step.live]
+        beams = [
+            (logprob, [*beams[parent][1], token_id]) for parent, token_id, logprob in step.live
+        ]
     return list(finished)
 
 
@@ -83,7 +94,9 @@ class FakeRunner:
     sequences: dict[str, _Sequence] = field(default_factory=dict)
     max_num_seqs: int = 1 << 30
 
-    def write(self, block_ids: Sequence[int], token_ids: Sequence[int], start: int, end: int) -> None:
+    def write(
+        self, block_ids: Sequence[int], token_ids: Sequence[int], start: int, end: int
+    ) -> None:
         for position in range(start, end):
             slot = (block_ids[position // self.block_size], position % self.block_size)
             self.memory[slot] = list(token_ids[: position + 1])
@@ -91,9 +104,13 @@ class FakeRunner:
     def check(self, sequence: _Sequence, end: int) -> None:
         for position in range(end):
             slot = (sequence.block_ids[position // self.block_size], position % self.block_size)
-            assert self.memory.get(slot) == sequence.token_ids[: position + 1], f"wrong KV at position {position}"
+            assert self.memory.get(slot) == sequence.token_ids[: position + 1], (
+                f"wrong KV at position {position}"
+            )
 
-    def execute_model(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+    def execute_model(
+        self, step: SchedulerOutput, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
         """Applies a step as `executor/step.py` says."""
         starts = self._begin(step)
         output = ModelRunnerOutput()
@@ -106,7 +123,9 @@ class FakeRunner:
         for request_id, start in self._begin(step).items():
             sequence = self.sequences[request_id]
             for position in range(start, start + step.num_scheduled_tokens[request_id]):
-                self.memory[sequence.block_ids[position // self.block_size], position % self.block_size] = [-3]
+                self.memory[
+                    sequence.block_ids[position // self.block_size], position % self.block_size
+                ] = [-3]
 
     def _begin(self, step: SchedulerOutput) -> dict[str, int]:
         """Everything up to the sampling. Returns the position at which each sequence's tokens begin."""
@@ -114,7 +133,13 @@ class FakeRunner:
         assert step.reaches_model_runner
         _copy(step.store, self.memory, self.offload_memory, self.block_size)
         for load in step.connector.loads:  # the peer is fast
-            self.memory.update({(block, offset): [-2] for block in load.block_ids for offset in range(self.block_size)})
+            self.memory.update(
+                {
+                    (block, offset): [-2]
+                    for block in load.block_ids
+                    for offset in range(self.block_size)
+                }
+            )
         for request_id in step.finished_request_ids:
             self.sequences.pop(request_id, None)
         _copy(step.swap_out, self.memory, self.host_memory, self.block_size)
@@ -123,7 +148,9 @@ class FakeRunner:
         assert not {c.source for c in step.block_copies} & {c.target for c in step.block_copies}
         _copy(step.block_copies, self.memory, self.memory, self.block_size)
         starts = self._take_in(step)
-        assert len(self.sequences) <= self.max_num_seqs, "more sequences than rows in the worker's batch"
+        assert len(self.sequences) <= self.max_num_seqs, (
+            "more sequences than rows in the worker's batch"
+        )
         written: set[int] = set()
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             sequence, start = self.sequences[request_id], starts[request_id]
@@ -149,7 +176,9 @@ class FakeRunner:
         for cached in step.cached_requests:
             sequence = self.sequences[cached.request_id]
             replaced = dict(cached.replaced_blocks)
-            sequence.block_ids = [replaced.get(block_id, block_id) for block_id in sequence.block_ids]
+            sequence.block_ids = [
+                replaced.get(block_id, block_id) for block_id in sequence.block_ids
+            ]
             sequence.block_ids += cached.new_block_ids
             start = starts[cached.request_id] = cached.num_computed_tokens
             if cached.new_token_ids:
@@ -171,7 +200,9 @@ class FakeRunner:
         self.check(sequence, end)
         if params.prompt_logprobs is not None and start + 1 < sequence.num_prompt:
             predicted = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt)]
-            output.prompt_logprobs[request_id] = [TokenLogprobs(token_id, -1.0) for token_id in predicted]
+            output.prompt_logprobs[request_id] = [
+                TokenLogprobs(token_id, -1.0) for token_id in predicted
+            ]
         if params.return_routed_experts:
             experts = b"".join(position.to_bytes(2, "little") for position in range(start, end))
             output.routed_experts[request_id] = RoutedExperts((num_tokens, 1, 1), experts)
@@ -232,7 +263,11 @@ class FakeConnector:
             assert len(load.block_ids) == len(load.block_hashes)
             self.loads[load.transfer_id] = load
         for transfer_id in metadata.cancels:
-            assert transfer_id in self.sends or transfer_id in self.loads or self._has_ended(transfer_id)
+            assert (
+                transfer_id in self.sends
+                or transfer_id in self.loads
+                or self._has_ended(transfer_id)
+            )
             self.cancelled.add(transfer_id)
         for save in metadata.saves:
             if self._has_ended(save.transfer_id):
@@ -254,7 +289,9 @@ class FakeConnector:
         self._ended.add(transfer_id)
         self._finished.finished_sending.add(transfer_id)
 
-    def end_load(self, transfer_id: str, num_valid_blocks: int | None = None, error: str = "") -> None:
+    def end_load(
+        self, transfer_id: str, num_valid_blocks: int | None = None, error: str = ""
+    ) -> None:
         load = self.loads.pop(transfer_id)
         self._ended.add(transfer_id)
         valid = len(load.block_ids) if num_valid_blocks is None else num_valid_blocks

@@ -38,7 +38,9 @@ class RecordedRuns:
 
         def replay() -> T:
             self.num_replays += 1
-            for place, tensor in zip(pytree.tree_leaves(result), pytree.tree_leaves(run()), strict=True):
+            for place, tensor in zip(
+                pytree.tree_leaves(result), pytree.tree_leaves(run()), strict=True
+            ):
                 if isinstance(place, Tensor):
                     place.copy_(tensor)
             return result

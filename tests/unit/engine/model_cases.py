@@ -39,7 +39,8 @@ def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
     own = shard(model.config, model.parallel)
     num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
     return torch.full(
-        (num_blocks, own.num_kv_heads, own.num_layers, 2, BLOCK_SIZE, model.config.head_dim), float("nan")
+        (num_blocks, own.num_kv_heads, own.num_layers, 2, BLOCK_SIZE, model.config.head_dim),
+        float("nan"),
     )
 
 
@@ -76,7 +77,9 @@ def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor
         batch = chunk_batch(sequences, start, end, kv_cache)
         hidden = None
         if not model.parallel.is_first_stage:
-            hidden = pipeline.recv(torch.empty(len(batch.input_ids), model.config.hidden_size), pipeline.rank - 1)
+            hidden = pipeline.recv(
+                torch.empty(len(batch.input_ids), model.config.hidden_size), pipeline.rank - 1
+            )
         batch.context.tensor_group = model.parallel.tensor
         with forward_context(batch.context):
             hidden = model(batch.input_ids, batch.positions, hidden)
@@ -138,14 +141,18 @@ class ThreadGroup:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._exchange("all_gather", tensor), dim=dim)
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Tensor:
         assert sum(send_counts) == len(rows)
         width = torch.tensor([*send_counts, rows.shape[1:].numel()])
         numbers = self._exchange("all_to_all", width)
         assert all(row[-1] == width[-1] for row in numbers), "ranks send rows of different sizes"
         assert [int(row[self.rank]) for row in numbers] == list(recv_counts)
         sent = self._exchange("all_to_all", rows)
-        return torch.cat([r.split(n[:-1].tolist())[self.rank] for r, n in zip(sent, numbers, strict=True)])
+        return torch.cat(
+            [r.split(n[:-1].tolist())[self.rank] for r, n in zip(sent, numbers, strict=True)]
+        )
 
     def send(self, tensor: Tensor, target: int) -> None:
         self._meeting.mail[self.rank, target].put(tensor.clone())
@@ -177,7 +184,9 @@ class ThreadGroup:
         return tensors
 
 
-def run_ranks(work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1) -> list[T]:
+def run_ranks(
+    work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1
+) -> list[T]:
     """`work` on every rank, each in a thread; results in global rank order. The first failure ends all of them."""
     tensor_groups = [Meeting(tensor_size) for _ in range(pipeline_size)]
     pipelines = [Meeting(pipeline_size) for _ in range(tensor_size)]
@@ -207,5 +216,7 @@ def run_ranks(work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeli
         thread.join(DEADLINE_S)
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), f"ranks did not end within {DEADLINE_S} s"
+    assert not any(thread.is_alive() for thread in threads), (
+        f"ranks did not end within {DEADLINE_S} s"
+    )
     return [results[rank] for rank in sorted(results)]

@@ -17,10 +17,24 @@ from baton_engine.elastic.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.worker.preparation import Preparation, PreparationState
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from baton_protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
-from baton_protocol.topology import Directive, ExpertLoads, Generation, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import (
+    Directive,
+    ExpertLoads,
+    Generation,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+)
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
@@ -158,7 +172,9 @@ class ExpertExecutor(FakeExecutor):
         if generation is not None and nonce in ("", generation.nonce):
             self.network.meeting(generation, "experts").abort()
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         match method:
             case "prepare_generation":
                 assert args[0].rank_of(self.instance_id) is not None
@@ -184,7 +200,9 @@ class ExpertExecutor(FakeExecutor):
         if self._prepared is None:
             return Preparation()
         if self.preparation_fails:
-            return Preparation(self._prepared.nonce, PreparationState.FAILED, self.preparation_fails)
+            return Preparation(
+                self._prepared.nonce, PreparationState.FAILED, self.preparation_fails
+            )
         state = PreparationState.PREPARING if self.preparation_held else PreparationState.PREPARED
         return Preparation(self._prepared.nonce, state)
 
@@ -291,7 +309,9 @@ class Rank:
 
     # For tests
 
-    def tell(self, target: Generation | None = None, *, commit: bool = False, dismissed: bool = False) -> None:
+    def tell(
+        self, target: Generation | None = None, *, commit: bool = False, dismissed: bool = False
+    ) -> None:
         """A directive comes."""
         directive = Directive("coordinator", target, commit, dismissed)
         self.core.interrupt(directive)
@@ -309,7 +329,9 @@ class Rank:
         self.inputs.put(take)
 
     def tokens(self, request_id: str) -> list[int]:
-        return [token for output in list(self.outputs[request_id]) for token in output.new_token_ids]
+        return [
+            token for output in list(self.outputs[request_id]) for token in output.new_token_ids
+        ]
 
     def ended(self, request_id: str) -> EngineCoreOutput | None:
         outputs = self.outputs[request_id]
@@ -343,10 +365,21 @@ class Rank:
         self.executor.shutdown()
 
 
-def generation(number: int, ranks: Sequence[Rank], *, urgent: bool = False, nonce: str = "") -> Generation:
+def generation(
+    number: int, ranks: Sequence[Rank], *, urgent: bool = False, nonce: str = ""
+) -> Generation:
     placement = (tuple((index,) for index in range(len(ranks))),) * 2
     members = tuple(rank.member for rank in ranks)
-    return Generation(number, nonce or f"nonce-{number}", members, placement, "127.0.0.1", 3, f"op-{number}", urgent)
+    return Generation(
+        number,
+        nonce or f"nonce-{number}",
+        members,
+        placement,
+        "127.0.0.1",
+        3,
+        f"op-{number}",
+        urgent,
+    )
 
 
 def adopt(target: Generation, tell: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
@@ -354,7 +387,9 @@ def adopt(target: Generation, tell: Sequence[Rank], *, serving: Sequence[Rank]) 
     for rank in tell:
         rank.tell(target)
     for rank in serving:
-        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, f"{target.nonce} prepared")  # type: ignore[misc]
+        rank.until(
+            lambda rank=rank: rank.status().prepared == target.nonce, f"{target.nonce} prepared"
+        )  # type: ignore[misc]
     for rank in tell:
         rank.tell(target, commit=True)
     for rank in serving:

@@ -25,13 +25,21 @@ class LonelyExpertExecutor(FakeExecutor):
     def initialize(self) -> ModelInfo:
         info = super().initialize()
         return ModelInfo(
-            info.num_blocks, info.vocab_size, info.eos_token_ids, 512, "fake-hash", num_sparse_layers=2, num_experts=4
+            info.num_blocks,
+            info.vocab_size,
+            info.eos_token_ids,
+            512,
+            "fake-hash",
+            num_sparse_layers=2,
+            num_experts=4,
         )
 
     def interrupt(self, nonce: str = "") -> None:
         pass
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
         match method:
             case "prepare_generation":
                 self._prepared = args[0].nonce
@@ -80,7 +88,8 @@ class ScriptedCoordinator:
         def reached() -> bool:
             found = {name: self.statuses.get(name) for name in names}
             assert all(
-                status is not None and all(getattr(status, field) == value for field, value in fields.items())
+                status is not None
+                and all(getattr(status, field) == value for field, value in fields.items())
                 for status in found.values()
             ), found
             return True
@@ -92,11 +101,23 @@ class ScriptedCoordinator:
         placement = (tuple((index,) for index in range(len(names))),) * 2
         first = members[0]
         return Generation(
-            number, f"nonce-{number}", members, placement, first.host, first.store_port, f"op-{number}", urgent
+            number,
+            f"nonce-{number}",
+            members,
+            placement,
+            first.host,
+            first.store_port,
+            f"op-{number}",
+            urgent,
         )
 
     def say(
-        self, names: list[str], target: Generation | None, *, commit: bool = False, dismissed: bool = False
+        self,
+        names: list[str],
+        target: Generation | None,
+        *,
+        commit: bool = False,
+        dismissed: bool = False,
     ) -> None:
         for name in names:
             self.directives[name] = Directive("scripted", target, commit, dismissed)

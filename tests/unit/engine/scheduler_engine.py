@@ -69,7 +69,12 @@ class Engine:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int = 4, params: object = None, **fields: object
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        params: object = None,
+        **fields: object,
     ) -> None:
         """
         Args:
@@ -112,7 +117,9 @@ class Engine:
     def last(self, request_id: str) -> EngineCoreOutput:
         return self.outputs[request_id][-1]
 
-    def load(self, transfer_id: str, tokens: list[int], num_valid: int | None = None, error: str = "") -> None:
+    def load(
+        self, transfer_id: str, tokens: list[int], num_valid: int | None = None, error: str = ""
+    ) -> None:
         """The transfer thread brings the blocks of `tokens`."""
         load = self.connector.loads[transfer_id]
         for index, block_id in enumerate(load.block_ids[:num_valid]):

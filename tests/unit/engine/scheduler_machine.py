@@ -91,7 +91,9 @@ def generate(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
             token = (token + 1) % VOCAB_SIZE
         tokens.append(token)
         num_generated += 1
-        if token in params.stop_token_ids or (grammar is not None and num_generated >= int(grammar.spec)):
+        if token in params.stop_token_ids or (
+            grammar is not None and num_generated >= int(grammar.spec)
+        ):
             return tokens[start:], FinishReason.STOP
         if num_generated == params.max_tokens or len(tokens) == MAX_MODEL_LEN:
             return tokens[start:], FinishReason.LENGTH
@@ -136,7 +138,9 @@ class World:
             send_token_ids=self.send_token_ids,
             structured_output=self.grammars,  # type: ignore[arg-type]
         )
-        self.runner = FakeRunner(BLOCK, BUDGET, appends=not self.send_token_ids, max_num_seqs=MAX_NUM_SEQS)
+        self.runner = FakeRunner(
+            BLOCK, BUDGET, appends=not self.send_token_ids, max_num_seqs=MAX_NUM_SEQS
+        )
         self.connector = FakeConnector()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.lost: Loss | None = None
@@ -173,19 +177,27 @@ class World:
     def schedule(self, lost: Loss | None = None) -> SchedulerOutput:
         """One more step in flight. The worker runs it at once: what counts is when the scheduler hears of it."""
         scheduler = self.scheduler
-        before = {entry.request.request_id for step in scheduler._in_flight.values() for entry in step}
+        before = {
+            entry.request.request_id for step in scheduler._in_flight.values() for entry in step
+        }
         step = scheduler.schedule()
         assert not (step.swap_in and step.swap_out)
         copied = {copy.source for copy in [*step.swap_out, *step.block_copies]}
         copied |= {copy.target for copy in [*step.swap_in, *step.block_copies, *step.restore]}
         for load in step.connector.loads:
-            assert not copied & set(load.block_ids), "a transfer may write before the copies are made"
+            assert not copied & set(load.block_ids), (
+                "a transfer may write before the copies are made"
+            )
         for entry in scheduler._in_flight.get(step.step_id, ()):
             request = entry.request
-            assert self.config.async_scheduling or request.request_id not in before, "it is in flight already"
+            assert self.config.async_scheduling or request.request_id not in before, (
+                "it is in flight already"
+            )
             for block in request.blocks[entry.start // BLOCK : -(-entry.end // BLOCK)]:
                 assert block.ref_count == 1, "somebody else reads what is being written"
-                assert block.block_hash is None, "what is being written can be found in the prefix cache"
+                assert block.block_hash is None, (
+                    "what is being written can be found in the prefix cache"
+                )
         output = ModelRunnerOutput()
         self.lost = lost
         if lost is Loss.IN_THE_WORKER:
@@ -226,7 +238,10 @@ class World:
             if output.new_token_ids:
                 if not received:
                     self.skipped[request_id] = output.token_offset - num_known
-                    assert self.skipped[request_id] in (0, 1)  # 1: after the prefill side's first token
+                    assert self.skipped[request_id] in (
+                        0,
+                        1,
+                    )  # 1: after the prefill side's first token
                 assert output.token_offset == num_known + self.skipped[request_id] + len(received)
                 received += output.new_token_ids
             if output.finish_reason is not None:
@@ -258,14 +273,20 @@ class World:
             assert "has used up all" in output.error
         else:
             params = request.sampling_params
-            expected = beam_search(request.prompt_token_ids, params, frozenset(params.stop_token_ids))
+            expected = beam_search(
+                request.prompt_token_ids, params, frozenset(params.stop_token_ids)
+            )
             assert output.beams is not None
             assert [beam.token_ids for beam in output.beams] == expected
             assert output.new_token_ids == expected[0]
 
     def check_blocks(self) -> None:
         """Reference counts are the number of holders, on the device and on the host."""
-        sequences = [sequence for request in self.objects.values() for sequence in [request, *_beams(request)]]
+        sequences = [
+            sequence
+            for request in self.objects.values()
+            for sequence in [request, *_beams(request)]
+        ]
         for pool, lists in (
             (self.kv.pool, [sequence.blocks for sequence in sequences]),
             (self.kv.swap_pool, [sequence.swapped_blocks for sequence in sequences]),
@@ -279,12 +300,22 @@ class World:
         """Every request is in one place, and the batch is not overfull."""
         scheduler = self.scheduler
         queues = scheduler.queues
-        places = [scheduler.running, queues.waiting, queues.waiting_to_load, queues.loaded, queues.loading]
-        num_placed = sum(map(len, places)) + len(scheduler._grammars) + len(scheduler._awaiting_steps)
+        places = [
+            scheduler.running,
+            queues.waiting,
+            queues.waiting_to_load,
+            queues.loaded,
+            queues.loading,
+        ]
+        num_placed = (
+            sum(map(len, places)) + len(scheduler._grammars) + len(scheduler._awaiting_steps)
+        )
         num_placed += scheduler._preemptor.num_swapped
         num_placed += sum(len(group.waiting) for group in scheduler._groups._groups.values())
         assert num_placed == len(scheduler.requests)
-        assert scheduler.running.num_seqs == sum(request.max_seqs for request in scheduler.running.values())
+        assert scheduler.running.num_seqs == sum(
+            request.max_seqs for request in scheduler.running.values()
+        )
         assert scheduler.running.num_seqs <= MAX_NUM_SEQS
 
 

@@ -39,7 +39,9 @@ class Runner(Protocol):
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput: ...
 
 
-def runner_config(path: Path, dtype: str = "float32", block_size: int = 16, max_num_seqs: int = 64) -> EngineConfig:
+def runner_config(
+    path: Path, dtype: str = "float32", block_size: int = 16, max_num_seqs: int = 64
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=str(path), dtype=dtype),
         cache=CacheConfig(block_size=block_size),
@@ -50,7 +52,11 @@ def runner_config(path: Path, dtype: str = "float32", block_size: int = 16, max_
 
 
 def make_runner(
-    path: Path, num_blocks: int = 256, dtype: str = "float32", block_size: int = 16, max_num_seqs: int = 64
+    path: Path,
+    num_blocks: int = 256,
+    dtype: str = "float32",
+    block_size: int = 16,
+    max_num_seqs: int = 64,
 ) -> ModelRunner:
     """A loaded runner whose whole KV memory is NaN: whatever it reads, it must have written."""
     runner = ModelRunner(runner_config(path, dtype, block_size, max_num_seqs))
@@ -97,7 +103,9 @@ class StepDriver:
         send_token_ids: known requests come with the tokens to run, as for workers that do not sample.
     """
 
-    def __init__(self, runner: Runner, num_blocks: int = 256, seed: int = 0, send_token_ids: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, num_blocks: int = 256, seed: int = 0, send_token_ids: bool = False
+    ) -> None:
         self.runner = runner
         self.send_token_ids = send_token_ids
         self.random = random.Random(seed)
@@ -111,7 +119,9 @@ class StepDriver:
         self.swapping_in: list[BlockCopy] = []
         self.copying: list[BlockCopy] = []
 
-    def run(self, sequences: Sequence[Request], max_chunk: int = 24, join_probability: float = 1.0) -> None:
+    def run(
+        self, sequences: Sequence[Request], max_chunk: int = 24, join_probability: float = 1.0
+    ) -> None:
         """Sequences join the batch one by one (with `join_probability` per step) and leave it when done."""
         waiting, running = list(sequences), []
         while waiting or running:
@@ -135,7 +145,9 @@ class StepDriver:
         for sequence in sequences:
             self.release(sequence)
 
-    def step(self, sequences: Sequence[Request], max_chunk: int, grammar: GrammarOutput | None = None) -> None:
+    def step(
+        self, sequences: Sequence[Request], max_chunk: int, grammar: GrammarOutput | None = None
+    ) -> None:
         self._run(*self._schedule(sequences, max_chunk), grammar)
 
     def release(self, sequence: Request) -> None:
@@ -186,7 +198,11 @@ class StepDriver:
     ) -> tuple[SchedulerOutput, list[Request], set[str]]:
         """A step, whom it runs, and which of them reach their last token."""
         output = SchedulerOutput([], [], {}, self.finished)
-        output.swap_out, output.swap_in, output.block_copies = self.swapping_out, self.swapping_in, self.copying
+        output.swap_out, output.swap_in, output.block_copies = (
+            self.swapping_out,
+            self.swapping_in,
+            self.copying,
+        )
         self.finished, self.swapping_out, self.swapping_in, self.copying = [], [], [], []
         sampling = set()
         for sequence in sequences:
@@ -202,7 +218,11 @@ class StepDriver:
                     tokens = (sequence.prompt + sequence.generated)[sequence.num_computed : end]
                 output.cached_requests.append(
                     CachedRequestData(
-                        sequence.request_id, new_blocks, sequence.num_computed, tokens, sequence.replaced_blocks
+                        sequence.request_id,
+                        new_blocks,
+                        sequence.num_computed,
+                        tokens,
+                        sequence.replaced_blocks,
                     )
                 )
             else:

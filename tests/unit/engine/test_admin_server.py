@@ -65,7 +65,11 @@ def test_a_client_that_leaves_early_is_no_error(server, capfd, caplog):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.sendall(b"GET /hea")
     connection.close()  # with a reset, while the server waits for the rest
-    eventually(lambda: "an HTTP client is gone" in caplog.text, timeout_s=30, what="the end of that request")
+    eventually(
+        lambda: "an HTTP client is gone" in caplog.text,
+        timeout_s=30,
+        what="the end of that request",
+    )
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert capfd.readouterr().err == ""
 
@@ -74,16 +78,22 @@ def test_a_request_that_fails_is_logged(server, admin, capfd, caplog, monkeypatc
     monkeypatch.setattr(admin, "health", lambda: 1 / 0)
     with pytest.raises(ConnectionError):
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=30)
-    eventually(lambda: "ZeroDivisionError" in caplog.text, timeout_s=30, what="the error in the log")
+    eventually(
+        lambda: "ZeroDivisionError" in caplog.text, timeout_s=30, what="the error in the log"
+    )
     assert capfd.readouterr().err == ""
 
 
 KEY = ServiceKey(b"the key of this service")
 
 
-def ask(server: AdminServer, method: str, path: str, authorization: str | None = None) -> tuple[int, Any]:
+def ask(
+    server: AdminServer, method: str, path: str, authorization: str | None = None
+) -> tuple[int, Any]:
     headers = {} if authorization is None else {"Authorization": authorization}
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, json.load(answer)
@@ -92,7 +102,11 @@ def ask(server: AdminServer, method: str, path: str, authorization: str | None =
 
 
 def test_conditions_tell_how_far_the_engine_is_if_it_knows(server):
-    loading = {"reason": "Loading", "message": "loading x", "progress": {"done_bytes": 1, "total_bytes": 4}}
+    loading = {
+        "reason": "Loading",
+        "message": "loading x",
+        "progress": {"done_bytes": 1, "total_bytes": 4},
+    }
     assert ask(server, "GET", "/ready") == (503, loading)
     assert ask(server, "GET", "/health") == (200, {"reason": "Serving", "message": ""})
 
@@ -135,7 +149,12 @@ def test_what_does_not_end_well_has_a_status_and_a_reason(server, admin, answer,
 
 
 def test_what_changes_something_is_no_get_and_unknown_paths_list_the_known(server, admin):
-    for method, path in (("GET", "/pause"), ("POST", "/is_paused"), ("POST", "/abort_all"), ("GET", "/")):
+    for method, path in (
+        ("GET", "/pause"),
+        ("POST", "/is_paused"),
+        ("POST", "/abort_all"),
+        ("GET", "/"),
+    ):
         status, body = ask(server, method, path)
         assert (status, body["reason"]) == (404, "NotFound")
         assert "/wake_up" in body["message"]
@@ -167,7 +186,9 @@ def refusals(access: Access, door: str) -> float:
 
 
 @pytest.mark.parametrize("path", ["/drain", "/pause?mode=wait", "/sleep", "/no_such_thing"])
-@pytest.mark.parametrize("authorization", [None, "Bearer wrong", ServiceKey(b"another service's key").bearer])
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", ServiceKey(b"another service's key").bearer]
+)
 def test_what_changes_something_needs_the_key(locked, admin, access, path, authorization):
     status, body = ask(locked, "POST", path, authorization)
     assert (status, body["reason"]) == (401, "Unauthorized")
@@ -193,7 +214,9 @@ def test_what_changes_nothing_stays_open(locked):
 
 def test_the_body_of_a_refused_request_is_not_taken_for_the_next_one(locked, admin):
     """Its connection ends instead."""
-    smuggled = b"POST /drain HTTP/1.1\r\nHost: x\r\nAuthorization: " + KEY.bearer.encode() + b"\r\n\r\n"
+    smuggled = (
+        b"POST /drain HTTP/1.1\r\nHost: x\r\nAuthorization: " + KEY.bearer.encode() + b"\r\n\r\n"
+    )
     head = b"POST /pause HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(smuggled)
     with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as connection:
         connection.sendall(head + smuggled)
@@ -215,5 +238,9 @@ def test_the_log_hears_of_strangers_once_in_a_while_and_of_all(caplog):
     now[0] = LOG_INTERVAL_S
     access.refused("http")
     said = [record.getMessage() for record in caplog.records]
-    assert [next(word for word in text.split() if word.isdecimal()) for text in said] == ["1", "7", "100"]
+    assert [next(word for word in text.split() if word.isdecimal()) for text in said] == [
+        "1",
+        "7",
+        "100",
+    ]
     assert refusals(access, "http") == 101

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, Candidate, FinishedBeams, advance
+from baton_engine.scheduling.groups.beam_search import (
+    BeamConfig,
+    BeamState,
+    Candidate,
+    FinishedBeams,
+    advance,
+)
 from baton_protocol.messages import FinishReason
 
 Model = Callable[[tuple[int, ...]], list[float]]
@@ -33,16 +39,25 @@ def search(model: Model, config: BeamConfig, num_candidates: int | None = None) 
     """What a caller does with `advance`; best first."""
     sequences: list[tuple[int, ...]] = [()]
     beams = [BeamState()]
-    finished: FinishedBeams[tuple[tuple[int, ...], float, FinishReason]] = FinishedBeams(config.width)
+    finished: FinishedBeams[tuple[tuple[int, ...], float, FinishReason]] = FinishedBeams(
+        config.width
+    )
     for _ in range(config.max_tokens):
-        candidates = [best(model(sequence), num_candidates or 3 * config.width) for sequence in sequences]
+        candidates = [
+            best(model(sequence), num_candidates or 3 * config.width) for sequence in sequences
+        ]
         step = advance(beams, candidates, config, finished.scores)
         for end in step.finished:
-            finished.add(end.score, ((*sequences[end.parent], end.token_id), end.score, end.finish_reason))
+            finished.add(
+                end.score, ((*sequences[end.parent], end.token_id), end.score, end.finish_reason)
+            )
         if step.over:
             assert not step.live
             return list(finished)
-        beams = [BeamState(live.cumulative_logprob, beams[live.parent].num_tokens + 1) for live in step.live]
+        beams = [
+            BeamState(live.cumulative_logprob, beams[live.parent].num_tokens + 1)
+            for live in step.live
+        ]
         sequences = [(*sequences[live.parent], live.token_id) for live in step.live]
     pytest.fail("the search did not end at max_tokens")
 
@@ -53,7 +68,9 @@ def best(logprobs: Sequence[float], count: int) -> list[Candidate]:
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_beam_wider_than_the_tree_finds_the_best_of_all_sequences(seed: int, length_penalty: float) -> None:
+def test_a_beam_wider_than_the_tree_finds_the_best_of_all_sequences(
+    seed: int, length_penalty: float
+) -> None:
     model, stop, vocab_size, depth = markov(seed, 3), 2, 3, 4
     config = BeamConfig(100, depth, frozenset([stop]), length_penalty)
     scores: dict[tuple[int, ...], float] = {}
@@ -63,7 +80,9 @@ def test_a_beam_wider_than_the_tree_finds_the_best_of_all_sequences(seed: int, l
                 total = sum(model(sequence[:i])[token] for i, token in enumerate(sequence))
                 scores[sequence] = total / length**length_penalty
     found = search(model, config, vocab_size)
-    assert [sequence for sequence, _, _ in found] == sorted(scores, key=lambda sequence: -scores[sequence])[:100]
+    assert [sequence for sequence, _, _ in found] == sorted(
+        scores, key=lambda sequence: -scores[sequence]
+    )[:100]
     for sequence, score, reason in found:
         assert score == pytest.approx(scores[sequence])
         assert reason is (FinishReason.STOP if sequence[-1] == stop else FinishReason.LENGTH)
@@ -112,14 +131,21 @@ def test_finds_what_transformers_generate_finds(
             return_dict_in_generate=True,
             output_scores=True,
         )
-        found = search(logprobs, BeamConfig(width, max_tokens, frozenset(stops), length_penalty, early_stopping))
+        found = search(
+            logprobs,
+            BeamConfig(width, max_tokens, frozenset(stops), length_penalty, early_stopping),
+        )
         expected = [
             (strip(tokens[len(prompt) :], stops), score)
-            for tokens, score in zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True)
+            for tokens, score in zip(
+                output.sequences.tolist(), output.sequences_scores.tolist(), strict=True
+            )
             if score > -1e8  # slots that nothing filled
         ]
         assert [sequence for sequence, _, _ in found] == [sequence for sequence, _ in expected]
-        assert [score for _, score, _ in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert [score for _, score, _ in found] == pytest.approx(
+            [score for _, score in expected], abs=1e-4
+        )
 
 
 def strip(token_ids: list[int], stops: list[int]) -> tuple[int, ...]:

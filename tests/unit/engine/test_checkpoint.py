@@ -14,7 +14,12 @@ import torch
 from baton_engine import checkpoint
 from baton_engine.checkpoint import ARCHITECTURES, SIZES, create_checkpoint
 
-TEXTS = ["Hello", "The quick runner carries the letter of a window slowly.", "déjà vu, 東京 🙂\n\tdef f(x):", " "]
+TEXTS = [
+    "Hello",
+    "The quick runner carries the letter of a window slowly.",
+    "déjà vu, 東京 🙂\n\tdef f(x):",
+    " ",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +28,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, create_checkpoint(tmp_path_factory.mktemp("made") / request.param, request.param, seed=3)
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    return request.param, create_checkpoint(
+        tmp_path_factory.mktemp("made") / request.param, request.param, seed=3
+    )
 
 
 def test_transformers_loads_it_as_the_named_architecture(made: tuple[str, Path]) -> None:
@@ -69,11 +78,16 @@ def test_transformers_loads_the_tokenizer_and_the_chat_template(made: tuple[str,
     )
     assert chat == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(chat).input_ids
-    assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>"), "special tokens are single tokens"
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>"), (
+        "special tokens are single tokens"
+    )
 
 
 def test_equal_arguments_give_equal_files_and_seeds_differ(tmp_path: Path) -> None:
-    paths = [create_checkpoint(tmp_path / str(n), "llama", num_layers=1, seed=s) for n, s in enumerate((5, 5, 6))]
+    paths = [
+        create_checkpoint(tmp_path / str(n), "llama", num_layers=1, seed=s)
+        for n, s in enumerate((5, 5, 6))
+    ]
     names = sorted(file.name for file in paths[0].iterdir())
     assert names == [
         "config.json",
@@ -95,11 +109,24 @@ def test_vocabulary_larger_than_the_corpus_supports(tmp_path: Path) -> None:
     assert json.loads((path / "config.json").read_text())["vocab_size"] == 16384
 
 
-def test_command_line_writes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_what_was_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     checkpoint.add_arguments(parser)
     out = tmp_path / "cli"
-    arguments = ["--arch", "qwen3_moe", "--out", str(out), "--hidden-size", "64", "--layers", "1", "--experts", "4"]
+    arguments = [
+        "--arch",
+        "qwen3_moe",
+        "--out",
+        str(out),
+        "--hidden-size",
+        "64",
+        "--layers",
+        "1",
+        "--experts",
+        "4",
+    ]
     assert checkpoint.run(parser.parse_args(arguments)) == 0
     config = json.loads((out / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["num_experts"]) == (64, 1, 4)
@@ -113,11 +140,21 @@ def test_command_line_takes_a_preset_and_what_differs_from_it(tmp_path: Path) ->
     out = tmp_path / "cli"
     sizes = ["--size", "150m", "--layers", "1", "--vocab-size", "300", "--sliding-window", "64"]
     options = [*sizes, "--rope-scaling", "yarn", "--rope-factor", "2"]
-    assert checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options])) == 0
+    assert (
+        checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options])) == 0
+    )
     config = json.loads((out / "config.json").read_text())
-    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (768, 1, 300)
+    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (
+        768,
+        1,
+        300,
+    )
     assert config["sliding_window"] == 64
-    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
+    assert config["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+    }
 
 
 def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -> None:
@@ -126,7 +163,9 @@ def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -
 
     path = create_checkpoint(tmp_path / "model", "llama", size="150m", vocab_size=300, num_layers=1)
     config = replace(
-        load_checkpoint_config(path), vocab_size=SIZES["150m"].vocab_size, num_layers=SIZES["150m"].num_layers
+        load_checkpoint_config(path),
+        vocab_size=SIZES["150m"].vocab_size,
+        num_layers=SIZES["150m"].num_layers,
     )
     assert 140e6 < sum(parameter.numel() for parameter in make_model(config).parameters()) < 160e6
 
@@ -148,7 +187,9 @@ def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -
         ({"sliding_window": 8}, "sliding_window must be positive, and is not for llama"),
     ],
 )
-def test_bad_sizes_are_refused_by_name(tmp_path: Path, arguments: dict[str, Any], field: str) -> None:
+def test_bad_sizes_are_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ValueError, match=field):
         create_checkpoint(tmp_path / "bad", "llama", **arguments)
     assert not (tmp_path / "bad").exists()

@@ -37,7 +37,9 @@ class RememberingCompiler:
     def open(self, key: str) -> None:
         pass
 
-    def compile(self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None) -> Callable[..., Any]:
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Callable[..., Any]:
         self.asked.append((piece_key(graph), size))
         self.graphs.append(graph)
         return graph.forward
@@ -46,8 +48,14 @@ class RememberingCompiler:
 class CompiledModel:
     """A model whose forward is compiled, as `run_model` takes it."""
 
-    def __init__(self, model: CausalLM, compiler: PieceCompiler, compile_sizes: Sequence[int] = ()) -> None:
-        self.parallel, self.config, self.compute_logits = model.parallel, model.config, model.compute_logits
+    def __init__(
+        self, model: CausalLM, compiler: PieceCompiler, compile_sizes: Sequence[int] = ()
+    ) -> None:
+        self.parallel, self.config, self.compute_logits = (
+            model.parallel,
+            model.config,
+            model.compute_logits,
+        )
         self.backend = PiecewiseBackend(compiler, SPLITTING, compile_sizes, (model.config,), CPU)
         self._forward = compile_model(model, self.backend)
 
@@ -69,9 +77,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(checkpoints: Path) -> dict[str, CausalLM]:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": NUM_LAYERS, "vocab_size": 300}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": NUM_LAYERS,
+        "vocab_size": 300,
+    }
     return {
-        arch: load(create_checkpoint(checkpoints / arch, arch, **sizes)) for arch in ("llama", "qwen3", "qwen3_moe")
+        arch: load(create_checkpoint(checkpoints / arch, arch, **sizes))
+        for arch in ("llama", "qwen3", "qwen3_moe")
     }
 
 
@@ -82,13 +96,23 @@ def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
         torch.testing.assert_close(actual, run_model(model, SEQUENCES, chunk), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))])
+@pytest.mark.parametrize(
+    ("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))]
+)
 def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothing(
-    models: dict[str, CausalLM], arch: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, CausalLM],
+    arch: str,
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[fx.Graph] = []
     run_pass = RemoveNoOps.__call__
-    monkeypatch.setattr(RemoveNoOps, "__call__", lambda self, graph: (passed.append(graph), run_pass(self, graph))[1])
+    monkeypatch.setattr(
+        RemoveNoOps,
+        "__call__",
+        lambda self, graph: (passed.append(graph), run_pass(self, graph))[1],
+    )
     model = models[arch]
     first = InductorCompiler(tmp_path)
     compiled = CompiledModel(model, first, sizes)
@@ -105,7 +129,9 @@ def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothin
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
-def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(models: dict[str, CausalLM], arch: str) -> None:
+def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(
+    models: dict[str, CausalLM], arch: str
+) -> None:
     compiler = RememberingCompiler()
     compiled = CompiledModel(models[arch], compiler)
     assert_same_logits(compiled, models[arch])
@@ -114,7 +140,9 @@ def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(models: dict[s
     assert len({key for key, _ in compiler.asked}) == 3
     operators = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
     assert not any("attend" in name for name in operators)
-    assert sum("mix_experts" in name for name in operators) == (NUM_LAYERS if arch == "qwen3_moe" else 0)
+    assert sum("mix_experts" in name for name in operators) == (
+        NUM_LAYERS if arch == "qwen3_moe" else 0
+    )
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
@@ -126,17 +154,29 @@ def test_ranks_compute_together_what_one_does_alone(
         return run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
 
     expected = run_model(models["llama"], SEQUENCES, 5)
-    torch.testing.assert_close(run_ranks(work, tensor, pipeline)[-1], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        run_ranks(work, tensor, pipeline)[-1], expected, atol=1e-4, rtol=1e-4
+    )
 
 
-def test_two_models_of_one_class_keep_their_own_weights(models: dict[str, CausalLM], tmp_path: Path) -> None:
-    other = load(create_checkpoint(tmp_path / "other", "llama", hidden_size=32, num_layers=1, vocab_size=300, seed=5))
-    both = [(CompiledModel(model, RememberingCompiler()), model) for model in (models["llama"], other)]
+def test_two_models_of_one_class_keep_their_own_weights(
+    models: dict[str, CausalLM], tmp_path: Path
+) -> None:
+    other = load(
+        create_checkpoint(
+            tmp_path / "other", "llama", hidden_size=32, num_layers=1, vocab_size=300, seed=5
+        )
+    )
+    both = [
+        (CompiledModel(model, RememberingCompiler()), model) for model in (models["llama"], other)
+    ]
     for compiled, model in (*both, *both):
         assert_same_logits(compiled, model)
 
 
-def test_a_second_trace_is_refused_for_it_might_hold_for_one_size_alone(models: dict[str, CausalLM]) -> None:
+def test_a_second_trace_is_refused_for_it_might_hold_for_one_size_alone(
+    models: dict[str, CausalLM],
+) -> None:
     compiler = RememberingCompiler()
     compiled = CompiledModel(models["llama"], compiler)
     run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
@@ -152,7 +192,9 @@ def test_pieces_are_compiled_once_more_for_chosen_sizes(models: dict[str, Causal
     assert sizes == [None] * 4 + [10] * 4 + [2] * 4, "two sequences: 10 tokens come before 2"
 
 
-def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_alone_do_not(tmp_path: Path) -> None:
+def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_alone_do_not(
+    tmp_path: Path,
+) -> None:
     source = tmp_path / "layer.py"
     source.write_text("a = 1")
     key = environment_key([str(source)], ["config"], CPU)
@@ -211,7 +253,9 @@ def test_without_a_place_for_compiled_code_a_temporary_one_serves(
     assert "set compilation.cache_dir to a folder of this user" in caplog.text
 
 
-def test_a_piece_that_cannot_be_loaded_is_compiled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_piece_that_cannot_be_loaded_is_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     compiler = InductorCompiler(tmp_path)
     compiler.open("key")
     path = compiler.folder / "piece-dynamic"
@@ -231,18 +275,26 @@ def test_a_piece_that_cannot_be_loaded_is_compiled_again(tmp_path: Path, caplog:
     ],
     ids=["view of a view", "slice of all", "slice of some", "views that change the shape"],
 )
-def test_operators_that_give_back_what_they_got_are_removed(function: Callable[[Tensor], Tensor], left: int) -> None:
+def test_operators_that_give_back_what_they_got_are_removed(
+    function: Callable[[Tensor], Tensor], left: int
+) -> None:
     x = torch.randn(6, 8)
     traced = make_fx(function, tracing_mode="symbolic")(x)
     RemoveNoOps()(traced.graph)
     traced.recompile()
     torch.testing.assert_close(traced(x), function(x))
-    kept = [node for node in traced.graph.nodes if node.op == "call_function" and "sym_size" not in str(node.target)]
+    kept = [
+        node
+        for node in traced.graph.nodes
+        if node.op == "call_function" and "sym_size" not in str(node.target)
+    ]
     assert len(kept) == left, traced.code
 
 
 @pytest.mark.parametrize(("middle", "left"), [(torch.float32, 1), (torch.bfloat16, 3)])
-def test_conversions_there_and_back_are_removed_where_they_are_exact(middle: torch.dtype, left: int) -> None:
+def test_conversions_there_and_back_are_removed_where_they_are_exact(
+    middle: torch.dtype, left: int
+) -> None:
     start = torch.float16
     convert = torch.ops.prims.convert_element_type.default
     x = torch.randn(5, 3).to(start)

@@ -16,7 +16,9 @@ from baton_engine.worker.compilation_plan import CompilationPlan, plan_compilati
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckpointConfig]:
     folder = tmp_path_factory.mktemp("plans")
     return {
-        arch: load_checkpoint_config(create_checkpoint(folder / arch, arch, num_layers=1, vocab_size=300))
+        arch: load_checkpoint_config(
+            create_checkpoint(folder / arch, arch, num_layers=1, vocab_size=300)
+        )
         for arch in ("llama", "qwen3_moe")
     }
 
@@ -42,7 +44,11 @@ def plan(model: CheckpointConfig, flags: str, *, has_graphs: bool) -> Compilatio
     ],
 )
 def test_defaults_depend_on_the_device_and_one_flag_switches_all_off(
-    models: dict[str, CheckpointConfig], flags: str, has_graphs: bool, mode: str, cudagraph_mode: str
+    models: dict[str, CheckpointConfig],
+    flags: str,
+    has_graphs: bool,
+    mode: str,
+    cudagraph_mode: str,
 ) -> None:
     made = plan(models["llama"], flags, has_graphs=has_graphs)
     assert (made.mode, made.cudagraph_mode) == (mode, CudagraphMode[cudagraph_mode])
@@ -58,7 +64,9 @@ def test_enforce_eager_says_what_it_overrides(
     assert "enforce_eager switches compilation and CUDA graphs off" in caplog.text
 
 
-def test_sizes_are_sorted_and_those_that_no_step_has_are_refused(models: dict[str, CheckpointConfig]) -> None:
+def test_sizes_are_sorted_and_those_that_no_step_has_are_refused(
+    models: dict[str, CheckpointConfig],
+) -> None:
     made = plan(models["llama"], "--capture-sizes 8,2,4 --compile-sizes 16,1", has_graphs=True)
     assert (made.capture_sizes, made.compile_sizes) == ((2, 4, 8), (1, 16))
     for flags in ("--capture-sizes 1,600", "--compile-sizes 0"):
@@ -78,10 +86,18 @@ def test_experts_in_eight_bits_are_not_traced(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--compilation-mode fast", r"compilation\.mode must be auto, none, eager or inductor, got 'fast'"),
-        ("--cudagraph-mode some", r"compilation\.cudagraph_mode must be auto, none, piecewise, .* got 'some'"),
+        (
+            "--compilation-mode fast",
+            r"compilation\.mode must be auto, none, eager or inductor, got 'fast'",
+        ),
+        (
+            "--cudagraph-mode some",
+            r"compilation\.cudagraph_mode must be auto, none, piecewise, .* got 'some'",
+        ),
     ],
 )
-def test_unknown_modes_are_refused_by_name(models: dict[str, CheckpointConfig], flags: str, message: str) -> None:
+def test_unknown_modes_are_refused_by_name(
+    models: dict[str, CheckpointConfig], flags: str, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan(models["llama"], flags, has_graphs=True)

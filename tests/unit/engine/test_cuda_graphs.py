@@ -18,13 +18,17 @@ from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CompilationConfig, EngineConfig, ModelConfig
 
-PROMPTS = [[3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))]
+PROMPTS = [
+    [3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))
+]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "vocab_size": 300}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(tmp_path_factory.mktemp("graphs") / request.param, request.param, **SMALL)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("graphs") / request.param, request.param, **SMALL
+    )
 
 
 @pytest.fixture
@@ -34,7 +38,9 @@ def double(monkeypatch: pytest.MonkeyPatch) -> RecordedRuns:
     return runs
 
 
-def generate(checkpoint: Path, between: Callable[[LLM], None] | None = None, **options: Any) -> list[list[int]]:
+def generate(
+    checkpoint: Path, between: Callable[[LLM], None] | None = None, **options: Any
+) -> list[list[int]]:
     """Twice the same prompts' tokens, joined; `between` comes in between."""
     llm = LLM(
         str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_batched_tokens=12, max_num_seqs=4,
@@ -58,14 +64,27 @@ def eager(checkpoint: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise"])
 def test_chunks_decodes_and_preemption_give_the_tokens_of_eager_steps(
-    checkpoint: Path, eager: list[list[int]], double: RecordedRuns, caplog: pytest.LogCaptureFixture, mode: str
+    checkpoint: Path,
+    eager: list[list[int]],
+    double: RecordedRuns,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")  # checks that arguments stay where they were
-    assert generate(checkpoint, compilation_mode="eager", cudagraph_mode=mode, capture_sizes=[1, 3, 8, 12]) == eager
+    caplog.set_level(
+        logging.DEBUG, "baton_engine.compilation.graphs"
+    )  # checks that arguments stay where they were
+    assert (
+        generate(
+            checkpoint, compilation_mode="eager", cudagraph_mode=mode, capture_sizes=[1, 3, 8, 12]
+        )
+        == eager
+    )
     assert double.num_replays > 20
 
 
-def test_graphs_are_captured_again_after_sleep(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+def test_graphs_are_captured_again_after_sleep(
+    checkpoint: Path, eager: list[list[int]], double: RecordedRuns
+) -> None:
     captured = []
 
     def nap(llm: LLM) -> None:
@@ -75,7 +94,11 @@ def test_graphs_are_captured_again_after_sleep(checkpoint: Path, eager: list[lis
             llm.wake_up()
         captured.append(double.num_captures)
 
-    options = {"compilation_mode": "eager", "cudagraph_mode": "full_and_piecewise", "capture_sizes": [2, 4, 12]}
+    options = {
+        "compilation_mode": "eager",
+        "cudagraph_mode": "full_and_piecewise",
+        "capture_sizes": [2, 4, 12],
+    }
     assert generate(checkpoint, nap, **options) == eager
     assert captured == [captured[0] * n for n in (1, 2, 3)]
 
@@ -83,11 +106,16 @@ def test_graphs_are_captured_again_after_sleep(checkpoint: Path, eager: list[lis
 def test_steps_larger_than_every_graph_run_without(
     checkpoint: Path, eager: list[list[int]], double: RecordedRuns
 ) -> None:
-    assert generate(checkpoint, compilation_mode="none", cudagraph_mode="full", capture_sizes=[2]) == eager
+    assert (
+        generate(checkpoint, compilation_mode="none", cudagraph_mode="full", capture_sizes=[2])
+        == eager
+    )
     assert double.num_captures == 2  # two tokens of two sequences, and of one or two with chunks
 
 
-def test_waking_what_is_awake_captures_nothing(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+def test_waking_what_is_awake_captures_nothing(
+    checkpoint: Path, eager: list[list[int]], double: RecordedRuns
+) -> None:
     captured = []
 
     def wake(llm: LLM) -> None:
@@ -95,11 +123,18 @@ def test_waking_what_is_awake_captures_nothing(checkpoint: Path, eager: list[lis
         llm.wake_up()
         captured.append(double.num_captures)
 
-    assert generate(checkpoint, wake, compilation_mode="none", cudagraph_mode="full", capture_sizes=[4]) == eager
+    assert (
+        generate(
+            checkpoint, wake, compilation_mode="none", cudagraph_mode="full", capture_sizes=[4]
+        )
+        == eager
+    )
     assert captured[0] == captured[1] > 0
 
 
-def test_a_model_is_compiled_without_graphs_and_chosen_sizes(checkpoint: Path, eager: list[list[int]]) -> None:
+def test_a_model_is_compiled_without_graphs_and_chosen_sizes(
+    checkpoint: Path, eager: list[list[int]]
+) -> None:
     assert generate(checkpoint, compilation_mode="eager", cudagraph_mode="none") == eager
 
 
@@ -116,7 +151,10 @@ def test_a_step_too_large_for_32_bit_indices_is_traced_as_a_whole(
         return forward
 
     monkeypatch.setattr(forward_runner, "compile_model", compile_nothing)
-    for largest in (forward_runner.INT32_MAX, 12 * 64 - 1):  # the model's widest layer has more outputs than 64
+    for largest in (
+        forward_runner.INT32_MAX,
+        12 * 64 - 1,
+    ):  # the model's widest layer has more outputs than 64
         monkeypatch.setattr(forward_runner, "INT32_MAX", largest)
         traced.clear()
         generate(checkpoint, compilation_mode="eager", cudagraph_mode="none")
@@ -127,7 +165,12 @@ def test_memory_of_all_graphs_is_estimated_from_the_two_largest(
     checkpoint: Path, double: RecordedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = CompilationConfig(mode="none", capture_sizes=(1, 2, 8, 12))
-    config = EngineConfig(model=ModelConfig(path=str(checkpoint)), compilation=compilation, device="cpu", num_threads=1)
+    config = EngineConfig(
+        model=ModelConfig(path=str(checkpoint)),
+        compilation=compilation,
+        device="cpu",
+        num_threads=1,
+    )
     runner = ModelRunner(config)
     runner.load_model()
     forward = runner._runner()
@@ -146,10 +189,14 @@ def test_warm_up_steps_fit_into_a_step() -> None:
         assert len(steps) >= 4
 
 
-def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Graph:
         def capture_begin(self, **options: object) -> None:
-            assert not torch.is_inference_mode_enabled(), "graphs of others would share tensors of inference mode"
+            assert not torch.is_inference_mode_enabled(), (
+                "graphs of others would share tensors of inference mode"
+            )
 
         def capture_end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -165,7 +212,9 @@ def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(mon
         CudaGraphs(torch.device("cuda")).capture(run)
 
 
-def test_one_flag_switches_everything_off(checkpoint: Path, eager: list[list[int]], double: RecordedRuns) -> None:
+def test_one_flag_switches_everything_off(
+    checkpoint: Path, eager: list[list[int]], double: RecordedRuns
+) -> None:
     options = {"compilation_mode": "inductor", "cudagraph_mode": "full"}
     assert generate(checkpoint, enforce_eager=True, **options) == eager
     assert double.num_captures == 0

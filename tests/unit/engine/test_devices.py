@@ -27,7 +27,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_a_cpu_keeps_the_checkpoints_dtype_where_it_multiplies_in_it(
     checkpoint: str, instructions: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, instructions: True})
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"avx512_f": True, instructions: True}
+    )
     assert resolve_dtype("auto", checkpoint, CPU) is expected
 
 
@@ -39,5 +41,7 @@ def test_a_gpu_keeps_the_checkpoints_dtype() -> None:
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_what_is_configured_counts(device: torch.device) -> None:
     assert resolve_dtype("float16", "bfloat16", device) is torch.float16
-    with pytest.raises(ConfigurationError, match="dtype must be auto or one of float32, bfloat16, float16"):
+    with pytest.raises(
+        ConfigurationError, match="dtype must be auto or one of float32, bfloat16, float16"
+    ):
         resolve_dtype("float64", "bfloat16", device)

@@ -48,7 +48,11 @@ def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
     lengths = {}
     for number, rank in enumerate(ranks):
         for index in range(number * 3 + (size == 1)):  # the first of several has nothing to do
-            lengths[f"r{number}-{index}"] = (rank, [7 * number + index + 1] * (1 + 9 * index), 5 + 7 * index)
+            lengths[f"r{number}-{index}"] = (
+                rank,
+                [7 * number + index + 1] * (1 + 9 * index),
+                5 + 7 * index,
+            )
     for request_id, (rank, prompt, length) in lengths.items():
         rank.add(request_id, prompt, length)
     for request_id, (rank, prompt, length) in lengths.items():
@@ -56,7 +60,9 @@ def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
     if size > 1:
         first = ranks[0].core.get_stats().topology
         assert first is not None
-        assert first.num_steps_without_tokens == first.num_steps > 0, "an idle rank lends its experts"
+        assert first.num_steps_without_tokens == first.num_steps > 0, (
+            "an idle rank lends its experts"
+        )
 
 
 def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(start, network):
@@ -74,7 +80,9 @@ def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(star
     assert all(rank.core.get_stats().topology.num_steps == steps[0] for rank in ranks)  # type: ignore[union-attr]
 
 
-def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_nothing(start, network):
+def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_nothing(
+    start, network
+):
     ranks = start(2)
     form(ranks)
     network.lost_starts = 3
@@ -133,7 +141,9 @@ def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_
     assert ranks[1].status().phase is RankPhase.STANDBY
     assert ranks[1].executor.generation is None
     ranks[1].add("late", [1])
-    assert ranks[1].until(lambda: ranks[1].ended("late"), "a refusal").error_code is ErrorCode.DRAINING
+    assert (
+        ranks[1].until(lambda: ranks[1].ended("late"), "a refusal").error_code is ErrorCode.DRAINING
+    )
     ranks[0].add("moved", [5, 6], 240, generated_token_ids=said)
     assert ranks[0].text("moved") == whole[len(said) :]
     assert ranks[2].text("long") == whole
@@ -167,7 +177,9 @@ def test_who_loses_a_member_keeps_its_requests_and_goes_on_with_the_same_tokens(
     assert ranks[0].status().failure == ""
 
 
-def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_when_it_wakes(start, network):
+def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_when_it_wakes(
+    start, network
+):
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -315,7 +327,9 @@ def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(sta
     assert ranks[1].status().commit_seen == target.nonce
 
 
-def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_generation_adopted_all_the_same(start):
+def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_generation_adopted_all_the_same(
+    start,
+):
     ranks = start(2)
     form(ranks)
     for rank in ranks:
@@ -329,7 +343,11 @@ def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_genera
     original = ranks[1].core._execute
 
     def break_in_the_last_step(step, schedule_s=0.0):
-        if step.wave_tokens and ranks[1].core._standby is not None and ranks[1].core._standby.vote_due:
+        if (
+            step.wave_tokens
+            and ranks[1].core._standby is not None
+            and ranks[1].core._standby.vote_due
+        ):
             ranks[1].executor.breaks_at_step = ranks[1].executor.num_wave_steps + 1
         original(step, schedule_s)
 
@@ -386,7 +404,9 @@ def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(
         rank.tell(stale, commit=True)
     ranks[0].add("r", [1], 10)
     assert ranks[0].text("r") == continuation([1], 10, ignore_eos=True)
-    assert all(rank.status().generation.number == 5 and rank.status().prepared == "" for rank in ranks)
+    assert all(
+        rank.status().generation.number == 5 and rank.status().prepared == "" for rank in ranks
+    )
 
 
 def test_who_stands_by_begins_anew_whatever_it_has_been_in(start):

@@ -45,7 +45,9 @@ def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
             folder.mkdir()
             flags = ("--executor", "rank_processes.LonelyExpertExecutor", "--rank-name", name)
             group = ("--enable-expert-parallel", "--coordinator", f"127.0.0.1:{coordinator.port}")
-            engines[name] = EngineProcess(folder, *flags, *group, "--drain-timeout-s", str(drain_timeout_s), **env)
+            engines[name] = EngineProcess(
+                folder, *flags, *group, "--drain-timeout-s", str(drain_timeout_s), **env
+            )
             started.append(engines[name])
         coordinator.until(list(names), "standby", phase=RankPhase.STANDBY)
         return engines
@@ -65,13 +67,18 @@ async def until_draining(client: EngineClient, draining: bool) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_every_other(ranks, coordinator):
+async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_every_other(
+    ranks, coordinator
+):
     engines = ranks("a", "b")
     a = engines["a"]
     assert a.http("GET", "/health")[0] == 200
     assert ready_reason(a) == "Standby"
     await asyncio.to_thread(coordinator.adopt, 1, ["b", "a"])
-    async with await connect(a, heartbeat_interval_s=0.1) as client, await connect(engines["b"]) as other:
+    async with (
+        await connect(a, heartbeat_interval_s=0.1) as client,
+        await connect(engines["b"]) as other,
+    ):
         assert (client.ready.data_parallel_rank, client.ready.data_parallel_size) == (1, 2)
         assert client.init.generation == 1
         assert client.init.config_hash == "fake-hash"
@@ -108,7 +115,9 @@ def test_stores_forget_generations_that_are_over(ranks, coordinator):
     ranks("a", "b")
     coordinator.adopt(1, ["a", "b"])
     members = [coordinator.statuses[name].member for name in ("a", "b")]
-    stores = [connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members]
+    stores = [
+        connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members
+    ]
     of_one = sum(store.num_keys() for store in stores)
     assert of_one > 0
     for number in range(2, 5):
@@ -122,7 +131,9 @@ def test_stores_forget_generations_that_are_over(ranks, coordinator):
     eventually(forgotten, timeout_s=DEADLINE_S, what="three of four generations forgotten")
 
 
-async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(ranks, coordinator):
+async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(
+    ranks, coordinator
+):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
     async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
@@ -143,7 +154,9 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
         assert tokens(await collect(client.add(request("again", [1], 5))))
 
 
-async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_generation(ranks, coordinator):
+async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_generation(
+    ranks, coordinator
+):
     engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
     async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
@@ -152,7 +165,9 @@ async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_gene
         engines["b"].kill()
         gone = coordinator.statuses["b"].member.instance_id
         for name in ("a", "c"):
-            await asyncio.to_thread(coordinator.until, [name], "BROKEN", phase=RankPhase.BROKEN, suspects=(gone,))
+            await asyncio.to_thread(
+                coordinator.until, [name], "BROKEN", phase=RankPhase.BROKEN, suspects=(gone,)
+            )
             assert engines[name].http("GET", "/ready")[0] == 200
         more = client.add(request("more", [9], 10))
         await asyncio.to_thread(coordinator.adopt, 2, ["a", "c"], urgent=True)
@@ -163,7 +178,9 @@ async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_gene
         assert tokens(await collect(more)) == continuation([9], 10, ignore_eos=True)
 
 
-async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_gives_it_up(ranks, coordinator):
+async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_gives_it_up(
+    ranks, coordinator
+):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
@@ -175,17 +192,23 @@ async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_give
         assert tokens(outputs) == continuation([7], 100, ignore_eos=True)
         coordinator.say(["b"], None, dismissed=True)
         engines["b"].process.send_signal(signal.SIGCONT)
-        await asyncio.to_thread(coordinator.until, ["b"], "standby", phase=RankPhase.STANDBY, generation=None)
+        await asyncio.to_thread(
+            coordinator.until, ["b"], "standby", phase=RankPhase.STANDBY, generation=None
+        )
 
 
 async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(ranks, coordinator):
     engines = ranks("a", "b")
     await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
     engines["b"].process.send_signal(signal.SIGTERM)
-    await asyncio.to_thread(coordinator.until, ["b"], "leaving", leaving=True, phase=RankPhase.SERVING)
+    await asyncio.to_thread(
+        coordinator.until, ["b"], "leaving", leaving=True, phase=RankPhase.SERVING
+    )
     assert ready_reason(engines["b"]) == "Draining"
     async with await connect(engines["a"]) as client:  # it still lends its experts
-        assert tokens(await collect(client.add(request("r", [1], 20)))) == continuation([1], 20, ignore_eos=True)
+        assert tokens(await collect(client.add(request("r", [1], 20)))) == continuation(
+            [1], 20, ignore_eos=True
+        )
     await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
     assert await asyncio.to_thread(engines["b"].process.wait, DEADLINE_S) == 0
     assert coordinator.statuses["a"].phase is RankPhase.SERVING

@@ -48,7 +48,9 @@ class Router:
     async def receive(self, kind: EngineCoreRequestType) -> tuple[str, bytes]:
         """Next message of this kind (heartbeats in between are passed over): (instance id, payload)."""
         while True:
-            peer, got, identity, payload = await asyncio.wait_for(self.socket.recv_multipart(), DEADLINE_S)
+            peer, got, identity, payload = await asyncio.wait_for(
+                self.socket.recv_multipart(), DEADLINE_S
+            )
             self.peer = peer
             if got == kind.value:
                 return identity.decode(), payload
@@ -179,7 +181,8 @@ async def test_what_is_left_in_the_socket_does_not_overtake_what_was_read(router
     monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive_and_end)
     for offset in range(20):
         await router.send(
-            EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([EngineCoreOutput("r", [1], token_offset=offset)])
+            EngineCoreResponseType.OUTPUTS,
+            EngineCoreOutputs([EngineCoreOutput("r", [1], token_offset=offset)]),
         )
     offsets = [(await asyncio.wait_for(anext(stream), DEADLINE_S)).token_offset for _ in range(20)]
     assert offsets == list(range(20))

@@ -18,14 +18,23 @@ from baton_protocol.config import (
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
 
-PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(length)] for i, length in enumerate([1, 15, 16, 17, 40, 90])]
+PROMPTS = [
+    [(7 * i + 3 * j) % 500 for j in range(length)]
+    for i, length in enumerate([1, 15, 16, 17, 40, 90])
+]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     return create_checkpoint(
-        path / "qwen3", "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
+        path / "qwen3",
+        "qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        vocab_size=512,
+        seed=3,
     )
 
 

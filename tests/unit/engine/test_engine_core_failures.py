@@ -33,7 +33,10 @@ async def assert_all_hear_of_it(waiting: list[asyncio.Task[object]], match: str)
 
 def add_long_ones(client: EngineClient, *prompts: list[int]) -> list[asyncio.Task[object]]:
     """Requests that will not end by themselves."""
-    return [asyncio.create_task(collect(client.add(request(f"r{prompt}", prompt, 250)))) for prompt in prompts]
+    return [
+        asyncio.create_task(collect(client.add(request(f"r{prompt}", prompt, 250))))
+        for prompt in prompts
+    ]
 
 
 def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
@@ -77,7 +80,11 @@ async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start)
 async def test_kill_9_of_a_worker_of_an_idle_engine_is_told_as_well(start):
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as client:
-        pid = int(wait_for(lambda: re.search(r"worker process (\d+)", engine.text), "the worker's pid", engine)[1])
+        pid = int(
+            wait_for(
+                lambda: re.search(r"worker process (\d+)", engine.text), "the worker's pid", engine
+            )[1]
+        )
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(DEATH_NOTICED_S):
             assert "worker 0" in await client.wait_dead()
@@ -87,7 +94,9 @@ async def test_kill_9_of_a_worker_of_an_idle_engine_is_told_as_well(start):
 async def test_a_failed_step_names_the_file_with_its_input(start, tmp_path):
     engine = start("--crash-dump-dir", str(tmp_path / "dumps"))
     async with await connect(engine) as client:
-        with pytest.raises(EngineDeadError, match=r"step \d+ failed: RuntimeError: the device is on fire") as dead:
+        with pytest.raises(
+            EngineDeadError, match=r"step \d+ failed: RuntimeError: the device is on fire"
+        ) as dead:
             await collect(client.add(request("r", [13, 13, 13])))
     (path,) = (tmp_path / "dumps").iterdir()
     assert str(path) in str(dead.value)
@@ -157,10 +166,16 @@ async def test_sleep_over_the_admin_port_keeps_requests_and_wakes_again(start):
         stream = client.add(request("r", [1, 2, 3], 60))
         first = await anext(stream)
         post = asyncio.to_thread
-        assert await post(engine.http, "POST", "/sleep?level=1&mode=keep") == (200, '{"result":null}')
+        assert await post(engine.http, "POST", "/sleep?level=1&mode=keep") == (
+            200,
+            '{"result":null}',
+        )
         assert await post(engine.http, "GET", "/is_sleeping") == (200, '{"result":true}')
         metrics = (await post(engine.http, "GET", "/metrics"))[1]
-        assert 'baton:engine_sleep_state{model_name="nowhere",sleep_state="weights_offloaded"} 1.0' in metrics
+        assert (
+            'baton:engine_sleep_state{model_name="nowhere",sleep_state="weights_offloaded"} 1.0'
+            in metrics
+        )
         status, body = await post(engine.http, "POST", "/resume")
         assert (status, json.loads(body)["reason"]) == (409, "Failed")
         assert "wake_up() first" in body
@@ -201,7 +216,9 @@ async def test_an_aborting_pause_ends_requests_and_metrics_count_them(start):
         assert (await collect(stream))[-1].finish_reason is FinishReason.ABORT
         await client.call("resume")
     metrics = engine.http("GET", "/metrics")[1]
-    assert 'baton:request_success_total{finished_reason="abort",model_name="nowhere"} 1.0' in metrics
+    assert (
+        'baton:request_success_total{finished_reason="abort",model_name="nowhere"} 1.0' in metrics
+    )
     assert 'baton:e2e_request_latency_seconds_count{model_name="nowhere"} 1.0' in metrics
     assert 'baton:request_queue_time_seconds_count{model_name="nowhere"} 1.0' in metrics
     assert 'baton:inter_token_latency_seconds_count{model_name="nowhere"}' in metrics
@@ -213,11 +230,19 @@ async def test_subscribers_hear_what_the_prefix_cache_gains_without_gaps(start):
     late: list[KVEventBatch] = []
     async with await connect(engine, on_kv_events=early.append) as client:
         await collect(client.add(request("a", list(range(1, 10)))))
-        async with await connect(engine, on_kv_events=late.append) as other, await connect(engine) as stranger:
+        async with (
+            await connect(engine, on_kv_events=late.append) as other,
+            await connect(engine) as stranger,
+        ):
             await collect(stranger.add(request("b", list(range(20, 29)))))
             assert await client.call("reset_prefix_cache")
             async with asyncio.timeout(DEADLINE_S):
-                while not (early and late and early[-1] == late[-1] and "Cleared" in str(early[-1].events[-1])):
+                while not (
+                    early
+                    and late
+                    and early[-1] == late[-1]
+                    and "Cleared" in str(early[-1].events[-1])
+                ):
                     await asyncio.sleep(0.01)
             assert other.dead_reason is None
     assert [batch.sequence for batch in early] == list(range(len(early)))
@@ -232,5 +257,6 @@ def test_a_length_that_the_memory_cannot_hold_is_fatal_with_both_numbers(start):
     assert engine.process.wait(DEADLINE_S) == 78
     last = engine.text.splitlines()[-1]
     assert re.match(
-        r"FATAL KVMemoryTooSmall: model\.max_model_len is 300 tokens, but the KV memory holds 256 ", last
+        r"FATAL KVMemoryTooSmall: model\.max_model_len is 300 tokens, but the KV memory holds 256 ",
+        last,
     ), last

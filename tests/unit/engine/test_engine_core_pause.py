@@ -52,7 +52,10 @@ class Texts:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         for request_id in request_ids:
             self.tokens[request_id] = []
-            assert self.core.add_request(EngineCoreRequest(request_id, PROMPTS[request_id], params)) is None
+            assert (
+                self.core.add_request(EngineCoreRequest(request_id, PROMPTS[request_id], params))
+                is None
+            )
 
     def run(self, max_steps: int = 1000) -> None:
         """Until nothing more can be done."""
@@ -68,7 +71,9 @@ class Texts:
 
     def assert_complete(self) -> None:
         for request_id, tokens in self.tokens.items():
-            assert tokens == continuation(PROMPTS[request_id], NUM_TOKENS, ignore_eos=True), request_id
+            assert tokens == continuation(PROMPTS[request_id], NUM_TOKENS, ignore_eos=True), (
+                request_id
+            )
 
 
 @pytest.fixture(params=OVERLAPS.values(), ids=OVERLAPS.keys())
@@ -92,7 +97,9 @@ def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
     texts.core.wake_up()
     texts.run()
     texts.assert_complete()
-    assert texts.executor.calls == ([("sleep", level), ("wake_up", ["kv_cache", "weights"])] if level else [])
+    assert texts.executor.calls == (
+        [("sleep", level), ("wake_up", ["kv_cache", "weights"])] if level else []
+    )
     assert not texts.core.is_paused()
 
 
@@ -154,7 +161,9 @@ def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
     texts.core.sleep(1, "keep")
     with pytest.raises(RuntimeError, match=r"sleeps at level 1; wake_up\(\) first"):
         texts.core.resume()
-    with pytest.raises(ValueError, match="tags must be some of weights, kv_cache, scheduling, got gpu"):
+    with pytest.raises(
+        ValueError, match="tags must be some of weights, kv_cache, scheduling, got gpu"
+    ):
         texts.core.wake_up(["gpu"])
     texts.core.wake_up(["weights"])
     texts.run()
@@ -270,7 +279,10 @@ class PauseMachine(RuleBasedStateMachine):
             self.control.resume()
             assert self.engine.state is PauseState.UNPAUSED
 
-    @rule(tags=st.none() | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"]), unique=True))
+    @rule(
+        tags=st.none()
+        | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"]), unique=True)
+    )
     def wake_up(self, tags):
         self.control.wake_up(tags)
         if tags is None:

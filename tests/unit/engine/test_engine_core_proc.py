@@ -17,7 +17,16 @@ import msgspec
 import pytest
 import zmq
 from engine_fakes import continuation
-from engine_process import DEADLINE_S, HOST, EngineProcess, collect, connect, request, tokens, wait_for
+from engine_process import (
+    DEADLINE_S,
+    HOST,
+    EngineProcess,
+    collect,
+    connect,
+    request,
+    tokens,
+    wait_for,
+)
 
 from baton_engine.core.engine_io import MAX_MESSAGE_BYTES
 from baton_protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
@@ -39,7 +48,9 @@ from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
 
 
-@pytest.mark.parametrize("flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str
+)
 async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start, flags):
     async with await connect(start(*flags)) as client:
         prompts = [[1, 2, 3] * n for n in range(1, 9)]
@@ -65,7 +76,10 @@ async def test_bad_requests_are_refused_with_numbers_and_the_engine_lives_on(sta
             "long": (request("long", list(range(1, 33))), "32"),
             "vocab": (request("vocab", [100000]), "prompt_token_ids must be in"),
             "empty": (request("empty", []), "must not be empty"),
-            "side": (request("side", [1], 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "p")), "role is none"),
+            "side": (
+                request("side", [1], 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "p")),
+                "role is none",
+            ),
             "top_p": (EngineCoreRequest("top_p", [1], SamplingParams(top_p=7.0)), "top_p"),
         }
         for bad_request, message in bad.values():
@@ -111,13 +125,20 @@ async def test_http_tells_loading_ready_and_draining(start):
     engine.wait_ready()
     async with await connect(engine) as client:
         assert client.ready is not None
-        assert (client.ready.max_model_len, client.ready.num_blocks, client.ready.block_size) == (256, 64, 4)
+        assert (client.ready.max_model_len, client.ready.num_blocks, client.ready.block_size) == (
+            256,
+            64,
+            4,
+        )
         await collect(client.add(request("r", [1, 2, 3])))
         metrics = engine.http("GET", "/metrics")[1]
         assert 'baton:prompt_tokens_computed_total{model_name="nowhere"} 3.0' in metrics
         assert 'baton:generation_tokens_total{model_name="nowhere"} 8.0' in metrics
         for _ in range(2):
-            assert json.loads(engine.http("POST", "/drain")[1]) == {"draining": True, "unfinished": 0}
+            assert json.loads(engine.http("POST", "/drain")[1]) == {
+                "draining": True,
+                "unfinished": 0,
+            }
         assert json.loads(engine.http("GET", "/drain")[1]) == {"draining": True, "unfinished": 0}
         assert json.loads(engine.http("GET", "/ready")[1])["reason"] == "Draining"
         (output,) = await collect(client.add(request("late", [1])))
@@ -210,8 +231,12 @@ def raw(start) -> Iterator[RawClient]:
 KEY = ServiceKey(b"the key of this service")
 
 
-@pytest.mark.parametrize("stranger", [None, ServiceKey(b"the key of another one")], ids=["none", "another"])
-async def test_an_engine_with_a_key_serves_who_has_it_and_tells_the_log_of_others(start, tmp_path, stranger):
+@pytest.mark.parametrize(
+    "stranger", [None, ServiceKey(b"the key of another one")], ids=["none", "another"]
+)
+async def test_an_engine_with_a_key_serves_who_has_it_and_tells_the_log_of_others(
+    start, tmp_path, stranger
+):
     (tmp_path / "key").write_text("the key of this service\n")
     engine = start("--service-key-file", str(tmp_path / "key"))
     async with await connect(engine, service_key=KEY) as client:
@@ -221,9 +246,15 @@ async def test_an_engine_with_a_key_serves_who_has_it_and_tells_the_log_of_other
                 await connect(engine, service_key=stranger)
         assert tokens(await collect(stream)) == continuation([1, 2, 3], 200, ignore_eos=True)
         refused = 'baton:access_refused_total{door="engine"} 3.0'
-        wait_for(lambda: refused in engine.http("GET", "/metrics")[1], "three refusals in the metrics", engine)
+        wait_for(
+            lambda: refused in engine.http("GET", "/metrics")[1],
+            "three refusals in the metrics",
+            engine,
+        )
         wait_for(lambda: "engine port: refused" in engine.text, "the refusals in the log", engine)
-        assert engine.text.count("engine port: refused") == 1, "one line for all that come within a minute"
+        assert engine.text.count("engine port: refused") == 1, (
+            "one line for all that come within a minute"
+        )
         assert engine.http("POST", "/drain")[0] == 401
         assert not client.status or not client.status.draining
     assert "the key of this service" not in engine.text
@@ -280,7 +311,9 @@ def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
     engine = start()
     engine.wait_ready()
     with socket.create_connection((HOST, engine.http_port), timeout=DEADLINE_S) as connection:
-        connection.sendall(f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode())
+        connection.sendall(
+            f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
     assert engine.http("GET", "/ready")[0] == 200
 
@@ -306,8 +339,12 @@ def test_a_silent_client_loses_its_requests():
             time.sleep(0.01)
         instance_id = proc.instance_id.encode()
         socket.connect(f"tcp://{HOST}:{proc.io.port}")
-        socket.send_multipart([RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))])
-        socket.send_multipart([RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))])
+        socket.send_multipart(
+            [RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))]
+        )
+        socket.send_multipart(
+            [RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))]
+        )
         while proc.stats().requests_finished != {"abort": 1}:
             assert time.monotonic() < deadline, f"the request was not aborted: {proc.stats()}"
             time.sleep(0.02)
@@ -322,9 +359,18 @@ def test_a_silent_client_loses_its_requests():
     ("content", "reason"),
     [
         ('{"model": {"path": "/x"}, "nonsense": 1}', "FATAL ConfigInvalid: .*nonsense"),
-        ('{"model": {"path": "/x"}, "cache": {"block_size": "big"}}', r"FATAL ConfigInvalid: .*cache\.block_size"),
-        ('{"model": {"path": "/x"}, "scheduler": {"max_num_seqs": 0}}', "FATAL ConfigInvalid: .*max_num_seqs"),
-        ('{"model": {"path": "/x"}, "kv_transfer": {"lease_s": 0}}', r"FATAL ConfigInvalid: .*kv_transfer\.lease_s"),
+        (
+            '{"model": {"path": "/x"}, "cache": {"block_size": "big"}}',
+            r"FATAL ConfigInvalid: .*cache\.block_size",
+        ),
+        (
+            '{"model": {"path": "/x"}, "scheduler": {"max_num_seqs": 0}}',
+            "FATAL ConfigInvalid: .*max_num_seqs",
+        ),
+        (
+            '{"model": {"path": "/x"}, "kv_transfer": {"lease_s": 0}}',
+            r"FATAL ConfigInvalid: .*kv_transfer\.lease_s",
+        ),
         (
             '{"model": {"path": "/does/not/exist"}, "engine_port": 0, "http_port": 0}',
             "FATAL ModelNotFound: .*/does/not/exist",
@@ -335,7 +381,10 @@ def test_configuration_errors_end_with_code_78_and_one_fatal_line(tmp_path, cont
     config = tmp_path / "engine.json"
     config.write_text(content)
     ended = subprocess.run(
-        [sys.executable, "-m", "baton_engine.cli", "--config", str(config)], capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "baton_engine.cli", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert ended.returncode == 78, ended.stderr
     assert re.fullmatch(reason + ".*", ended.stderr.splitlines()[-1])

@@ -36,7 +36,9 @@ class RecordingScheduler(Scheduler):
         calls.append(f"grammar {step.step_id}")
         return super().grammar_output(step)
 
-    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
         calls.append(f"update {step.step_id}")
         return super().update_from_output(step, output)
 
@@ -83,7 +85,9 @@ def make_core(executor_class: type[FakeExecutor] = FakeExecutor, **sections: obj
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 6) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    return EngineCoreRequest(
+        request_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    )
 
 
 def generate(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[int]]:
@@ -121,7 +125,13 @@ def test_steps_are_started_until_the_queue_is_full_and_end_in_order():
     assert output.request_id == "a"
     first, second = (call.split()[1] for call in calls if call.startswith("execute"))
     assert [call for call in calls if not call.startswith("grammar")] == [
-        *(f"execute {first}", f"sample {first}", f"execute {second}", f"sample {second}", f"update {first}")
+        *(
+            f"execute {first}",
+            f"sample {first}",
+            f"execute {second}",
+            f"sample {second}",
+            f"update {first}",
+        )
     ]
 
 
@@ -139,14 +149,18 @@ def test_when_all_requests_are_in_flight_no_empty_step_is_sent():
 def test_aborts_that_came_meanwhile_are_applied_before_the_update():
     config = make_config(scheduler=RECORDING)
     came: list[str] = []
-    core = EngineCore(config, FakeExecutor(config, "instance", lambda: None), take_aborts=lambda: came)
+    core = EngineCore(
+        config, FakeExecutor(config, "instance", lambda: None), take_aborts=lambda: came
+    )
     core.add_request(request("r", [1, 2]))
     calls.clear()
     came.append("r")
     (output,) = core.step()
     assert output.finish_reason is FinishReason.ABORT
     assert output.new_token_ids == []
-    assert calls.index("abort r") < next(i for i, call in enumerate(calls) if call.startswith("update"))
+    assert calls.index("abort r") < next(
+        i for i, call in enumerate(calls) if call.startswith("update")
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,8 +176,13 @@ def test_aborts_that_came_meanwhile_are_applied_before_the_update():
 def test_text_does_not_depend_on_how_steps_overlap(sections):
     core = make_core(**sections)
     prompts = {f"r{i}": list(range(1, 2 + 3 * i)) for i in range(6)}
-    texts = generate(core, *(request(name, prompt, 4 + len(name)) for name, prompt in prompts.items()))
-    assert texts == {name: continuation(prompt, 4 + len(name), ignore_eos=True) for name, prompt in prompts.items()}
+    texts = generate(
+        core, *(request(name, prompt, 4 + len(name)) for name, prompt in prompts.items())
+    )
+    assert texts == {
+        name: continuation(prompt, 4 + len(name), ignore_eos=True)
+        for name, prompt in prompts.items()
+    }
     assert core.get_stats().kv_cache_usage == 0
 
 
@@ -173,7 +192,9 @@ def test_a_failing_step_leaves_its_input_in_a_file(tmp_path):
     long = EngineCoreRequest("long", list(range(1, 101)), SamplingParams(max_tokens=2))
     core.add_request(long)
     core.add_request(request("bad", [13, 13, 13]))
-    with pytest.raises(StepFailedError, match="RuntimeError: the device is on fire; its input is in") as failed:
+    with pytest.raises(
+        StepFailedError, match="RuntimeError: the device is on fire; its input is in"
+    ) as failed:
         core.step_fn()
     (path,) = (tmp_path / "dumps").iterdir()
     assert str(path) in str(failed.value)
@@ -196,7 +217,9 @@ def test_a_failure_to_schedule_leaves_the_state_of_the_engine_in_a_file(tmp_path
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path)))
     core.add_request(request("r", [1, 2]))
     monkeypatch.setattr(core.scheduler.kv, "allocate", lambda *args, **options: 1 / 0)
-    with pytest.raises(StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; its input is in"):
+    with pytest.raises(
+        StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; its input is in"
+    ):
         core.step_fn()
     (path,) = tmp_path.iterdir()
     dump = json.loads(path.read_text())
@@ -226,26 +249,40 @@ def test_max_model_len_is_fitted_to_the_memory_unless_it_was_asked_for(caplog):
     assert "256, what the KV memory holds; the model's own maximum is 512" in caplog.text
     assert make_core(cache=CacheConfig(block_size=4, num_blocks=500)).ready.max_model_len == 512
     with pytest.raises(
-        ConfigurationError, match=r"model\.max_model_len is 300 .* holds 256 .*raise cache\.memory_bytes"
+        ConfigurationError,
+        match=r"model\.max_model_len is 300 .* holds 256 .*raise cache\.memory_bytes",
     ):
         make_core(model=ModelConfig(path="/nowhere", max_model_len=300))
 
 
 def test_a_scheduler_that_is_none_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match=r"scheduler\.scheduler_class: cannot load scheduler nowhere\.Nothing"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"scheduler\.scheduler_class: cannot load scheduler nowhere\.Nothing",
+    ):
         make_core(scheduler=SchedulerConfig(scheduler_class="nowhere.Nothing"))
 
 
 def test_a_short_name_that_nobody_knows_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"
+    ):
         make_core(scheduler=SchedulerConfig(scheduler_class="nope"))
 
 
 def test_iterations_are_logged_on_request(caplog):
     with caplog.at_level(logging.INFO):
-        generate(make_core(observability=ObservabilityConfig(log_iterations=True)), request("r", [1, 2, 3], 2))
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
-    assert re.search(r"3 prefill tokens of 1 requests, 0 decode tokens; 1 running, 0 waiting, .*model \d", lines[0])
+        generate(
+            make_core(observability=ObservabilityConfig(log_iterations=True)),
+            request("r", [1, 2, 3], 2),
+        )
+    lines = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")
+    ]
+    assert re.search(
+        r"3 prefill tokens of 1 requests, 0 decode tokens; 1 running, 0 waiting, .*model \d",
+        lines[0],
+    )
     assert "0 prefill tokens of 0 requests, 1 decode tokens" in lines[1]
 
 

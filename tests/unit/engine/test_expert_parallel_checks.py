@@ -36,8 +36,14 @@ def config(path: Path, **changes: object) -> EngineConfig:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"parallel": ParallelConfig(enable_expert_parallel=True, pipeline_parallel_size=2)}, "pipeline_parallel_size"),
-        ({"parallel": ParallelConfig(enable_expert_parallel=True, num_redundant_experts=-1)}, "num_redundant_experts"),
+        (
+            {"parallel": ParallelConfig(enable_expert_parallel=True, pipeline_parallel_size=2)},
+            "pipeline_parallel_size",
+        ),
+        (
+            {"parallel": ParallelConfig(enable_expert_parallel=True, num_redundant_experts=-1)},
+            "num_redundant_experts",
+        ),
         ({"scheduler": SchedulerConfig(async_scheduling=True)}, "scheduler.async_scheduling"),
         ({"compilation": CompilationConfig(mode="inductor")}, "compilation.mode"),
         ({"compilation": CompilationConfig(cudagraph_mode="full")}, "compilation.cudagraph_mode"),
@@ -52,7 +58,9 @@ def test_refused_by_name(checkpoint: Path, changes: dict[str, object], field: st
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
-    with pytest.raises(ConfigurationError, match="enable_expert_parallel is set: LlamaForCausalLM has no experts"):
+    with pytest.raises(
+        ConfigurationError, match="enable_expert_parallel is set: LlamaForCausalLM has no experts"
+    ):
         ModelRunner(config(path)).load_model()
 
 
@@ -60,16 +68,23 @@ def test_a_gpu_must_be_told_how_much_is_for_the_kv_cache(checkpoint: Path) -> No
     import torch
 
     with pytest.raises(ConfigurationError, match=r"cache\.num_blocks is not set"):
-        check_expert_parallel(config(checkpoint), load_checkpoint_config(checkpoint), torch.device("cuda"))
+        check_expert_parallel(
+            config(checkpoint), load_checkpoint_config(checkpoint), torch.device("cuda")
+        )
 
 
 def test_auto_is_none_also_where_there_are_graphs(checkpoint: Path) -> None:
-    plan = plan_compilation(config(checkpoint), load_checkpoint_config(checkpoint), 128, has_graphs=True)
+    plan = plan_compilation(
+        config(checkpoint), load_checkpoint_config(checkpoint), 128, has_graphs=True
+    )
     assert (plan.mode, plan.cudagraph_mode) == ("none", CudagraphMode.NONE)
 
 
 def test_executors_that_cannot_interrupt_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigurationError, match="executor external_launcher cannot serve in an expert-parallel group"):
+    with pytest.raises(
+        ConfigurationError,
+        match="executor external_launcher cannot serve in an expert-parallel group",
+    ):
         ExternalLauncherExecutor.initialize(_Uninitialised(config(checkpoint)))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="executor ray cannot serve"):
         refuse_expert_parallel(config(checkpoint), "ray")
@@ -86,7 +101,9 @@ class _Uninitialised:
 def test_a_rank_cannot_sleep(checkpoint: Path) -> None:
     worker = Worker(config(checkpoint), "instance")
     worker.load_model()
-    with pytest.raises(ValueError, match="cannot sleep: the other ranks of its group use its experts"):
+    with pytest.raises(
+        ValueError, match="cannot sleep: the other ranks of its group use its experts"
+    ):
         worker.sleep(1)
     worker.interrupt()  # there is no generation yet
     worker.shutdown()

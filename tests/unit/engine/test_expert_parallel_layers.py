@@ -50,12 +50,16 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(tmp_path_factory.mktemp("experts") / request.param, request.param, seed=3, **SMALL)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("experts") / request.param, request.param, seed=3, **SMALL
+    )
 
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(expert_parallel, "MASKED_ROWS", 0 if request.param == "contiguous" else 10**6)
+    monkeypatch.setattr(
+        expert_parallel, "MASKED_ROWS", 0 if request.param == "contiguous" else 10**6
+    )
     return request.param
 
 
@@ -84,7 +88,8 @@ def mix_everywhere(
 ) -> tuple[list[Tensor], tuple[int, ...]]:
     wave_tokens = tuple(len(x) for x, _, _ in inputs)
     works = [
-        lambda shard=shard, own=own: shard.mix(*own, wave_tokens) for shard, own in zip(shards, inputs, strict=True)
+        lambda shard=shard, own=own: shard.mix(*own, wave_tokens)
+        for shard, own in zip(shards, inputs, strict=True)
     ]
     return run_threads(works, on_error=shards[0].group.abort), wave_tokens
 
@@ -99,7 +104,9 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int, int]:
     entries = [*range(NUM_EXPERTS), *(draw(st.integers(0, NUM_EXPERTS - 1)) for _ in range(extra))]
     entries = draw(st.permutations(entries))
     placement = [entries[rank * num_slots : (rank + 1) * num_slots] for rank in range(num_ranks)]
-    tokens = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 30]), min_size=num_ranks, max_size=num_ranks))
+    tokens = draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 7, 30]), min_size=num_ranks, max_size=num_ranks)
+    )
     return placement, tokens, draw(st.integers(1, 4)), draw(st.integers(0, 99))
 
 
@@ -119,24 +126,36 @@ def test_any_distribution_gives_what_one_rank_does_and_counts_what_was_chosen(
     for shard, (x, weights, ids), result in zip(shards, inputs, results, strict=True):
         expected = run_experts_reference(x, gate_up, down, weights, ids)
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
-        assert shard.tokens.tolist() == [int((ids == expert).sum()) for expert in range(NUM_EXPERTS)]
+        assert shard.tokens.tolist() == [
+            int((ids == expert).sum()) for expert in range(NUM_EXPERTS)
+        ]
 
 
 def test_half_precision_sums_are_taken_in_single(layout: str) -> None:
     gate_up, down = (weights.bfloat16() for weights in make_weights())
     shards = make_shards(spread(1, NUM_EXPERTS, 4)[0], gate_up, down)
-    inputs = [tuple(t.bfloat16() if t.is_floating_point() else t for t in route(5, 4, seed)) for seed in range(4)]
+    inputs = [
+        tuple(t.bfloat16() if t.is_floating_point() else t for t in route(5, 4, seed))
+        for seed in range(4)
+    ]
     results, _ = mix_everywhere(shards, inputs)
     for (x, weights, ids), result in zip(inputs, results, strict=True):
         assert result.dtype is torch.bfloat16
-        torch.testing.assert_close(result, run_experts(x, gate_up, down, weights, ids), atol=0.05, rtol=0.02)
+        torch.testing.assert_close(
+            result, run_experts(x, gate_up, down, weights, ids), atol=0.05, rtol=0.02
+        )
 
 
 def test_the_same_step_gives_the_same_bits(layout: str) -> None:
     gate_up, down = make_weights()
     inputs = [route(number, 4, number) for number in (9, 0, 17)]
-    runs = [mix_everywhere(make_shards(spread(1, NUM_EXPERTS, 3, 4)[0], gate_up, down), inputs)[0] for _ in range(5)]
-    assert all(torch.equal(own, other) for run in runs[1:] for own, other in zip(runs[0], run, strict=True))
+    runs = [
+        mix_everywhere(make_shards(spread(1, NUM_EXPERTS, 3, 4)[0], gate_up, down), inputs)[0]
+        for _ in range(5)
+    ]
+    assert all(
+        torch.equal(own, other) for run in runs[1:] for own, other in zip(runs[0], run, strict=True)
+    )
 
 
 def test_a_step_is_two_exchanges_and_prefill_one_more() -> None:
@@ -147,7 +166,9 @@ def test_a_step_is_two_exchanges_and_prefill_one_more() -> None:
         _, wave_tokens = mix_everywhere(shards, inputs)
         assert uses_masked_layout(wave_tokens) == (exchanges == 2)
         assert isinstance(shards[0].group, ThreadGroup)
-        assert shards[0].group.calls == {"all_to_all": 2 * exchanges}  # the double counts numbers and rows apart
+        assert shards[0].group.calls == {
+            "all_to_all": 2 * exchanges
+        }  # the double counts numbers and rows apart
     idle = make_shards(spread(1, NUM_EXPERTS, 2)[0], gate_up, down)
     mix_everywhere(idle, [route(0, 2, 0)] * 2)
     assert idle[0].group.calls == {}, "a step without tokens anywhere needs no exchange"
@@ -160,7 +181,10 @@ def test_copies_take_turns_and_the_own_one_comes_first() -> None:
     ids = torch.full((10, 1), 6)
     ranks, slots = shards[0]._copies.choose(ids)
     assert sorted(ranks.flatten().tolist()) == [1] * 5 + [2] * 5
-    assert {(rank, slot) for rank, slot in zip(ranks.flatten().tolist(), slots.flatten().tolist(), strict=True)} == {
+    assert {
+        (rank, slot)
+        for rank, slot in zip(ranks.flatten().tolist(), slots.flatten().tolist(), strict=True)
+    } == {
         (1, 2),
         (2, 1),
     }
@@ -194,7 +218,9 @@ def make_sequences(num_ranks: int, length: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("num_redundant", [0, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_models_compute_what_one_rank_does(checkpoint: Path, num_ranks: int, num_redundant: int, layout: str) -> None:
+def test_models_compute_what_one_rank_does(
+    checkpoint: Path, num_ranks: int, num_redundant: int, layout: str
+) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(num_ranks)]
     placement = spread(2, ranks[0].store.num_experts, num_ranks, num_redundant)
@@ -216,11 +242,18 @@ def test_tensor_ranks_within_ranks(checkpoint: Path, layout: str) -> None:
     """Two ranks of two tensor ranks each; the last has no tokens, so only its experts take part."""
     tensor_meetings, network = [Meeting(2), Meeting(2)], ThreadNetwork()
     workers = [
-        ThreadRank(f"r{rank}", checkpoint, network, ParallelContext(ThreadGroup(tensor_meetings[rank], tensor)))
+        ThreadRank(
+            f"r{rank}",
+            checkpoint,
+            network,
+            ParallelContext(ThreadGroup(tensor_meetings[rank], tensor)),
+        )
         for rank in range(2)
         for tensor in range(2)
     ]
-    adopt_everywhere(workers, generation(1, ["r0", "r1"], spread(2, workers[0].store.num_experts, 2)))
+    adopt_everywhere(
+        workers, generation(1, ["r0", "r1"], spread(2, workers[0].store.num_experts, 2))
+    )
     sequences, chunk = [make_sequences(2, 20)[0], []], 6
     waves = waves_of(sequences, chunk)
     works = [
@@ -229,21 +262,29 @@ def test_tensor_ranks_within_ranks(checkpoint: Path, layout: str) -> None:
     ]
     first, second, *_ = run_threads(works)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, run_model(load(checkpoint), sequences[0], chunk), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        first, run_model(load(checkpoint), sequences[0], chunk), atol=TOLERANCE, rtol=0
+    )
 
 
 def test_quantised_experts_are_those_of_a_quantised_model(checkpoint: Path, layout: str) -> None:
     """A layer of it: whole models round at every product, which makes the last bits of a sum visible."""
     network = ThreadNetwork()
-    ranks = [ThreadRank(f"r{number}", checkpoint, network, form=ExpertForm.INT8) for number in range(3)]
+    ranks = [
+        ThreadRank(f"r{number}", checkpoint, network, form=ExpertForm.INT8) for number in range(3)
+    ]
     num_experts = ranks[0].store.num_experts
     adopt_everywhere(ranks[:2], generation(1, ["r0", "r1"], spread(2, num_experts, 2)))
-    adopt_everywhere(ranks, generation(2, ["r0", "r1", "r2"], spread(2, num_experts, 3)))  # by way of the others
+    adopt_everywhere(
+        ranks, generation(2, ["r0", "r1", "r2"], spread(2, num_experts, 3))
+    )  # by way of the others
     model = load(checkpoint)
     quantize_weights(model)
     x = torch.randn(12, 64)
     parts = x.split([7, 0, 5])
-    for (_, whole), *layers in zip(model.sparse_layers, *(rank.model.sparse_layers for rank in ranks), strict=True):
+    for (_, whole), *layers in zip(
+        model.sparse_layers, *(rank.model.sparse_layers for rank in ranks), strict=True
+    ):
         with forward_context(no_batch(torch.empty(0), CPU)):
             expected = whole(x)
 
@@ -254,7 +295,8 @@ def test_quantised_experts_are_those_of_a_quantised_model(checkpoint: Path, layo
                 return layer(part) if len(part) else (layer.take_part(), part)[1]
 
         works = [
-            lambda layer=layer, part=part: run(layer, part) for (_, layer), part in zip(layers, parts, strict=True)
+            lambda layer=layer, part=part: run(layer, part)
+            for (_, layer), part in zip(layers, parts, strict=True)
         ]
         torch.testing.assert_close(torch.cat(run_threads(works)), expected, atol=1e-5, rtol=1e-5)
 
@@ -262,7 +304,9 @@ def test_quantised_experts_are_those_of_a_quantised_model(checkpoint: Path, layo
 def test_routed_experts_are_reported_as_the_model_calls_them(checkpoint: Path) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
-    adopt_everywhere(ranks, generation(1, ["r0", "r1"], spread(2, ranks[0].store.num_experts, 2, 4)))
+    adopt_everywhere(
+        ranks, generation(1, ["r0", "r1"], spread(2, ranks[0].store.num_experts, 2, 4))
+    )
     layers = [rank.model.sparse_layers[0][1] for rank in ranks]
     x = torch.randn(4, 64)
 
@@ -276,7 +320,9 @@ def test_routed_experts_are_reported_as_the_model_calls_them(checkpoint: Path) -
     found, _ = run_threads([lambda: run(0), lambda: run(1)])
     _, ids = route_top_k(layers[0].gate(x), layers[0].top_k, layers[0].renormalize)
     assert torch.equal(found[0], ids)
-    assert ranks[0].generations.loads().tokens[0] == tuple(ids.flatten().bincount(minlength=8).tolist())
+    assert ranks[0].generations.loads().tokens[0] == tuple(
+        ids.flatten().bincount(minlength=8).tolist()
+    )
     assert sum(map(sum, ranks[1].generations.loads().tokens)) == 0
 
 
@@ -297,7 +343,9 @@ def test_a_forward_whose_group_breaks_goes_on_without_exchanges(checkpoint: Path
         run_spread(ranks[0].model, [[1, 2, 3]], 3, [(3, 0)])
     adopt_everywhere(ranks[:1], generation(2, ["r0"], spread(2, num_experts, 1)))
     logits = run_spread(ranks[0].model, [[1, 2, 3]], 3, [(3,)])
-    torch.testing.assert_close(logits, run_model(load(checkpoint), [[1, 2, 3]], 3), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits, run_model(load(checkpoint), [[1, 2, 3]], 3), atol=TOLERANCE, rtol=0
+    )
 
 
 def test_names_of_experts_are_checked_though_none_is_loaded(tmp_path: Path) -> None:
@@ -311,4 +359,6 @@ def test_names_of_experts_are_checked_though_none_is_loaded(tmp_path: Path) -> N
     del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelInvalid, match=r"experts\.3\.w2\.weight is missing"):
-        load_model(path, load_checkpoint_config(path), torch.float32, CPU, ALONE, spread_experts=True)
+        load_model(
+            path, load_checkpoint_config(path), torch.float32, CPU, ALONE, spread_experts=True
+        )

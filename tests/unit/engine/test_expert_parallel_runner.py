@@ -25,14 +25,24 @@ from support.waiting import eventually
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 512, 3, 8
 REPORTING = SamplingParams(
-    temperature=0.7, seed=5, logprobs=2, prompt_logprobs=1, return_routed_experts=True, presence_penalty=0.2
+    temperature=0.7,
+    seed=5,
+    logprobs=2,
+    prompt_logprobs=1,
+    return_routed_experts=True,
+    presence_penalty=0.2,
 )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runners") / "model"
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": NUM_LAYERS,
+        "vocab_size": VOCAB_SIZE,
+    }
     return create_checkpoint(path, "mixtral", seed=3, **sizes)
 
 
@@ -63,7 +73,9 @@ class WaveRunner:
 
 
 def new_runner(path: Path, parallel: ParallelContext | None = None) -> ModelRunner:
-    config = msgspec.structs.replace(runner_config(path), parallel=ParallelConfig(enable_expert_parallel=True))
+    config = msgspec.structs.replace(
+        runner_config(path), parallel=ParallelConfig(enable_expert_parallel=True)
+    )
     runner = ModelRunner(config, parallel)
     runner.load_model()
     kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
@@ -73,11 +85,22 @@ def new_runner(path: Path, parallel: ParallelContext | None = None) -> ModelRunn
     return runner
 
 
-def adopt(name: str, tensor_rank: int, runner: ModelRunner, network: ThreadNetwork, num_ranks: int) -> Generations:
-    worker = ExpertWorker(name, tensor_rank, runner.expert_store(), runner.compatibility_hash, network.join, DEADLINE_S)
+def adopt(
+    name: str, tensor_rank: int, runner: ModelRunner, network: ThreadNetwork, num_ranks: int
+) -> Generations:
+    worker = ExpertWorker(
+        name,
+        tensor_rank,
+        runner.expert_store(),
+        runner.compatibility_hash,
+        network.join,
+        DEADLINE_S,
+    )
     generations = Generations(worker)
     names = [f"rank-{rank}" for rank in range(num_ranks)]
-    generations.prepare(generation(1, names, spread(NUM_LAYERS, NUM_EXPERTS, num_ranks, num_redundant=2)))
+    generations.prepare(
+        generation(1, names, spread(NUM_LAYERS, NUM_EXPERTS, num_ranks, num_redundant=2))
+    )
     eventually(
         lambda: generations.preparation().state is PreparationState.PREPARED,
         timeout_s=DEADLINE_S,
@@ -93,21 +116,30 @@ def make_requests(rank: int) -> list[Request]:
     lengths = [1, 40, 17, 9][rank:]
     return [
         Request(
-            f"{rank}-{n}", [draw.randrange(3, VOCAB_SIZE) for _ in range(length)], 8, REPORTING if n % 2 else GREEDY
+            f"{rank}-{n}",
+            [draw.randrange(3, VOCAB_SIZE) for _ in range(length)],
+            8,
+            REPORTING if n % 2 else GREEDY,
         )
         for n, length in enumerate(lengths)
     ]
 
 
 @pytest.mark.parametrize(("num_ranks", "tensor_size"), [(1, 1), (3, 1), (2, 2)])
-def test_ranks_generate_and_report_what_each_would_alone(checkpoint: Path, num_ranks: int, tensor_size: int) -> None:
+def test_ranks_generate_and_report_what_each_would_alone(
+    checkpoint: Path, num_ranks: int, tensor_size: int
+) -> None:
     network = ThreadNetwork()
     controls = [Meeting(num_ranks) for _ in range(tensor_size)]
     tensor_groups = [Meeting(tensor_size) for _ in range(num_ranks)]
 
     def serve(rank: int, tensor_rank: int) -> list[Request]:
         torch.set_num_threads(1)
-        parallel = ParallelContext(ThreadGroup(tensor_groups[rank], tensor_rank)) if tensor_size > 1 else None
+        parallel = (
+            ParallelContext(ThreadGroup(tensor_groups[rank], tensor_rank))
+            if tensor_size > 1
+            else None
+        )
         runner = new_runner(checkpoint, parallel)
         adopt(f"rank-{rank}", tensor_rank, runner, network, num_ranks)
         wave = WaveRunner(runner, ThreadGroup(controls[tensor_rank], rank))
@@ -124,12 +156,16 @@ def test_ranks_generate_and_report_what_each_would_alone(checkpoint: Path, num_r
     results = run_threads([lambda place=place: serve(*place) for place in where], on_error=end)
     for (rank, _), requests in zip(where, results, strict=True):
         expected = make_requests(rank)
-        StepDriver(make_runner(checkpoint), seed=rank).run(expected, max_chunk=13, join_probability=0.5)
+        StepDriver(make_runner(checkpoint), seed=rank).run(
+            expected, max_chunk=13, join_probability=0.5
+        )
         for request, reference in zip(requests, expected, strict=True):
             assert request.generated == reference.generated
             assert request.routed_experts == reference.routed_experts
             for kind in ("logprobs", "prompt_logprobs"):
-                found, wanted = ([entry.logprob for entry in getattr(of, kind)] for of in (request, reference))
+                found, wanted = (
+                    [entry.logprob for entry in getattr(of, kind)] for of in (request, reference)
+                )
                 assert found == pytest.approx(wanted, abs=1e-4)
 
 
@@ -164,7 +200,9 @@ def test_a_broken_step_leaves_nothing_to_sample_and_may_be_run_again(checkpoint:
     request.num_computed, request.num_placeholders = num_computed, 0
     generations.prepare(generation(2, ["rank-0"], spread(NUM_LAYERS, NUM_EXPERTS, 1)))
     eventually(
-        lambda: generations.preparation().state is PreparationState.PREPARED, timeout_s=DEADLINE_S, what="prepares"
+        lambda: generations.preparation().state is PreparationState.PREPARED,
+        timeout_s=DEADLINE_S,
+        what="prepares",
     )
     generations.adopt("nonce-2")
     while not request.done:

@@ -51,7 +51,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(tmp_path_factory.mktemp("generations") / "model", "qwen3_moe", seed=6, **SMALL)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("generations") / "model", "qwen3_moe", seed=6, **SMALL
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,9 @@ def logits_of(ranks: list[ThreadRank]) -> Tensor:
     """The first rank runs both sequences, the others take part."""
     waves = [(14, *[0] * (len(ranks) - 1))]
     works = [
-        lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_spread(rank.model, own, 7, waves)
+        lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_spread(
+            rank.model, own, 7, waves
+        )
         for rank in ranks
     ]
     return run_threads(works)[0]
@@ -119,7 +123,9 @@ def test_experts_that_stay_are_shared_not_copied(checkpoint: Path) -> None:
     shard = ranks[0].model.sparse_layers[0][1].shard
     assert shard is not None
     before = [weight.data_ptr() if not weight.is_mkldnn else id(weight) for weight in shard.gate_up]
-    reversed_ = generation(2, ["r0"], tuple((tuple(reversed(slots)),) for (slots,) in of_all(1, ranks).placement))
+    reversed_ = generation(
+        2, ["r0"], tuple((tuple(reversed(slots)),) for (slots,) in of_all(1, ranks).placement)
+    )
     adopt_everywhere(ranks, reversed_)
     shard = ranks[0].model.sparse_layers[0][1].shard
     assert shard is not None
@@ -133,7 +139,9 @@ def test_weights_arrive_with_the_same_bits(checkpoint: Path) -> None:
         expert = store.read(ExpertKey(1, 3))
         sent = store.to_parts(expert)
         room = store.new_parts(ExpertKey(1, 3))
-        assert [(part.shape, part.dtype) for part in room] == [(part.shape, part.dtype) for part in sent]
+        assert [(part.shape, part.dtype) for part in room] == [
+            (part.shape, part.dtype) for part in sent
+        ]
         again = store.to_parts(store.from_parts([part.clone() for part in sent]))
         assert all(torch.equal(one, other) for one, other in zip(sent, again, strict=True))
 
@@ -154,7 +162,9 @@ def test_experts_that_no_rank_sends_come_from_the_checkpoint(
     reads.clear()
     join = network.join
 
-    def join_silently(name: str, of: Generation, rank: int, device: torch.device, timeout_s: float) -> Group:
+    def join_silently(
+        name: str, of: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
         group = join(name, of, rank, device, timeout_s)
         if isinstance(group, ThreadGroup) and name.startswith("weights"):
             return SilentGroup(group._meeting, group.rank)
@@ -190,7 +200,9 @@ def wait_for(rank: ThreadRank, state: PreparationState) -> Preparation:
     return found
 
 
-def test_what_cannot_be_prepared_says_why_and_is_not_adopted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepared_says_why_and_is_not_adopted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = ThreadNetwork()
     rank = ThreadRank("r0", checkpoint, network)
     network.unreachable = {"experts-0"}
@@ -208,11 +220,22 @@ def test_what_cannot_be_prepared_says_why_and_is_not_adopted(checkpoint: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(ExpertStore, "read", fail)
         rank.generations.prepare(of_all(2, [rank]))
-        assert wait_for(rank, PreparationState.FAILED).reason == "ModelInvalid: model.safetensors is gone"
+        assert (
+            wait_for(rank, PreparationState.FAILED).reason
+            == "ModelInvalid: model.safetensors is gone"
+        )
     for number, placement, reason in (
         (3, spread(1, NUM_EXPERTS, 1), "1 layers are placed, but the model has 2"),
-        (4, spread(NUM_LAYERS, NUM_EXPERTS - 1, 1), "placement of sparse layer 0 is not of these ranks"),
-        (5, spread(NUM_LAYERS, NUM_EXPERTS, 2), "placement of sparse layer 0 is not of these ranks"),
+        (
+            4,
+            spread(NUM_LAYERS, NUM_EXPERTS - 1, 1),
+            "placement of sparse layer 0 is not of these ranks",
+        ),
+        (
+            5,
+            spread(NUM_LAYERS, NUM_EXPERTS, 2),
+            "placement of sparse layer 0 is not of these ranks",
+        ),
     ):
         rank.generations.prepare(generation(number, ["r0"], placement))
         assert reason in wait_for(rank, PreparationState.FAILED).reason
@@ -223,7 +246,10 @@ def test_what_cannot_be_prepared_says_why_and_is_not_adopted(checkpoint: Path, m
 
 def test_ranks_with_other_weights_are_named(checkpoint: Path) -> None:
     network = ThreadNetwork()
-    ranks = [ThreadRank(f"r{n}", checkpoint, network, compatibility_hash="other" if n == 1 else "") for n in range(3)]
+    ranks = [
+        ThreadRank(f"r{n}", checkpoint, network, compatibility_hash="other" if n == 1 else "")
+        for n in range(3)
+    ]
     for rank in ranks:
         rank.generations.prepare(of_all(1, ranks))
     reasons = [wait_for(rank, PreparationState.FAILED).reason for rank in ranks]
@@ -231,7 +257,10 @@ def test_ranks_with_other_weights_are_named(checkpoint: Path) -> None:
     named = [f"ValueError: {others}: {why}" for others in ("r1", "r0, r2", "r1")]
     # Who has seen it gives the group up, so that for slower ones it may be gone.
     assert any(reason in named for reason in reasons)
-    assert all(reason == name or "GroupBroken" in reason for reason, name in zip(reasons, named, strict=True)), reasons
+    assert all(
+        reason == name or "GroupBroken" in reason
+        for reason, name in zip(reasons, named, strict=True)
+    ), reasons
 
 
 def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoint: Path) -> None:
@@ -245,7 +274,9 @@ def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoi
         def close(self) -> None:
             closed.append("closed")
 
-    def join_late(name: str, of: Generation, rank: int, device: torch.device, timeout_s: float) -> Group:
+    def join_late(
+        name: str, of: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
         joined.set()
         assert may_join.wait(WAIT_S)
         return Watched(Meeting(of.size), rank)
@@ -278,7 +309,9 @@ def test_a_group_that_served_is_left_after_a_grace_and_its_experts_at_once(
         graces.append(seconds)
         assert over.wait(WAIT_S)
 
-    monkeypatch.setattr(generations_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    monkeypatch.setattr(
+        generations_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait)
+    )
     rank = ThreadRank("r0", checkpoint, ThreadNetwork())
     rank.join = lambda *_: Watched()
     adopt_everywhere([rank], of_all(1, [rank]))
@@ -300,7 +333,9 @@ def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected
     prepare_everywhere(ranks, of_all(1, ranks))
     ranks[0].generations.prepare(of_all(1, ranks))  # told again: no change
     assert ranks[0].generations.preparation().state is PreparationState.PREPARED
-    prepare_everywhere(ranks, generation(1, ["r0", "r1"], spread(NUM_LAYERS, NUM_EXPERTS, 2, 2), "second-attempt"))
+    prepare_everywhere(
+        ranks, generation(1, ["r0", "r1"], spread(NUM_LAYERS, NUM_EXPERTS, 2, 2), "second-attempt")
+    )
     with pytest.raises(ValueError, match="nonce-1 cannot be adopted"):
         ranks[0].generations.adopt("nonce-1")
     for rank in ranks:
@@ -333,7 +368,9 @@ def test_a_failing_rank_does_not_leave_the_others_waiting(checkpoint: Path) -> N
         run_spread(ranks[0].model, SEQUENCES, 7, [(14, 0)])
 
 
-def test_threads_that_prepare_give_way_to_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_prepare_give_way_to_steps(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     niceness: list[int] = []
     read = ExpertStore.read
 
@@ -351,7 +388,9 @@ def test_threads_that_prepare_give_way_to_steps(checkpoint: Path, monkeypatch: p
 
 placements = st.integers(1, 5).flatmap(
     lambda ranks: st.lists(
-        st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=4), min_size=ranks, max_size=ranks),
+        st.lists(
+            st.lists(st.integers(0, 5), min_size=2, max_size=4), min_size=ranks, max_size=ranks
+        ),
         min_size=1,
         max_size=3,
     )
@@ -359,12 +398,16 @@ placements = st.integers(1, 5).flatmap(
 
 
 @given(placement=placements, data=st.data())
-def test_all_ranks_get_what_they_lack_from_somebody_who_has_it(placement: Placement, data: st.DataObject) -> None:
+def test_all_ranks_get_what_they_lack_from_somebody_who_has_it(
+    placement: Placement, data: st.DataObject
+) -> None:
     num_ranks = len(placement[0])
     keys = st.sets(st.builds(ExpertKey, st.integers(0, len(placement) - 1), st.integers(0, 5)))
     held = [data.draw(keys) for _ in range(num_ranks)]
     transfers = plan_transfers(held, placement)
-    assert [transfer.key.layer for transfer in transfers] == sorted(transfer.key.layer for transfer in transfers)
+    assert [transfer.key.layer for transfer in transfers] == sorted(
+        transfer.key.layer for transfer in transfers
+    )
     for key, source, target in transfers:
         assert key in held[source]
         assert key not in held[target]

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.compilation.dispatch import BatchDescriptor, CudagraphMode, Dispatcher, GraphKind, default_sizes
+from baton_engine.compilation.dispatch import (
+    BatchDescriptor,
+    CudagraphMode,
+    Dispatcher,
+    GraphKind,
+    default_sizes,
+)
 
 MODES = st.sampled_from(CudagraphMode)
 SIZES = st.lists(st.integers(1, 40), max_size=6)
@@ -24,7 +30,9 @@ def steps(draw: st.DrawFn) -> tuple[Dispatcher, int, int]:
 
 
 @given(steps())
-def test_a_step_fits_into_its_graph_and_that_was_captured(step: tuple[Dispatcher, int, int]) -> None:
+def test_a_step_fits_into_its_graph_and_that_was_captured(
+    step: tuple[Dispatcher, int, int],
+) -> None:
     dispatcher, num_tokens, num_seqs = step
     answer = dispatcher.dispatch(num_tokens, num_seqs)
     assert (answer.descriptor is None) == (answer.kind is GraphKind.NONE)
@@ -40,7 +48,9 @@ def test_a_step_fits_into_its_graph_and_that_was_captured(step: tuple[Dispatcher
 
 
 @given(steps())
-def test_no_smaller_size_would_do_and_only_too_large_steps_have_none(step: tuple[Dispatcher, int, int]) -> None:
+def test_no_smaller_size_would_do_and_only_too_large_steps_have_none(
+    step: tuple[Dispatcher, int, int],
+) -> None:
     dispatcher, num_tokens, num_seqs = step
     uniform = num_tokens == num_seqs
     kind = dispatcher.mode.decode if uniform else dispatcher.mode.mixed
@@ -71,7 +81,8 @@ def test_decode_graphs_end_where_all_sequences_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "budget"), [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)]
+    ("num_seqs", "budget"),
+    [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)],
 )
 def test_default_sizes_hold_every_decode_step_of_at_most_512(num_seqs: int, budget: int) -> None:
     sizes = default_sizes(num_seqs, budget)
@@ -79,4 +90,6 @@ def test_default_sizes_hold_every_decode_step_of_at_most_512(num_seqs: int, budg
     assert sizes[0] == 1
     assert min(num_seqs, budget, 512) <= sizes[-1] <= min(budget, 512)
     for size, following in itertools.pairwise(sizes):
-        assert following - size <= max(8, size // 8) or following <= 8, "much of a step would be padding"
+        assert following - size <= max(8, size // 8) or following <= 8, (
+            "much of a step would be padding"
+        )

@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 NO_CACHE = torch.empty(0)
 
 
-def new_request(request_id: str, num_tokens: int, params: SamplingParams = GREEDY) -> NewRequestData:
+def new_request(
+    request_id: str, num_tokens: int, params: SamplingParams = GREEDY
+) -> NewRequestData:
     blocks = list(range(-(-num_tokens // BLOCK_SIZE)))
     return NewRequestData(request_id, list(range(num_tokens)), [], params, 0, blocks, 0)
 
@@ -43,7 +45,11 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
             tokens[request_id] = [draw.randrange(1000) for _ in range(length)]
             tables[request_id] = [next(blocks) for _ in range(-(-length // BLOCK_SIZE))]
             computed[request_id] = 0
-            batch.add(NewRequestData(request_id, list(tokens[request_id]), [], GREEDY, 0, list(tables[request_id]), 0))
+            batch.add(
+                NewRequestData(
+                    request_id, list(tokens[request_id]), [], GREEDY, 0, list(tables[request_id]), 0
+                )
+            )
             known = [r for r in tokens if r != request_id]
         else:
             known = list(tokens)
@@ -73,10 +79,14 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
         scheduled = batch.schedule(counts)
         forward = batch.make_forward_batch(scheduled, NO_CACHE, CPU)
         spans = {r: range(computed[r], computed[r] + n) for r, n in counts.items()}
-        assert forward.input_ids.tolist() == [tokens[r][p] for r, span in spans.items() for p in span]
+        assert forward.input_ids.tolist() == [
+            tokens[r][p] for r, span in spans.items() for p in span
+        ]
         assert forward.positions.tolist() == [p for span in spans.values() for p in span]
         assert forward.context.slot_mapping.tolist() == [
-            tables[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for r, span in spans.items() for p in span
+            tables[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+            for r, span in spans.items()
+            for p in span
         ]
         assert forward.context.cu_seqlens_q.tolist() == [0, *np.cumsum(list(counts.values()))]
         assert forward.context.max_seqlen_q == max(counts.values())
@@ -89,7 +99,9 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
         sampled = [draw.randrange(1000) for _ in range(int(reaches.sum()))]
         if sampled:
             batch.append_tokens(scheduled.rows[reaches], sampled)
-        for r, token in zip([r for r, one in zip(spans, reaches, strict=True) if one], sampled, strict=True):
+        for r, token in zip(
+            [r for r, one in zip(spans, reaches, strict=True) if one], sampled, strict=True
+        ):
             tokens[r].append(token)
         for r, span in spans.items():
             computed[r] = span.stop
@@ -137,7 +149,12 @@ def test_impossible_steps_are_reported_by_name() -> None:
     ("params", "plain"),
     [
         (SamplingParams(temperature=0.0), True),
-        (SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=9, max_tokens=4, ignore_eos=True), True),
+        (
+            SamplingParams(
+                temperature=0.0, top_p=0.5, top_k=3, seed=9, max_tokens=4, ignore_eos=True
+            ),
+            True,
+        ),
         (SamplingParams(), False),
         (SamplingParams(temperature=0.0, logprobs=0), False),
         (SamplingParams(temperature=0.0, min_tokens=1), False),

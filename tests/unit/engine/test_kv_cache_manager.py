@@ -296,7 +296,10 @@ def test_events_tell_what_routers_may_count_on():
     kv.allocate(request, 8)
     kv.cache_blocks(request, 4)
     kv.cache_blocks(request, 8)
-    assert kv.take_events() == [BlocksStored(hashes[:1], root, BLOCK), BlocksStored(hashes[1:], hashes[0], BLOCK)]
+    assert kv.take_events() == [
+        BlocksStored(hashes[:1], root, BLOCK),
+        BlocksStored(hashes[1:], hashes[0], BLOCK),
+    ]
     kv.free(request)
     assert kv.take_events() == []
     kv.allocate(make_request([7]), 1)
@@ -308,7 +311,9 @@ def test_one_event_tells_all_blocks_that_a_long_chunk_completed():
     kv = KVCacheManager(4, BLOCK, "model", enable_events=True)
     run(kv, list(range(14)))
     root = root_hash("model")
-    assert kv.take_events() == [BlocksStored(hash_blocks(root, list(range(12)), BLOCK), root, BLOCK)]
+    assert kv.take_events() == [
+        BlocksStored(hash_blocks(root, list(range(12)), BLOCK), root, BLOCK)
+    ]
 
 
 def test_no_events_unless_asked_for():

@@ -22,7 +22,9 @@ from baton_protocol.sampling import SamplingParams
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS)
-REPEATED = st.builds(lambda token, times: [token] * times, st.integers(1, 3), st.integers(1, MAX_TOKENS))
+REPEATED = st.builds(
+    lambda token, times: [token] * times, st.integers(1, 3), st.integers(1, MAX_TOKENS)
+)
 """Of few kinds, so that many have a prefix in common."""
 
 Memory = list[list[tuple[int, ...]]]
@@ -53,7 +55,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @staticmethod
     def _copy(source: Memory, target: Memory, copies: list[BlockCopy]) -> None:
-        assert not {copy.source for copy in copies} & {copy.target for copy in copies} or source is not target
+        assert (
+            not {copy.source for copy in copies} & {copy.target for copy in copies}
+            or source is not target
+        )
         assert len({copy.target for copy in copies}) == len(copies)
         for copy in copies:
             target[copy.target] = list(source[copy.source])
@@ -65,7 +70,10 @@ class KVMachine(RuleBasedStateMachine):
         self._copy(self.offloaded, self.device, restores)
 
     def _state(self) -> object:
-        tables = [(request.block_ids, [b.block_id for b in request.swapped_blocks]) for request in self.live]
+        tables = [
+            (request.block_ids, [b.block_id for b in request.swapped_blocks])
+            for request in self.live
+        ]
         return tables, self.kv.num_free_blocks, self.kv.num_free_swap_blocks
 
     @rule(prompts=st.lists(TOKENS | REPEATED, min_size=1, max_size=3), keep_free=st.integers(0, 2))
@@ -97,7 +105,10 @@ class KVMachine(RuleBasedStateMachine):
             return
         assert self.kv.num_free_blocks >= keep_free
         assert added == request.block_ids
-        found = [self.kv.pool.find(block_hash) for block_hash in self.kv.block_hashes(request)[: len(cached)]]
+        found = [
+            self.kv.pool.find(block_hash)
+            for block_hash in self.kv.block_hashes(request)[: len(cached)]
+        ]
         assert added[: len(cached)] == [block.block_id for block in found if block is not None]
         request.num_computed_tokens = len(cached) * BLOCK
         self.live.append(request)
@@ -156,7 +167,9 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._on_device())
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
-        requests = data.draw(st.lists(st.sampled_from(self._on_device()), min_size=1, max_size=3, unique_by=id))
+        requests = data.draw(
+            st.lists(st.sampled_from(self._on_device()), min_size=1, max_size=3, unique_by=id)
+        )
         before = self._state()
         copies = self.kv.swap_out(requests)
         if copies is None:
@@ -168,7 +181,9 @@ class KVMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keep_free=st.integers(0, 2))
     def swap_in(self, data: st.DataObject, keep_free: int) -> None:
         swapped = [request for request in self.live if request.swapped_blocks]
-        requests = data.draw(st.lists(st.sampled_from(swapped), min_size=1, max_size=3, unique_by=id))
+        requests = data.draw(
+            st.lists(st.sampled_from(swapped), min_size=1, max_size=3, unique_by=id)
+        )
         before = self._state()
         copies = self.kv.swap_in(requests, keep_free=keep_free)
         if copies is None:
@@ -192,7 +207,9 @@ class KVMachine(RuleBasedStateMachine):
     def everyone_reads_what_was_computed_for_them(self) -> None:
         for request in self.live:
             memory, blocks = (
-                (self.host, request.swapped_blocks) if request.swapped_blocks else (self.device, request.blocks)
+                (self.host, request.swapped_blocks)
+                if request.swapped_blocks
+                else (self.device, request.blocks)
             )
             for position in range(request.num_computed_tokens):
                 content = memory[blocks[position // BLOCK].block_id][position % BLOCK]
@@ -219,11 +236,16 @@ class KVMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_held_or_free(self) -> None:
         self._check_pool(self.kv.pool, [request.block_ids for request in self.live])
-        self._check_pool(self.kv.swap_pool, [[b.block_id for b in request.swapped_blocks] for request in self.live])
+        self._check_pool(
+            self.kv.swap_pool,
+            [[b.block_id for b in request.swapped_blocks] for request in self.live],
+        )
 
     def _check_pool(self, pool: BlockPool, tables: list[list[int]]) -> None:
         holders = Counter(block_id for table in tables for block_id in table)
-        assert [block.ref_count for block in pool.blocks] == [holders[index] for index in range(pool.num_blocks)]
+        assert [block.ref_count for block in pool.blocks] == [
+            holders[index] for index in range(pool.num_blocks)
+        ]
         free: list[int] = []
         ring = pool._free._ring
         node = ring.next
@@ -251,10 +273,16 @@ class KVMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request in self.live:
             self.kv.free(request)
-        assert (self.kv.num_free_blocks, self.kv.num_free_swap_blocks) == (NUM_BLOCKS, NUM_SWAP_BLOCKS)
+        assert (self.kv.num_free_blocks, self.kv.num_free_swap_blocks) == (
+            NUM_BLOCKS,
+            NUM_SWAP_BLOCKS,
+        )
 
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

@@ -24,11 +24,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llm") / "tiny"
-    return create_checkpoint(path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3)
+    return create_checkpoint(
+        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
+    )
 
 
 def make_llm(checkpoint: Path, **args) -> LLM:
-    return LLM(checkpoint, **{"dtype": "float32", "num_blocks": 96, "device": "cpu", "num_threads": 1, **args})
+    return LLM(
+        checkpoint,
+        **{"dtype": "float32", "num_blocks": 96, "device": "cpu", "num_threads": 1, **args},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,12 @@ def test_greedy_texts_are_those_of_transformers(llm: LLM, reference: torch.nn.Mo
     ids = prompts(8, 512, longest=60)
     outputs = llm.generate(ids, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == ids
-    assert_greedy(reference, ids, [output.outputs[0].token_ids for output in outputs], "LLM.generate")
-    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert_greedy(
+        reference, ids, [output.outputs[0].token_ids for output in outputs], "LLM.generate"
+    )
+    assert all(
+        output.finished and output.outputs[0].finish_reason == "length" for output in outputs
+    )
 
 
 def test_outputs_come_in_the_order_of_prompts_of_any_kind(llm: LLM):
@@ -61,7 +70,9 @@ def test_outputs_come_in_the_order_of_prompts_of_any_kind(llm: LLM):
     forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
     outputs = llm.generate(["a much longer text, to end later", *forms], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs[1:]] == ["hello", None, "hello", None]
-    assert {tuple(output.outputs[0].token_ids) for output in outputs[1:]} == {tuple(outputs[1].outputs[0].token_ids)}
+    assert {tuple(output.outputs[0].token_ids) for output in outputs[1:]} == {
+        tuple(outputs[1].outputs[0].token_ids)
+    }
     for single in forms:
         [output] = llm.generate(single, GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == outputs[1].outputs[0].token_ids
@@ -69,7 +80,9 @@ def test_outputs_come_in_the_order_of_prompts_of_any_kind(llm: LLM):
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM):
-    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 9, 1)]
+    params = [
+        SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 9, 1)
+    ]
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
     with pytest.raises(ValueError, match="one for all or one per prompt: got 3 for 2"):
@@ -83,25 +96,37 @@ def test_n_samples_are_different_and_a_seed_repeats_them(llm: LLM):
     assert [output.index for output in first.outputs] == [0, 1, 2]
     assert len({tuple(ids) for ids in texts}) == 3
     assert [output.token_ids for output in again.outputs] == texts
-    [alone] = llm.generate("hello", SamplingParams(seed=7, max_tokens=10, ignore_eos=True), use_tqdm=False)
+    [alone] = llm.generate(
+        "hello", SamplingParams(seed=7, max_tokens=10, ignore_eos=True), use_tqdm=False
+    )
     assert alone.outputs[0].token_ids == texts[0]
 
 
 def test_seeds_are_drawn_from_the_llms_own(llm: LLM, checkpoint: Path):
     params = SamplingParams(max_tokens=10, ignore_eos=True)
-    texts = [output.outputs[0].token_ids for output in llm.generate(["hello"] * 2, params, use_tqdm=False)]
+    texts = [
+        output.outputs[0].token_ids
+        for output in llm.generate(["hello"] * 2, params, use_tqdm=False)
+    ]
     assert texts[0] != texts[1]
     drawn = []
     for _ in range(2):
         with make_llm(checkpoint, seed=5) as fresh:
-            drawn.append([o.outputs[0].token_ids for o in fresh.generate(["hello"] * 2, params, use_tqdm=False)])
+            drawn.append(
+                [
+                    o.outputs[0].token_ids
+                    for o in fresh.generate(["hello"] * 2, params, use_tqdm=False)
+                ]
+            )
     assert drawn[0] == drawn[1]
 
 
 def test_best_of_returns_the_most_likely_samples_first(llm: LLM):
     every = SamplingParams(n=6, seed=1, max_tokens=8, logprobs=0, ignore_eos=True)
     [all_six] = llm.generate("hello", every, use_tqdm=False)
-    ranked = sorted(all_six.outputs, key=lambda o: o.cumulative_logprob / len(o.token_ids), reverse=True)
+    ranked = sorted(
+        all_six.outputs, key=lambda o: o.cumulative_logprob / len(o.token_ids), reverse=True
+    )
     best = SamplingParams(n=2, best_of=6, seed=1, max_tokens=8, ignore_eos=True)
     [output] = llm.generate("hello", best, use_tqdm=False)
     assert [o.token_ids for o in output.outputs] == [o.token_ids for o in ranked[:2]]
@@ -110,14 +135,22 @@ def test_best_of_returns_the_most_likely_samples_first(llm: LLM):
 
 
 def test_logprobs_are_those_of_transformers(llm: LLM, reference: torch.nn.Module):
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True
+    )
     [output] = llm.generate("hello world", params, use_tqdm=False)
     sample, prompt = output.outputs[0], output.prompt_token_ids
     with torch.inference_mode():
-        logprobs = reference(torch.tensor([prompt + sample.token_ids])).logits[0].log_softmax(dim=-1)
+        logprobs = (
+            reference(torch.tensor([prompt + sample.token_ids])).logits[0].log_softmax(dim=-1)
+        )
     expected = logprobs[len(prompt) - 1 : -1]
-    for position, (token_id, candidates) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
-        assert candidates[token_id].logprob == pytest.approx(expected[position, token_id].item(), abs=1e-4)
+    for position, (token_id, candidates) in enumerate(
+        zip(sample.token_ids, sample.logprobs, strict=True)
+    ):
+        assert candidates[token_id].logprob == pytest.approx(
+            expected[position, token_id].item(), abs=1e-4
+        )
         assert candidates[token_id].rank == 1
         assert len(candidates) == 3
     assert sample.cumulative_logprob == pytest.approx(
@@ -127,12 +160,16 @@ def test_logprobs_are_those_of_transformers(llm: LLM, reference: torch.nn.Module
     assert len(output.prompt_logprobs) == len(prompt)
     for position in range(1, len(prompt)):
         own = output.prompt_logprobs[position][prompt[position]]
-        assert own.logprob == pytest.approx(logprobs[position - 1, prompt[position]].item(), abs=1e-4)
+        assert own.logprob == pytest.approx(
+            logprobs[position - 1, prompt[position]].item(), abs=1e-4
+        )
 
 
 def test_samples_of_one_prompt_tell_its_logprobs_once(llm: LLM):
     plain, several = (
-        llm.generate("hello world", SamplingParams(n=n, max_tokens=3, prompt_logprobs=1), use_tqdm=False)[0]
+        llm.generate(
+            "hello world", SamplingParams(n=n, max_tokens=3, prompt_logprobs=1), use_tqdm=False
+        )[0]
         for n in (1, 3)
     )
     assert len(several.prompt_logprobs) == len(several.prompt_token_ids)
@@ -148,7 +185,11 @@ def test_a_stop_string_ends_the_text_and_frees_the_engine(llm: LLM):
     first = text.index(stop)
     for include in (False, True):
         params = SamplingParams(
-            temperature=0, max_tokens=200, ignore_eos=True, stop=stop, include_stop_str_in_output=include
+            temperature=0,
+            max_tokens=200,
+            ignore_eos=True,
+            stop=stop,
+            include_stop_str_in_output=include,
         )
         [output] = llm.generate("hello", params, use_tqdm=False)
         sample = output.outputs[0]
@@ -166,7 +207,9 @@ def metric(llm: LLM, name: str) -> float:
 def test_a_stop_token_is_the_stop_reason_and_no_text(llm: LLM):
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     token_id = whole.outputs[0].token_ids[3]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[token_id])
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[token_id]
+    )
     sample = llm.generate("hello", params, use_tqdm=False)[0].outputs[0]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", token_id)
     end = whole.outputs[0].token_ids.index(token_id)
@@ -181,8 +224,14 @@ def test_bad_words_do_not_come(llm: LLM):
     word = next(word for word in words if word.strip().isalpha()).strip()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_words=[word])
     sample = llm.generate("hello", params, use_tqdm=False)[0].outputs[0]
-    banned = {tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}")}
-    pairs = [tuple(sample.token_ids[i : i + len(ids)]) for ids in banned for i in range(len(sample.token_ids))]
+    banned = {
+        tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}")
+    }
+    pairs = [
+        tuple(sample.token_ids[i : i + len(ids)])
+        for ids in banned
+        for i in range(len(sample.token_ids))
+    ]
     assert not banned & set(pairs)
 
 
@@ -202,9 +251,13 @@ def test_chat_is_generate_on_the_rendered_template(llm: LLM):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 1.5])
-def test_beams_are_those_of_transformers(llm: LLM, reference: torch.nn.Module, length_penalty: float):
+def test_beams_are_those_of_transformers(
+    llm: LLM, reference: torch.nn.Module, length_penalty: float
+):
     ids = llm.get_tokenizer().encode("hello world")
-    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=length_penalty, ignore_eos=True)
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=8, length_penalty=length_penalty, ignore_eos=True
+    )
     [result] = llm.beam_search([ids], params)
     with torch.inference_mode():
         expected = reference.generate(
@@ -226,8 +279,12 @@ def test_beams_are_those_of_transformers(llm: LLM, reference: torch.nn.Module, l
 
 
 def test_structured_outputs_shape_the_text(llm: LLM):
-    choice = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["left", "right"]))
-    digits = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    choice = SamplingParams(
+        max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["left", "right"])
+    )
+    digits = SamplingParams(
+        max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}")
+    )
     outputs = llm.generate(["where", "how many"], [choice, digits], use_tqdm=False)
     assert outputs[0].outputs[0].text in ("left", "right")
     assert len(outputs[1].outputs[0].text) == 3
@@ -244,9 +301,15 @@ def test_structured_outputs_shape_the_text(llm: LLM):
         (SamplingParams(bad_words=[" "]), "bad_words"),
         (SamplingParams(beam_width=2), "beam_search"),
         (SamplingParams(stop_token_ids=[5000]), "stop_token_ids"),
-        (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"])), "structured_outputs"),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"])),
+            "structured_outputs",
+        ),
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "regex"),
-        (SamplingParams(structured_outputs=StructuredOutputsParams()), "structured_outputs must have one of"),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams()),
+            "structured_outputs must have one of",
+        ),
         (
             SamplingParams(structured_outputs=StructuredOutputsParams(choice="yes")),
             "structured_outputs.choice: .*got str",
@@ -255,7 +318,10 @@ def test_structured_outputs_shape_the_text(llm: LLM):
             SamplingParams(structured_outputs={"regex": "a"}),
             "structured_outputs: expected StructuredOutputsParams, got dict",
         ),
-        (SamplingParams(structured_outputs=StructuredOutputsParams(json=print)), "structured_outputs: "),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(json=print)),
+            "structured_outputs: ",
+        ),
         (SamplingParams(logprobs=True), "logprobs: expected int"),
         (SamplingParams(top_k=2.5), "top_k: expected int, got float"),
         (SamplingParams(temperature="hot"), "temperature: expected float, got str"),
@@ -263,11 +329,16 @@ def test_structured_outputs_shape_the_text(llm: LLM):
         (SamplingParams(stop=[5]), r"stop\[0\]: expected str, got int"),
         (SamplingParams(stop={"a"}), "stop: expected a list, got a set"),
         (SamplingParams(bad_words="one"), "bad_words: expected array"),
-        (SamplingParams(bad_words=["word"] * 600), "bad_words must have at most 512 words, got 600"),
+        (
+            SamplingParams(bad_words=["word"] * 600),
+            "bad_words must have at most 512 words, got 600",
+        ),
         (SamplingParams(logit_bias={"7": 1.0}), "logit_bias: expected int, got str"),
     ],
 )
-def test_wrong_parameters_are_named_and_leave_nothing_behind(llm: LLM, params: SamplingParams, complaint: str):
+def test_wrong_parameters_are_named_and_leave_nothing_behind(
+    llm: LLM, params: SamplingParams, complaint: str
+):
     with pytest.raises(ValueError, match=complaint):
         llm.generate(["good", "bad"], [GREEDY, params], use_tqdm=False)
     assert metric(llm, "baton:num_requests_running") == 0
@@ -283,14 +354,18 @@ def test_wrong_prompts_are_named(llm: LLM):
         llm.generate([3.5], GREEDY, use_tqdm=False)
     with pytest.raises(TypeError, match=r"prompt 1 .*a list with bool"):
         llm.generate([[5], [True]], GREEDY, use_tqdm=False)
-    with pytest.raises(TypeError, match="prompt 0 must have prompt or prompt_token_ids, got 'text'"):
+    with pytest.raises(
+        TypeError, match="prompt 0 must have prompt or prompt_token_ids, got 'text'"
+    ):
         llm.generate({"text": "hello"}, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match=r"prompt 0: .*character 2 is half of a surrogate pair"):
         llm.generate("hi\ud800", GREEDY, use_tqdm=False)
     for wrong in (None, 5, b"hello", {"hello"}):
         with pytest.raises(TypeError, match="prompts must be a text, a list"):
             llm.generate(wrong, GREEDY, use_tqdm=False)
-    with pytest.raises(TypeError, match="sampling_params must be SamplingParams or a list of them, got dict"):
+    with pytest.raises(
+        TypeError, match="sampling_params must be SamplingParams or a list of them, got dict"
+    ):
         llm.generate("hello", {"temperature": 0}, use_tqdm=False)
     with pytest.raises(TypeError, match="params must be BeamSearchParams, got SamplingParams"):
         llm.beam_search("hello", GREEDY)
@@ -347,7 +422,9 @@ def test_the_second_time_a_prompt_is_cached(llm: LLM):
     assert counts == [0, 32]
 
 
-def test_the_progress_bar_counts_prompts_and_estimates_speed(llm: LLM, capsys: pytest.CaptureFixture[str]):
+def test_the_progress_bar_counts_prompts_and_estimates_speed(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+):
     llm.generate(["a", "b", "c"], GREEDY)
     shown = capsys.readouterr().err
     assert "Processed prompts" in shown
@@ -363,7 +440,9 @@ def test_the_progress_bar_counts_prompts_and_estimates_speed(llm: LLM, capsys: p
     assert len(bars) == 1
 
 
-def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
     steps = 0
     step = EngineCore.step
 
@@ -399,7 +478,9 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM):
     assert len({tuple(ids) for ids in results.values()}) == 1
 
 
-def test_a_failing_engine_is_reported_and_not_used_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_engine_is_reported_and_not_used_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
     with make_llm(checkpoint) as llm:
 
         def fail() -> None:

@@ -12,7 +12,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "offline.md"
 
 def test_the_examples_run(tmp_path: Path):
     model = create_checkpoint(
-        tmp_path / "tiny", "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512
+        tmp_path / "tiny",
+        "qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        vocab_size=512,
     )
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 6

@@ -31,7 +31,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         arch: create_checkpoint(
-            root / arch, arch, hidden_size=64, intermediate_size=96, num_layers=3, vocab_size=VOCAB_SIZE, seed=7
+            root / arch,
+            arch,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=3,
+            vocab_size=VOCAB_SIZE,
+            seed=7,
         )
         for arch in ARCHITECTURES
     }
@@ -66,7 +72,9 @@ def assert_greedy(path: Path, requests: list[Request]) -> None:
         for index, token_id in enumerate(request.generated):
             row = logits[len(request.prompt) + index - 1]
             behind = float(row.max() - row[token_id])
-            assert behind <= NEAR_TIE, f"{request.request_id}, token {index}: {behind:.4f} below the reference's best"
+            assert behind <= NEAR_TIE, (
+                f"{request.request_id}, token {index}: {behind:.4f} below the reference's best"
+            )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -74,16 +82,22 @@ def test_greedy_tokens_are_those_of_transformers(arch: str, checkpoints: dict[st
     """Prompts from one token to several blocks, random chunks, joining and leaving a mixed batch."""
     runner = make_runner(checkpoints[arch])
     lengths = [1, 2, 15, 16, 17, 31, 48, 77, 5, 100]
-    requests = [Request(f"{arch}-{n}", prompt, max_tokens=20) for n, prompt in enumerate(prompts(lengths))]
+    requests = [
+        Request(f"{arch}-{n}", prompt, max_tokens=20) for n, prompt in enumerate(prompts(lengths))
+    ]
     StepDriver(runner, seed=1).run(requests, max_chunk=24, join_probability=0.4)
     assert_greedy(checkpoints[arch], requests)
-    assert len({tuple(r.generated) for r in requests}) == len(requests), "the model ignores its prompt"
+    assert len({tuple(r.generated) for r in requests}) == len(requests), (
+        "the model ignores its prompt"
+    )
 
 
 def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
     import json
 
-    path = create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True, max_shard_size=100_000)
+    path = create_checkpoint(
+        tmp_path / "model", "llama", tie_word_embeddings=True, max_shard_size=100_000
+    )
     assert len(list(path.glob("model-*.safetensors"))) > 2
     config = json.loads((path / "config.json").read_text())
     del config["rope_theta"]
@@ -96,7 +110,9 @@ def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
         "original_max_position_embeddings": 64,
     }
     (path / "config.json").write_text(json.dumps(config))
-    requests = [Request(f"tied-{n}", prompt, max_tokens=10) for n, prompt in enumerate(prompts([3, 130]))]
+    requests = [
+        Request(f"tied-{n}", prompt, max_tokens=10) for n, prompt in enumerate(prompts([3, 130]))
+    ]
     StepDriver(make_runner(path)).run(requests, max_chunk=50)
     assert_greedy(path, requests)
 
@@ -104,7 +120,9 @@ def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
 def test_chunk_sizes_and_batch_mates_change_nothing(llama: ModelRunner) -> None:
     runs = []
     for seed, max_chunk, together in [(0, 200, False), (1, 7, True), (2, 33, True)]:
-        requests = [Request(f"c{seed}-{n}", p, max_tokens=12) for n, p in enumerate(prompts([40, 9, 70]))]
+        requests = [
+            Request(f"c{seed}-{n}", p, max_tokens=12) for n, p in enumerate(prompts([40, 9, 70]))
+        ]
         driver = StepDriver(llama, seed=seed)
         for group in [requests] if together else [[r] for r in requests]:
             driver.run(group, max_chunk=max_chunk)
@@ -141,9 +159,13 @@ def test_request_resumes_in_the_middle_with_blocks_filled_by_others(llama: Model
     driver.step([], max_chunk=1)
 
 
-def test_sampled_tokens_survive_a_move_to_another_worker(checkpoints: dict[str, Path], llama: ModelRunner) -> None:
+def test_sampled_tokens_survive_a_move_to_another_worker(
+    checkpoints: dict[str, Path], llama: ModelRunner
+) -> None:
     """Seeded sampling with penalties: the second worker gets prompt and generated ids and continues identically."""
-    params = SamplingParams(temperature=0.9, top_p=0.95, seed=11, frequency_penalty=0.5, repetition_penalty=1.2)
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, seed=11, frequency_penalty=0.5, repetition_penalty=1.2
+    )
     prompt = prompts([20], seed=4)[0]
     driver = StepDriver(llama)
     whole = Request("whole", prompt, max_tokens=14, params=params)
@@ -156,13 +178,17 @@ def test_sampled_tokens_survive_a_move_to_another_worker(checkpoints: dict[str, 
     assert len(set(whole.generated)) > 1
 
 
-def test_logprobs_are_those_of_transformers(checkpoints: dict[str, Path], llama: ModelRunner) -> None:
+def test_logprobs_are_those_of_transformers(
+    checkpoints: dict[str, Path], llama: ModelRunner
+) -> None:
     params = SamplingParams(temperature=1.0, seed=2, logprobs=3)
     request = Request("logprobs", prompts([18], seed=5)[0], max_tokens=4, params=params)
     driver = StepDriver(llama)
     driver.run([request])
     driver.step([], max_chunk=1)
-    expected = reference_logits(checkpoints["llama"], request.prompt + request.generated).log_softmax(-1)
+    expected = reference_logits(
+        checkpoints["llama"], request.prompt + request.generated
+    ).log_softmax(-1)
     for index, reported in enumerate(request.logprobs):
         row = expected[len(request.prompt) + index - 1]
         assert reported.token_id == request.generated[index]
@@ -177,14 +203,23 @@ def test_kv_cache_has_the_layout_it_names(llama: ModelRunner) -> None:
     layout = llama.kv_cache_layout(5)
     runner = ModelRunner(llama.config)
     kv_cache = runner.allocate_kv_cache(5)
-    assert kv_cache.shape == (5, layout.num_kv_heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
+    assert kv_cache.shape == (
+        5,
+        layout.num_kv_heads,
+        layout.num_layers,
+        2,
+        layout.block_size,
+        layout.head_dim,
+    )
     assert kv_cache.is_contiguous()
     assert kv_cache.nbytes == 5 * layout.block_nbytes
     assert not kv_cache.any()
 
 
 def test_warm_up_leaves_the_kv_cache_alone(checkpoints: dict[str, Path]) -> None:
-    runner = ModelRunner(EngineConfig(model=ModelConfig(path=str(checkpoints["qwen3_moe"])), device="cpu"))
+    runner = ModelRunner(
+        EngineConfig(model=ModelConfig(path=str(checkpoints["qwen3_moe"])), device="cpu")
+    )
     runner.load_model()
     kv_cache = runner.allocate_kv_cache(4)
     runner.warm_up()
@@ -213,7 +248,9 @@ def test_compatibility_hash_tells_models_apart_and_leaves_block_sizes_to_the_lay
     checkpoints: dict[str, Path],
 ) -> None:
     def hash_of(arch: str, block_size: int = 16) -> str:
-        return make_runner(checkpoints[arch], num_blocks=1, block_size=block_size).compatibility_hash
+        return make_runner(
+            checkpoints[arch], num_blocks=1, block_size=block_size
+        ).compatibility_hash
 
     assert hash_of("llama") == hash_of("llama")
     assert hash_of("llama") != hash_of("qwen3")
@@ -223,18 +260,25 @@ def test_compatibility_hash_tells_models_apart_and_leaves_block_sizes_to_the_lay
 def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Path]) -> None:
     hashes = [
         ModelRunner(
-            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization=quantization), device="cpu")
+            EngineConfig(
+                model=ModelConfig(path=str(checkpoints["llama"]), quantization=quantization),
+                device="cpu",
+            )
         ).compatibility_hash
         for quantization in (None, "int8")
     ]
     assert hashes[0] != hashes[1]
 
 
-def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse(checkpoints: dict[str, Path]) -> None:
+def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse(
+    checkpoints: dict[str, Path],
+) -> None:
     def runner(arch: str = "llama", block_size: int = 16, **model: Any) -> ModelRunner:
         cache = CacheConfig(block_size=block_size)
         return ModelRunner(
-            EngineConfig(model=ModelConfig(path=str(checkpoints[arch]), **model), cache=cache, device="cpu")
+            EngineConfig(
+                model=ModelConfig(path=str(checkpoints[arch]), **model), cache=cache, device="cpu"
+            )
         )
 
     made = [
@@ -245,8 +289,12 @@ def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse
         refused = ours.compatibility_hash != theirs.compatibility_hash or layout_mismatch(
             ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
         )
-        assert bool(refused) == bool(differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there"))
-    assert "version" in differences(made[0].kv_compatibility(2), made[1].kv_compatibility(3), "here", "there")
+        assert bool(refused) == bool(
+            differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there")
+        )
+    assert "version" in differences(
+        made[0].kv_compatibility(2), made[1].kv_compatibility(3), "here", "there"
+    )
 
 
 def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path: Path) -> None:
@@ -256,17 +304,27 @@ def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path
     assert len(hashes) == 2
 
 
-def test_missing_model_and_bad_settings_are_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+def test_missing_model_and_bad_settings_are_refused(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
     with pytest.raises(ModelNotFound, match="nowhere does not exist"):
         ModelRunner(EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))).load_model()
     too_long = ModelConfig(path=str(checkpoints["llama"]), max_model_len=10**6)
     with pytest.raises(ConfigurationError, match="max_model_len"):
         ModelRunner(EngineConfig(model=too_long)).load_model()
     with pytest.raises(ConfigurationError, match="dtype must be auto"):
-        ModelRunner(EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), dtype="int3"))).load_model()
-    with pytest.raises(ConfigurationError, match="quantization must be int8 or not given, got 'int3'"):
-        ModelRunner(EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization="int3")))
-    with pytest.raises(ConfigurationError, match="quantization int8 is for CPUs, but the model runs on cuda"):
+        ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), dtype="int3"))
+        ).load_model()
+    with pytest.raises(
+        ConfigurationError, match="quantization must be int8 or not given, got 'int3'"
+    ):
+        ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization="int3"))
+        )
+    with pytest.raises(
+        ConfigurationError, match="quantization int8 is for CPUs, but the model runs on cuda"
+    ):
         check_quantization("int8", torch.device("cuda"))
 
 
@@ -289,12 +347,18 @@ def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(
     expected: torch.dtype,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = create_checkpoint(tmp_path / "model", "llama", num_layers=1, vocab_size=300, dtype=checkpoint_dtype)
+    path = create_checkpoint(
+        tmp_path / "model", "llama", num_layers=1, vocab_size=300, dtype=checkpoint_dtype
+    )
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     runner = ModelRunner(EngineConfig(model=ModelConfig(path=str(path)), device="cpu"))
     with caplog.at_level("INFO"):
         assert runner.dtype is expected
-    reason = next(iter(capabilities)) if checkpoint_dtype == str(expected)[6:] != "float32" else checkpoint_dtype
+    reason = (
+        next(iter(capabilities))
+        if checkpoint_dtype == str(expected)[6:] != "float32"
+        else checkpoint_dtype
+    )
     assert len(caplog.records) == 1
     assert f"dtype {expected}".replace("torch.", "") in caplog.text
     assert reason in caplog.text

@@ -63,12 +63,17 @@ def test_blocks_on_a_cpu_are_what_the_budgets_hold(checkpoint: Path) -> None:
 
 def test_budgets_that_cannot_be_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     size = BlockSize(rank=MIB, engine=2 * MIB)
-    with pytest.raises(ConfigurationError, match=r"memory_bytes=2097151 does not hold one KV block of 2097152 bytes"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory_bytes=2097151 does not hold one KV block of 2097152 bytes",
+    ):
         blocks_on_cpu(CacheConfig(memory_bytes=2 * MIB - 1), size)
     monkeypatch.setattr(memory, "available_host_memory", lambda: 100 * MIB)
     fitting = CacheConfig(memory_bytes=180 * MIB, swap_memory_bytes=20 * MIB)
     assert blocks_on_cpu(fitting, size) == (90, 10)
-    with pytest.raises(ConfigurationError, match=r"0.10 GiB are available; lower cache.memory_bytes") as refused:
+    with pytest.raises(
+        ConfigurationError, match=r"0.10 GiB are available; lower cache.memory_bytes"
+    ) as refused:
         blocks_on_cpu(CacheConfig(memory_bytes=182 * MIB, swap_memory_bytes=20 * MIB), size)
     assert refused.value.reason == "InsufficientMemory"
 
@@ -179,7 +184,9 @@ def test_profile_is_a_trace_with_the_rank_in_its_name(checkpoint: Path, tmp_path
     assert "rank0" in file.name
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(
-        "paged_attention" in str(e.get("name")) or "softmax" in str(e.get("name")) or "scaled_dot" in str(e.get("name"))
+        "paged_attention" in str(e.get("name"))
+        or "softmax" in str(e.get("name"))
+        or "scaled_dot" in str(e.get("name"))
         for e in events
     )
 

@@ -22,7 +22,9 @@ from baton_protocol.sampling import SamplingParams
 VOCAB_SIZE = 512
 DEADLINE_S = 60.0
 EAGER = CompilationConfig(enforce_eager=True)
-GRAPHS = CompilationConfig(mode="eager", cudagraph_mode="full_and_piecewise", capture_sizes=(1, 3, 16))
+GRAPHS = CompilationConfig(
+    mode="eager", cudagraph_mode="full_and_piecewise", capture_sizes=(1, 3, 16)
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class OneOfMany:
     """A rank's runner whose outputs are those of the last rank, as an executor collects them: all ranks drive the same steps."""
 
-    def __init__(self, runner: ModelRunner, outputs: list[queue.Queue[ModelRunnerOutput]], rank: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, outputs: list[queue.Queue[ModelRunnerOutput]], rank: int
+    ) -> None:
         self.runner, self.config = runner, runner.config
         self._outputs, self._rank = outputs, rank
 
@@ -51,17 +55,29 @@ class OneOfMany:
             assert own == ModelRunnerOutput()
         output = self._outputs[self._rank].get(timeout=DEADLINE_S)
         if self.runner.parallel.is_last_stage:
-            assert own.sampled_token_ids == output.sampled_token_ids, "tensor ranks sampled different tokens"
+            assert own.sampled_token_ids == output.sampled_token_ids, (
+                "tensor ranks sampled different tokens"
+            )
         return output
 
 
 def make_requests() -> list[Request]:
     draw = random.Random(0)
     reporting = SamplingParams(
-        temperature=0.7, seed=5, logprobs=2, prompt_logprobs=1, return_routed_experts=True, presence_penalty=0.2
+        temperature=0.7,
+        seed=5,
+        logprobs=2,
+        prompt_logprobs=1,
+        return_routed_experts=True,
+        presence_penalty=0.2,
     )
     return [
-        Request(str(n), [draw.randrange(3, VOCAB_SIZE) for _ in range(length)], 10, reporting if n % 2 else GREEDY)
+        Request(
+            str(n),
+            [draw.randrange(3, VOCAB_SIZE) for _ in range(length)],
+            10,
+            reporting if n % 2 else GREEDY,
+        )
         for n, length in enumerate([1, 40, 17, 9])
     ]
 
@@ -80,11 +96,17 @@ def test_ranks_together_are_one_worker(
     expected = make_requests()
     StepDriver(make_runner(checkpoint), seed=2).run(expected, max_chunk=13, join_probability=0.5)
     if compilation is GRAPHS:
-        monkeypatch.setattr("baton_engine.worker.model_runner.graph_backend", lambda device: RecordedRuns())
-    outputs: list[queue.Queue[ModelRunnerOutput]] = [queue.Queue() for _ in range(tensor_size * pipeline_size)]
+        monkeypatch.setattr(
+            "baton_engine.worker.model_runner.graph_backend", lambda device: RecordedRuns()
+        )
+    outputs: list[queue.Queue[ModelRunnerOutput]] = [
+        queue.Queue() for _ in range(tensor_size * pipeline_size)
+    ]
 
     def serve(parallel: ParallelContext) -> list[Request]:
-        runner = ModelRunner(msgspec.structs.replace(runner_config(checkpoint), compilation=compilation), parallel)
+        runner = ModelRunner(
+            msgspec.structs.replace(runner_config(checkpoint), compilation=compilation), parallel
+        )
         runner.load_model()
         kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
         assert kv_cache[0].nbytes == runner.kv_cache_layout(1).block_nbytes
@@ -92,7 +114,9 @@ def test_ranks_together_are_one_worker(
         kv_cache.fill_(float("nan"))
         rank = parallel.pipeline.rank * tensor_size + parallel.tensor.rank
         requests = make_requests()
-        driver = StepDriver(OneOfMany(runner, outputs, rank), seed=2, send_token_ids=pipeline_size > 1)
+        driver = StepDriver(
+            OneOfMany(runner, outputs, rank), seed=2, send_token_ids=pipeline_size > 1
+        )
         driver.run(requests, max_chunk=13, join_probability=0.5)
         return requests
 
@@ -100,11 +124,13 @@ def test_ranks_together_are_one_worker(
         for request, reference in zip(requests, expected, strict=True):
             assert request.generated == reference.generated
             assert request.routed_experts == reference.routed_experts
-            assert [entry.token_id for entry in request.prompt_logprobs] == request.prompt[1 : len(request.prompt)] * (
-                request.params.prompt_logprobs is not None
-            )
+            assert [entry.token_id for entry in request.prompt_logprobs] == request.prompt[
+                1 : len(request.prompt)
+            ] * (request.params.prompt_logprobs is not None)
             for kind in ("logprobs", "prompt_logprobs"):
-                found, wanted = ([entry.logprob for entry in getattr(of, kind)] for of in (request, reference))
+                found, wanted = (
+                    [entry.logprob for entry in getattr(of, kind)] for of in (request, reference)
+                )
                 assert found == pytest.approx(wanted, abs=1e-4)
 
 

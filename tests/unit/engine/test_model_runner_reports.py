@@ -25,7 +25,12 @@ NUM_LAYERS = 3
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts: everything there is to report."""
     path = tmp_path_factory.mktemp("reports") / "qwen3_moe"
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": NUM_LAYERS,
+        "vocab_size": VOCAB_SIZE,
+    }
     return create_checkpoint(path, "qwen3_moe", seed=3, **sizes)
 
 
@@ -48,7 +53,11 @@ def run(runner: ModelRunner, *requests: Request, max_chunk: int) -> None:
 @pytest.mark.parametrize("max_chunk", [1, 7, 100])
 @pytest.mark.parametrize("slice_rows", [1, 3, 1000])
 def test_prompt_logprobs_are_those_of_transformers(
-    checkpoint: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, max_chunk: int, slice_rows: int
+    checkpoint: Path,
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    max_chunk: int,
+    slice_rows: int,
 ) -> None:
     """Whatever the chunks, and however many logits are computed at a time; a batch mate asks for nothing."""
     from transformers import AutoModelForCausalLM
@@ -78,15 +87,25 @@ def test_prompt_of_one_token_has_no_logprobs(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("max_chunk", [1, 5, 100])
-def test_routed_experts_are_those_of_transformers(checkpoint: Path, runner: ModelRunner, max_chunk: int) -> None:
+def test_routed_experts_are_those_of_transformers(
+    checkpoint: Path, runner: ModelRunner, max_chunk: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    asking = Request("asking", prompt_of(21, seed=2), 4, SamplingParams(temperature=0.0, return_routed_experts=True))
+    asking = Request(
+        "asking",
+        prompt_of(21, seed=2),
+        4,
+        SamplingParams(temperature=0.0, return_routed_experts=True),
+    )
     silent = Request("silent", prompt_of(11, seed=3), 4)
     run(runner, silent, asking, max_chunk=max_chunk)
     assert silent.routed_experts == []
     found = np.concatenate(
-        [np.frombuffer(part.expert_ids, dtype="<u2").reshape(part.shape) for part in asking.routed_experts]
+        [
+            np.frombuffer(part.expert_ids, dtype="<u2").reshape(part.shape)
+            for part in asking.routed_experts
+        ]
     )
     ran = asking.prompt + asking.generated[:-1]  # the last token is sampled, not run
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -97,7 +116,9 @@ def test_routed_experts_are_those_of_transformers(checkpoint: Path, runner: Mode
     assert (np.sort(found, axis=2) == expected.sort(dim=2).values.numpy()).all()
 
 
-def test_nans_in_logits_are_counted_if_configured(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nans_in_logits_are_counted_if_configured(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The poisoned request ends with EOS, its neighbour goes on."""
     config = msgspec.structs.replace(
         runner_config(checkpoint), observability=ObservabilityConfig(count_nans_in_logits=True)
@@ -106,7 +127,10 @@ def test_nans_in_logits_are_counted_if_configured(checkpoint: Path, caplog: pyte
     runner.load_model()
     kv_cache = runner.allocate_kv_cache(16)
     driver = StepDriver(runner, num_blocks=16)
-    sound, poisoned = Request("sound", prompt_of(20), 9), Request("poisoned", prompt_of(20, seed=1), 9)
+    sound, poisoned = (
+        Request("sound", prompt_of(20), 9),
+        Request("poisoned", prompt_of(20, seed=1), 9),
+    )
     while not (sound.generated and poisoned.generated):
         driver.step([r for r in (sound, poisoned) if not r.generated], 50)
     kv_cache[poisoned.block_ids[0]] = float("nan")

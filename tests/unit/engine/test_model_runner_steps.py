@@ -9,7 +9,12 @@ import pytest
 from step_driver import GREEDY, Request, StepDriver, make_runner
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.executor.step import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from baton_engine.executor.step import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 
@@ -44,7 +49,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-def alone(driver: StepDriver, prompt: list[int], max_tokens: int, generated: list[int] | None = None) -> list[int]:
+def alone(
+    driver: StepDriver, prompt: list[int], max_tokens: int, generated: list[int] | None = None
+) -> list[int]:
     """What a request of its own generates, undisturbed."""
     request = Request("alone", prompt, max_tokens, generated=list(generated or []))
     driver.run([request])
@@ -167,7 +174,9 @@ def test_grammar_binds_its_requests_and_no_others(driver: StepDriver) -> None:
     allowed = next(token for token in range(100, 200) if token not in expected)
     bitmask = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
     bitmask[0, allowed // 32] = np.array(1 << allowed % 32, dtype=np.uint32).view(np.int32)
-    structured = SamplingParams(temperature=0.0, structured_output=StructuredOutput(StructuredOutputKind.JSON_OBJECT))
+    structured = SamplingParams(
+        temperature=0.0, structured_output=StructuredOutput(StructuredOutputKind.JSON_OBJECT)
+    )
     bound, free = Request("bound", prompt, 2, structured), Request("free", prompt, 2)
     while not bound.generated:
         # Chunks are drawn: the grammar's row is there in the step that samples.
@@ -177,7 +186,9 @@ def test_grammar_binds_its_requests_and_no_others(driver: StepDriver) -> None:
     assert free.generated == expected[: len(free.generated)]
 
 
-def test_step_of_tokens_that_nobody_knows_is_refused(runner: ModelRunner, driver: StepDriver) -> None:
+def test_step_of_tokens_that_nobody_knows_is_refused(
+    runner: ModelRunner, driver: StepDriver
+) -> None:
     new = NewRequestData("early", prompt_of(4), [], GREEDY, 0, [0], 0)
     with pytest.raises(RuntimeError, match="early is to run up to position 5, but only 4"):
         runner.execute_model(SchedulerOutput([new], [], {"early": 5}, []))
@@ -188,4 +199,6 @@ def test_step_without_tokens_still_forgets(runner: ModelRunner, driver: StepDriv
     driver.step([request], 4)
     runner.execute_model(SchedulerOutput([], [], {}, ["gone"]))
     with pytest.raises(RuntimeError, match="gone"):
-        runner.execute_model(SchedulerOutput([], [CachedRequestData("gone", [], 4)], {"gone": 1}, []))
+        runner.execute_model(
+            SchedulerOutput([], [CachedRequestData("gone", [], 4)], {"gone": 1}, [])
+        )

@@ -24,7 +24,9 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", num_layers=2, vocab_size=300)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("models") / "qwen3", "qwen3", num_layers=2, vocab_size=300
+    )
 
 
 @pytest.fixture
@@ -100,7 +102,9 @@ def test_misshapen_tensor_is_named(checkpoint: Path) -> None:
 
 
 def test_integer_tensor_is_named(checkpoint: Path) -> None:
-    edit_tensors(checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].to(torch.int8)}))
+    edit_tensors(
+        checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].to(torch.int8)})
+    )
     assert_invalid(checkpoint, "model.safetensors", K_PROJ, "I8")
 
 
@@ -128,7 +132,9 @@ def test_folder_without_weights_is_named(checkpoint: Path) -> None:
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
-    path = create_checkpoint(tmp_path / "sharded", "llama", num_layers=1, vocab_size=300, max_shard_size=200_000)
+    path = create_checkpoint(
+        tmp_path / "sharded", "llama", num_layers=1, vocab_size=300, max_shard_size=200_000
+    )
     shards = sorted(path.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[0].unlink()
@@ -173,7 +179,9 @@ def test_config_that_is_no_json_is_named(checkpoint: Path) -> None:
 def test_both_spellings_of_the_rotary_embedding_are_read(checkpoint: Path) -> None:
     edit_config(checkpoint, rope_theta=5000.0)
     old = load_checkpoint_config(checkpoint)
-    edit_config(checkpoint, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    edit_config(
+        checkpoint, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}
+    )
     assert load_checkpoint_config(checkpoint) == old
     assert old.rope_theta == 5000.0
 
@@ -187,7 +195,9 @@ def test_end_tokens_of_the_generation_config_win(checkpoint: Path) -> None:
 def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: Path) -> None:
     before = identity_files(checkpoint)
     assert set(before) == {"config.json", "model.safetensors"}
-    assert sum(map(len, before.values())) < IDENTITY_PAGES * IDENTITY_PAGE_BYTES + 20_000  # however large the files
+    assert (
+        sum(map(len, before.values())) < IDENTITY_PAGES * IDENTITY_PAGE_BYTES + 20_000
+    )  # however large the files
     edit_config(checkpoint, rms_norm_eps=1e-5)
     assert identity_files(checkpoint) != before
 
@@ -206,7 +216,11 @@ def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, 8, {1}),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 9}, 8, set()),
         (
-            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
             8,
             {0},
         ),

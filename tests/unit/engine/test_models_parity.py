@@ -46,13 +46,17 @@ def assert_parity(path: Path, num_tokens: int, chunks: tuple[int, ...]) -> torch
     for chunk in chunks:
         actual = run_model(model, tokens, chunk)
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
-        torch.testing.assert_close(actual.log_softmax(-1), expected.log_softmax(-1), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            actual.log_softmax(-1), expected.log_softmax(-1), atol=TOLERANCE, rtol=0
+        )
     return expected
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_whole_prompts_and_chunks(arch: str, tmp_path: Path) -> None:
-    assert_parity(create_checkpoint(tmp_path / "model", arch, **SMALL), num_tokens=33, chunks=(33, 7, 1))
+    assert_parity(
+        create_checkpoint(tmp_path / "model", arch, **SMALL), num_tokens=33, chunks=(33, 7, 1)
+    )
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "llama"])
@@ -60,14 +64,23 @@ def test_window_smaller_than_the_prompt(arch: str, tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "windowed", arch, sliding_window=5, **SMALL)
     windowed = assert_parity(path, num_tokens=33, chunks=(33, 10, 1))
     without = create_checkpoint(tmp_path / "without", arch, **SMALL)
-    assert not torch.allclose(windowed, assert_parity(without, 33, ()), atol=0.1), "the window changes nothing"
+    assert not torch.allclose(windowed, assert_parity(without, 33, ()), atol=0.1), (
+        "the window changes nothing"
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-def test_scaled_rotary_embedding_beyond_the_original_length(arch: str, kind: str, tmp_path: Path) -> None:
+def test_scaled_rotary_embedding_beyond_the_original_length(
+    arch: str, kind: str, tmp_path: Path
+) -> None:
     path = create_checkpoint(
-        tmp_path / "model", arch, rope_scaling=kind, rope_factor=4.0, max_position_embeddings=128, **SMALL
+        tmp_path / "model",
+        arch,
+        rope_scaling=kind,
+        rope_factor=4.0,
+        max_position_embeddings=128,
+        **SMALL,
     )
     assert_parity(path, num_tokens=100, chunks=(100, 33))
 
@@ -93,20 +106,29 @@ def test_every_field_of_yarn(parameters: dict[str, Any], tmp_path: Path) -> None
 def test_yarn_stretches_the_longest_prompt(tmp_path: Path) -> None:
     """Qwen's way to switch YaRN on: rope_scaling alone changes."""
     path = create_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=64, **SMALL)
-    edit_config(path, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    edit_config(
+        path,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    )
     assert load_checkpoint_config(path).max_position_embeddings == 256
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_biases_and_tied_embeddings(tied: bool, tmp_path: Path) -> None:
-    path = with_biases(create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied, **SMALL))
+    path = with_biases(
+        create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied, **SMALL)
+    )
     assert_parity(path, num_tokens=20, chunks=(20, 6))
 
 
 def test_dense_layers_among_sparse_ones(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen3_moe", **SMALL)
     weights = load_file(path / "model.safetensors")
-    weights = {name: weight for name, weight in weights.items() if not name.startswith("model.layers.1.mlp.")}
+    weights = {
+        name: weight
+        for name, weight in weights.items()
+        if not name.startswith("model.layers.1.mlp.")
+    }
     for name, shape in {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}.items():
         weights[f"model.layers.1.mlp.{name}.weight"] = torch.randn(shape) / 8
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -115,11 +137,15 @@ def test_dense_layers_among_sparse_ones(tmp_path: Path) -> None:
 
 
 def test_sparse_layers_report_their_experts_when_asked(tmp_path: Path) -> None:
-    path = create_checkpoint(tmp_path / "model", "mixtral", num_experts=5, num_experts_per_tok=3, **SMALL)
+    path = create_checkpoint(
+        tmp_path / "model", "mixtral", num_experts=5, num_experts_per_tok=3, **SMALL
+    )
     model, tokens = load(path), sequences(2, 9)
     batch = chunk_batch(tokens, 0, 9, new_kv_cache(model, 9, 2))
     recorded = batch.context.routed_experts = []
     with torch.inference_mode(), forward_context(batch.context):
         model(batch.input_ids, batch.positions)
     assert [tuple(experts.shape) for experts in recorded] == [(18, 3)] * 2
-    assert all(len(set(row)) == 3 and max(row) < 5 for experts in recorded for row in experts.tolist())
+    assert all(
+        len(set(row)) == 3 and max(row) < 5 for experts in recorded for row in experts.tolist()
+    )

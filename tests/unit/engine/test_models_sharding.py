@@ -39,7 +39,9 @@ def sequences(num_seqs: int, num_tokens: int) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_seqs)]
 
 
-def place(tensor: int = 1, tensor_rank: int = 0, pipeline: int = 1, stage: int = 0) -> ParallelContext:
+def place(
+    tensor: int = 1, tensor_rank: int = 0, pipeline: int = 1, stage: int = 0
+) -> ParallelContext:
     """Where a rank stands, with groups that cannot talk."""
 
     def group(rank: int, size: int) -> LoneGroup:
@@ -55,8 +57,12 @@ def assert_same_as_alone(path: Path, tensor_size: int, pipeline_size: int) -> No
     tokens = sequences(3, 21)
     for chunk in (21, 8):
         expected = run_model(load(path), tokens, chunk)
-        results = run_ranks(lambda rank: run_model(load(path, rank), tokens, chunk), tensor_size, pipeline_size)  # noqa: B023
-        assert all(result.numel() == 0 for result in results[:-tensor_size]), "only the last stage has logits"
+        results = run_ranks(
+            lambda rank: run_model(load(path, rank), tokens, chunk), tensor_size, pipeline_size
+        )  # noqa: B023
+        assert all(result.numel() == 0 for result in results[:-tensor_size]), (
+            "only the last stage has logits"
+        )
         last = results[-tensor_size:]
         assert last[0].shape == (3, 21, VOCAB_SIZE)
         torch.testing.assert_close(last[0], expected, atol=TOLERANCE, rtol=0)
@@ -65,14 +71,20 @@ def assert_same_as_alone(path: Path, tensor_size: int, pipeline_size: int) -> No
 
 @pytest.mark.parametrize(("tensor_size", "pipeline_size"), SPLITS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_logits_are_those_of_a_single_rank(arch: str, tensor_size: int, pipeline_size: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_a_single_rank(
+    arch: str, tensor_size: int, pipeline_size: int, tmp_path: Path
+) -> None:
     """Two KV heads: with four ranks, two share a copy of each."""
-    assert_same_as_alone(create_checkpoint(tmp_path / "model", arch, **SMALL), tensor_size, pipeline_size)
+    assert_same_as_alone(
+        create_checkpoint(tmp_path / "model", arch, **SMALL), tensor_size, pipeline_size
+    )
 
 
 @pytest.mark.parametrize(("tensor_size", "pipeline_size"), SPLITS)
 def test_tied_embeddings_and_biases(tensor_size: int, pipeline_size: int, tmp_path: Path) -> None:
-    path = with_biases(create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True, **SMALL))
+    path = with_biases(
+        create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True, **SMALL)
+    )
     assert_same_as_alone(path, tensor_size, pipeline_size)
 
 
@@ -111,11 +123,16 @@ def test_an_attention_and_an_mlp_are_one_all_reduce_each(tmp_path: Path) -> None
         return rank.tensor.calls
 
     embedding, per_layer, logits = 1, 2, 1
-    assert run_ranks(work, tensor_size=2) == [{"all_reduce": embedding + 2 * per_layer, "all_gather": logits}] * 2
+    assert (
+        run_ranks(work, tensor_size=2)
+        == [{"all_reduce": embedding + 2 * per_layer, "all_gather": logits}] * 2
+    )
 
 
 def test_what_each_rank_holds(tmp_path: Path) -> None:
-    path = create_checkpoint(tmp_path / "model", "llama", num_layers=5, num_heads=8, num_kv_heads=2, vocab_size=300)
+    path = create_checkpoint(
+        tmp_path / "model", "llama", num_layers=5, num_heads=8, num_kv_heads=2, vocab_size=300
+    )
     config = load_checkpoint_config(path)
     assert shard(config) == ModelShard(first_layer=0, num_layers=5, num_heads=8, num_kv_heads=2)
     assert shard(config, place(tensor=2)) == ModelShard(0, 5, 4, 1)
@@ -129,11 +146,31 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "sizes", "where", "message"),
     [
-        ("llama", {"num_heads": 6, "num_kv_heads": 2}, place(tensor=4), "tensor_parallel_size=4 must divide num_att"),
-        ("llama", {"num_heads": 12, "num_kv_heads": 3}, place(tensor=2), "num_key_value_heads=3 or be a multiple"),
+        (
+            "llama",
+            {"num_heads": 6, "num_kv_heads": 2},
+            place(tensor=4),
+            "tensor_parallel_size=4 must divide num_att",
+        ),
+        (
+            "llama",
+            {"num_heads": 12, "num_kv_heads": 3},
+            place(tensor=2),
+            "num_key_value_heads=3 or be a multiple",
+        ),
         ("llama", {"intermediate_size": 97}, place(tensor=2), "intermediate_size=97"),
-        ("qwen3_moe", {"moe_intermediate_size": 33}, place(tensor=2), "experts' intermediate size=33"),
-        ("llama", {"num_layers": 2}, place(pipeline=3), "pipeline_parallel_size=3 is more than num_hidden_layers=2"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 33},
+            place(tensor=2),
+            "experts' intermediate size=33",
+        ),
+        (
+            "llama",
+            {"num_layers": 2},
+            place(pipeline=3),
+            "pipeline_parallel_size=3 is more than num_hidden_layers=2",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(
@@ -179,10 +216,16 @@ class CountingFile:
 
 
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
-def test_a_rank_reads_its_share_only(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = create_checkpoint(tmp_path / "model", arch, max_shard_size=200_000, **{**SMALL, "num_layers": 4})
+def test_a_rank_reads_its_share_only(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = create_checkpoint(
+        tmp_path / "model", arch, max_shard_size=200_000, **{**SMALL, "num_layers": 4}
+    )
     monkeypatch.setattr(loader, "safe_open", CountingFile)
-    whole = sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values())
+    whole = sum(
+        tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values()
+    )
 
     def bytes_read(where: ParallelContext) -> int:
         CountingFile.num_bytes = 0
@@ -212,7 +255,9 @@ def drop_a_row(weights: dict[str, torch.Tensor], name: str) -> None:
     weights[name] = weights[name][:-1].clone()
 
 
-@pytest.mark.parametrize("where", [place(tensor=2, tensor_rank=1), place(pipeline=2, stage=0)], ids=["tensor", "stage"])
+@pytest.mark.parametrize(
+    "where", [place(tensor=2, tensor_rank=1), place(pipeline=2, stage=0)], ids=["tensor", "stage"]
+)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -223,7 +268,10 @@ def drop_a_row(weights: dict[str, torch.Tensor], name: str) -> None:
     ids=["missing", "unexpected", "misshapen"],
 )
 def test_every_rank_sees_what_is_wrong_with_the_checkpoint(
-    edit: Callable[[dict[str, torch.Tensor], str], object], message: str, where: ParallelContext, tmp_path: Path
+    edit: Callable[[dict[str, torch.Tensor], str], object],
+    message: str,
+    where: ParallelContext,
+    tmp_path: Path,
 ) -> None:
     """Also in layers of other stages: ranks that go on alone would wait for the one that gave up."""
     path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
@@ -243,7 +291,9 @@ def test_truncated_file_names_file_and_tensor_on_every_rank(tmp_path: Path) -> N
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     for rank in range(2):
-        with pytest.raises(ModelInvalid, match=r"model.safetensors is truncated: tensor \S+ ends past the end"):
+        with pytest.raises(
+            ModelInvalid, match=r"model.safetensors is truncated: tensor \S+ ends past the end"
+        ):
             load(path, place(tensor=2, tensor_rank=rank))
 
 

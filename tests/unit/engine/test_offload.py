@@ -81,11 +81,15 @@ def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
     computed = engine.scheduler.stats().prompt_tokens_computed
     engine.add("a again", first)
     step = engine.step()
-    assert [copy.target for copy in step.restore] == step.new_requests[0].block_ids[: len(step.restore)]
+    assert [copy.target for copy in step.restore] == step.new_requests[0].block_ids[
+        : len(step.restore)
+    ]
     engine.run()
     assert engine.text("a again") == continuation(first, 4, ignore_eos=True)
     stats = engine.scheduler.stats()
-    assert stats.offload_blocks_restored == len(step.restore) == 4, "the block of the last token is computed"
+    assert stats.offload_blocks_restored == len(step.restore) == 4, (
+        "the block of the last token is computed"
+    )
     assert stats.prompt_tokens_computed - computed == len(first) - 4 * BLOCK
     assert stats.prompt_tokens_cached == 4 * BLOCK
     assert stats.offload_blocks_stored >= 4
@@ -93,13 +97,17 @@ def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
     assert engine.kv.find_cached_prefix(salted, len(other)) == []
 
 
-def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in_that_step() -> None:
+def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in_that_step() -> (
+    None
+):
     engine = Engine(num_blocks=8, budget=64, num_offload_blocks=16)
     prompt, other = list(range(100, 118)), list(range(200, 228))
     for request_id, tokens in (("a", prompt[: 2 * BLOCK]), ("b", other)):
         engine.add(request_id, tokens)
         engine.run()
-    engine.add("c", prompt, kv_transfer=KVTransferParams(KVSide.CONSUME, "t", "peer", "127.0.0.1", 1))
+    engine.add(
+        "c", prompt, kv_transfer=KVTransferParams(KVSide.CONSUME, "t", "peer", "127.0.0.1", 1)
+    )
     step = engine.step()
     (load,) = step.connector.loads
     assert (len(step.restore), load.first_block_index, step.num_scheduled_tokens) == (2, 2, {})
@@ -109,15 +117,22 @@ def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in
     engine.run()
     assert [*expected[:1], *engine.text("c")] == expected
     stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens_remote, stats.kv_transfer_recomputed_tokens) == (len(prompt) - 2 * BLOCK, 0)
+    assert (stats.prompt_tokens_remote, stats.kv_transfer_recomputed_tokens) == (
+        len(prompt) - 2 * BLOCK,
+        0,
+    )
 
 
-FAMILIES = st.tuples(st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9))
+FAMILIES = st.tuples(
+    st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9)
+)
 """Which prompt, its length, tokens to generate, steps afterwards."""
 EVENTS = st.one_of(
     FAMILIES,
     FAMILIES,
-    st.sampled_from(["step", "step", "steps", "steps", "load", "abort", "preempt", "reset", "reset running"]),
+    st.sampled_from(
+        ["step", "step", "steps", "steps", "load", "abort", "preempt", "reset", "reset running"]
+    ),
 )
 
 
@@ -128,7 +143,9 @@ EVENTS = st.one_of(
     mode=st.sampled_from(["one step", "pipeline", "async"]),
     preemption=st.sampled_from(["swap", "recompute"]),
 )
-def test_nobody_sees_wrong_content(events, num_offload_blocks: int, mode: str, preemption: str) -> None:
+def test_nobody_sees_wrong_content(
+    events, num_offload_blocks: int, mode: str, preemption: str
+) -> None:
     """A cache of 12 blocks under more prefixes than it holds, with loads from a peer that writes as soon as it may."""
     config = SchedulerConfig(
         max_num_batched_tokens=BUDGET,
@@ -211,25 +228,33 @@ def _check_tier(world: World) -> None:
         tokens = world.runner.offload_memory[found.slot, BLOCK - 1]
         assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
         for offset in range(BLOCK):
-            assert world.runner.offload_memory[found.slot, offset] == tokens[: len(tokens) - BLOCK + 1 + offset]
+            assert (
+                world.runner.offload_memory[found.slot, offset]
+                == tokens[: len(tokens) - BLOCK + 1 + offset]
+            )
 
 
 def test_a_worker_stores_before_transfers_start() -> None:
     calls: list[str] = []
     worker = Worker(EngineConfig(model=ModelConfig(path="/no/model")), "instance")
     worker._runner = SimpleNamespace(  # type: ignore[assignment]
-        store_evicted=lambda step: calls.append("store"), execute_model=lambda step: calls.append("run")
+        store_evicted=lambda step: calls.append("store"),
+        execute_model=lambda step: calls.append("run"),
     )
     worker.connector = SimpleNamespace(start=lambda metadata: calls.append("transfer"))  # type: ignore[assignment]
     load = BlockLoad("t", "127.0.0.1", 1, "peer", 0, [3], [b"h"])
     worker.execute_model(
-        SchedulerOutput([], [], {}, [], connector=ConnectorMetadata(loads=[load]), store=[BlockCopy(3, 0)])
+        SchedulerOutput(
+            [], [], {}, [], connector=ConnectorMetadata(loads=[load]), store=[BlockCopy(3, 0)]
+        )
     )
     assert calls == ["store", "transfer", "run"]
 
 
 def test_memory_of_the_tier_is_taken_at_its_first_use_and_given_back() -> None:
-    layout = KVCacheLayout(num_blocks=4, num_kv_heads=2, num_layers=1, block_size=2, head_dim=4, dtype="float32")
+    layout = KVCacheLayout(
+        num_blocks=4, num_kv_heads=2, num_layers=1, block_size=2, head_dim=4, dtype="float32"
+    )
     kv = KVMemory(layout, 0, torch.device("cpu"), num_offload_blocks=3)
     kv.cache.copy_(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand_as(kv.cache))
     assert kv._offloaded is None
@@ -239,7 +264,9 @@ def test_memory_of_the_tier_is_taken_at_its_first_use_and_given_back() -> None:
     assert step.reaches_model_runner
     kv.store_evicted(step)
     kv.move_blocks(step)
-    assert kv.cache[:, 0, 0, 0, 0, 0].tolist() == [3.0, 3.0, 2.0, 3.0], "copies read what was restored"
+    assert kv.cache[:, 0, 0, 0, 0, 0].tolist() == [3.0, 3.0, 2.0, 3.0], (
+        "copies read what was restored"
+    )
     assert kv._offloaded is not None
     assert kv._offloaded[0].eq(1.0).all()
     kv.drop()

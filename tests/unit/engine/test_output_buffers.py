@@ -35,7 +35,9 @@ def receive(pull: zmq.Socket[bytes]) -> object:
 def test_every_message_arrives_as_it_was_whatever_is_encoded_after_it(pair):
     push, pull = pair
     buffers = OutputBuffers()
-    messages = [[*LARGE[: size * 5000], number] for number, size in enumerate([0, 9, 1, 9, 0, 8] * 20)]
+    messages = [
+        [*LARGE[: size * 5000], number] for number, size in enumerate([0, 9, 1, 9, 0, 8] * 20)
+    ]
     for message in messages:
         with buffers.encode(message) as payload:
             payload.send(push)

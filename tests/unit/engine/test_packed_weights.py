@@ -27,11 +27,14 @@ def product_names(plain: dict[str, torch.nn.Parameter]) -> set[str]:
     """Of prepared weights: the experts of a layer, loaded in one tensor, have one each."""
     names = {name for name in plain if is_product(name) and plain[name].dim() == 2}
     stacked = {name: len(weight) for name, weight in plain.items() if weight.dim() == 3}
-    return names | {f"{name}.{expert}" for name, experts in stacked.items() for expert in range(experts)}
+    return names | {
+        f"{name}.{expert}" for name, experts in stacked.items() for expert in range(experts)
+    }
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3_moe", False)]
+    ("architecture", "tied"),
+    [("llama", False), ("llama", True), ("qwen2", False), ("qwen3_moe", False)],
 )
 def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
     tmp_path: Path, architecture: str, tied: bool
@@ -45,12 +48,16 @@ def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
     assert packed == expected | ({"embed_tokens.packed_weight"} if tied else set())
     hidden = torch.randn(5, model.config.hidden_size)
     head = plain["embed_tokens.weight" if tied else "lm_head.weight"]
-    torch.testing.assert_close(model.compute_logits(hidden), linear(hidden, head), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model.compute_logits(hidden), linear(hidden, head), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_computes_what_the_plain_one_does(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_a_packed_model_computes_what_the_plain_one_does(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
     path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
     model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
     sequences = [list(range(1, 20)), list(range(5, 24))]
@@ -68,7 +75,9 @@ def test_half_precision_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_quantized_model_stays_close_to_the_plain_one(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_a_quantized_model_stays_close_to_the_plain_one(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
     path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
     model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
     sequences = [list(range(1, 20)), list(range(5, 24))]
@@ -82,7 +91,9 @@ def test_a_quantized_model_stays_close_to_the_plain_one(tmp_path: Path, architec
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(tmp_path: Path, tied: bool) -> None:
+def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(
+    tmp_path: Path, tied: bool
+) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen3_moe", tie_word_embeddings=tied)
     model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
     plain = dict(model.named_parameters())
@@ -91,4 +102,8 @@ def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(tmp_path: P
     expected = {name for name in product_names(plain) if "mlp.gate.weight" not in name}
     assert quantized == expected | ({"embed_tokens.packed_weight"} if tied else set())
     left = dict(model.named_parameters()).keys()
-    assert not {name for name in left if is_product(name) and plain[name].dim() > 1 and "mlp.gate.weight" not in name}
+    assert not {
+        name
+        for name in left
+        if is_product(name) and plain[name].dim() > 1 and "mlp.gate.weight" not in name
+    }

@@ -48,7 +48,8 @@ def test_slots_prove_what_the_blocks_hold(heads):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows"), [(HeadRange(6, 3), [0, 1, 2]), (HeadRange(7, 1), [1]), (HeadRange(7, 2), [1, 2])]
+    ("heads", "rows"),
+    [(HeadRange(6, 3), [0, 1, 2]), (HeadRange(7, 1), [1]), (HeadRange(7, 2), [1, 2])],
 )
 def test_what_is_committed_of_some_heads_leaves_the_others_and_other_blocks_alone(heads, rows):
     source, cache = make_cache(3), make_cache(4)

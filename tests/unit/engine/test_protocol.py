@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, compatibility_hash, container_path
+from baton_protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    compatibility_hash,
+    container_path,
+)
 from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
 from baton_protocol.sampling import SamplingParams
 
@@ -18,7 +24,9 @@ TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
 @given(TOKENS, TOKENS, st.integers(1, 20))
 def test_equal_block_hashes_mean_equal_prefixes(a, b, block_size):
     root = root_hash("model")
-    for i, (x, y) in enumerate(zip(hash_blocks(root, a, block_size), hash_blocks(root, b, block_size), strict=False)):
+    for i, (x, y) in enumerate(
+        zip(hash_blocks(root, a, block_size), hash_blocks(root, b, block_size), strict=False)
+    ):
         end = (i + 1) * block_size
         assert (x == y) == (a[:end] == b[:end])
 
@@ -36,8 +44,12 @@ def test_model_and_salt_separate_caches():
 
 @given(TOKENS, TOKENS, st.integers(0, 2**64 - 1))
 def test_requests_survive_the_wire(prompt, generated, seed):
-    request = EngineCoreRequest("r", prompt, SamplingParams(seed=seed, logit_bias={3: 1.5}), generated, sample_index=2)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest) == request
+    request = EngineCoreRequest(
+        "r", prompt, SamplingParams(seed=seed, logit_bias={3: 1.5}), generated, sample_index=2
+    )
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest) == request
+    )
 
 
 def test_a_request_from_an_older_peer_gets_the_defaults_of_newer_fields():
@@ -82,7 +94,9 @@ def test_configuration_survives_json_and_refuses_unknown_fields():
     config = EngineConfig(model=ModelConfig(path="/m"), cache=CacheConfig(num_blocks=7))
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     with pytest.raises(msgspec.ValidationError, match="blok_size"):
-        msgspec.json.decode(b'{"model": {"path": "/m"}, "cache": {"blok_size": 1}}', type=EngineConfig)
+        msgspec.json.decode(
+            b'{"model": {"path": "/m"}, "cache": {"blok_size": 1}}', type=EngineConfig
+        )
 
 
 def test_compatibility_hash_depends_on_everything_pods_must_share():

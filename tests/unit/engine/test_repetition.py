@@ -33,10 +33,13 @@ def test_examples(token_ids: list[int], detection: RepetitionDetection, expected
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     count=st.integers(2, 5),
 )
-def test_agrees_with_the_definition(token_ids: list[int], sizes: tuple[int, int], count: int) -> None:
+def test_agrees_with_the_definition(
+    token_ids: list[int], sizes: tuple[int, int], count: int
+) -> None:
     smallest, largest = sorted(sizes)
     expected = any(
-        len(token_ids) >= size * count and token_ids[len(token_ids) - size * count :] == token_ids[-size:] * count
+        len(token_ids) >= size * count
+        and token_ids[len(token_ids) - size * count :] == token_ids[-size:] * count
         for size in range(smallest, largest + 1)
     )
     assert repeats(token_ids, RepetitionDetection(largest, smallest, count)) is expected

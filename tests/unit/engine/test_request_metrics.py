@@ -150,6 +150,13 @@ def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reaso
         name = f'baton:kv_transfer_bytes_total{{lane="{lane}",model_name="m",transport="ucx"}}'
         assert float(samples[name]) == count
     for reason, count in (("checksum", 1), ("peer_lost", 0)):
-        assert float(samples[f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}']) == count
+        assert (
+            float(
+                samples[
+                    f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}'
+                ]
+            )
+            == count
+        )
     assert float(samples['baton:kv_transfer_recomputed_tokens_total{model_name="m"}']) == 7
     assert float(samples['baton:kv_transfer_up{model_name="m"}']) == 1

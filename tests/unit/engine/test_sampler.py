@@ -23,8 +23,12 @@ PINNED_NOISE = [-0.7127349559443145, 0.1898373233540049, 3.076466515988269]
 NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
-def row(params: SamplingParams, generated: list[int] | None = None, prompt: list[int] | None = None) -> SamplingInput:
-    return SamplingInput(params, np.array(prompt or [], dtype=np.int64), np.array(generated or [], dtype=np.int64))
+def row(
+    params: SamplingParams, generated: list[int] | None = None, prompt: list[int] | None = None
+) -> SamplingInput:
+    return SamplingInput(
+        params, np.array(prompt or [], dtype=np.int64), np.array(generated or [], dtype=np.int64)
+    )
 
 
 def one(logits: list[float], params: SamplingParams, **ids: list[int]) -> int:
@@ -38,7 +42,11 @@ def logits_of(seed: int, rows: int = 1, vocab_size: int = VOCAB_SIZE) -> torch.T
 def histogram(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
     """Counts of each token over many seeds."""
     inputs = [
-        row(SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": s}))
+        row(
+            SamplingParams(
+                **{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": s}
+            )
+        )
         for s in range(NUM_SEEDS)
     ]
     tokens = sample(logits.expand(NUM_SEEDS, -1), inputs, EOS).token_ids
@@ -56,14 +64,17 @@ def assert_distribution(counts: torch.Tensor, probs: torch.Tensor) -> None:
     observed, expected = observed[expected > 0], expected[expected > 0]
     chi_square = float(((observed - expected) ** 2 / expected).sum())
     degrees = len(expected) - 1
-    assert chi_square < degrees + 5 * math.sqrt(2 * degrees) + 5, f"chi-square {chi_square:.1f} for {degrees} degrees"
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees) + 5, (
+        f"chi-square {chi_square:.1f} for {degrees} degrees"
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_temperature_gives_the_softmax(temperature: float) -> None:
     logits = logits_of(0)
     assert_distribution(
-        histogram(SamplingParams(temperature=temperature), logits), (logits[0] / temperature).softmax(-1)
+        histogram(SamplingParams(temperature=temperature), logits),
+        (logits[0] / temperature).softmax(-1),
     )
 
 
@@ -133,11 +144,16 @@ def test_noise_is_splitmix64() -> None:
 def test_a_row_is_sampled_alike_in_any_batch(
     seed: int, others: list[int], place: int, temperature: float, top_k: int, top_p: float
 ) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=2)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=2
+    )
     mine, logits = row(params, generated=[4, 5]), logits_of(4)
     alone = sample(logits, [mine], EOS)
     place = min(place, len(others))
-    inputs = [row(SamplingParams(seed=other, temperature=1.5, top_k=4, presence_penalty=1.0)) for other in others]
+    inputs = [
+        row(SamplingParams(seed=other, temperature=1.5, top_k=4, presence_penalty=1.0))
+        for other in others
+    ]
     inputs.insert(place, mine)
     batch = logits_of(5, rows=len(inputs))
     batch[place] = logits[0]
@@ -150,7 +166,9 @@ def test_same_seed_same_token_other_seed_position_or_index_other_tokens() -> Non
     logits = torch.zeros(1, 4096)
 
     def draw(seed: int = 7, position: int = 3, sample_index: int = 0) -> int:
-        item = SamplingInput(SamplingParams(seed=seed), NO_TOKENS, np.zeros(position, dtype=np.int64), sample_index)
+        item = SamplingInput(
+            SamplingParams(seed=seed), NO_TOKENS, np.zeros(position, dtype=np.int64), sample_index
+        )
         return sample(logits, [item], EOS).token_ids[0]
 
     assert draw() == draw()
@@ -158,7 +176,9 @@ def test_same_seed_same_token_other_seed_position_or_index_other_tokens() -> Non
 
 
 def test_greedy_takes_the_best_whatever_the_seed() -> None:
-    assert [one([1.0, 3.0, 2.9], SamplingParams(temperature=0.0, seed=s)) for s in range(5)] == [1] * 5
+    assert [one([1.0, 3.0, 2.9], SamplingParams(temperature=0.0, seed=s)) for s in range(5)] == [
+        1
+    ] * 5
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
@@ -205,7 +225,9 @@ def test_logprobs_are_raw_ranked_and_complete() -> None:
     assert reported.logprob == pytest.approx(float(expected[3]))
     assert [token for token, _ in reported.top] == [1, 3]
     assert reported.top[0][1] == pytest.approx(float(expected[1]))
-    only_sampled = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=0))], EOS).logprobs[0]
+    only_sampled = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=0))], EOS).logprobs[
+        0
+    ]
     assert only_sampled is not None
     assert only_sampled.top == []
     assert sample(logits, [row(SamplingParams(temperature=0.0))], EOS).logprobs == [None]
@@ -214,7 +236,16 @@ def test_logprobs_are_raw_ranked_and_complete() -> None:
 def test_logits_are_not_changed() -> None:
     logits = logits_of(6)
     before = logits.clone()
-    sample(logits, [row(SamplingParams(top_k=2, logit_bias={1: 5.0}, min_tokens=3, presence_penalty=1.0), [1])], EOS)
+    sample(
+        logits,
+        [
+            row(
+                SamplingParams(top_k=2, logit_bias={1: 5.0}, min_tokens=3, presence_penalty=1.0),
+                [1],
+            )
+        ],
+        EOS,
+    )
     assert torch.equal(logits, before)
 
 

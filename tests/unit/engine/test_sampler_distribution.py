@@ -43,9 +43,15 @@ PROCESSING: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "presence_penalty": {"presence_penalty": 1.5},
     "frequency_penalty": {"frequency_penalty": 0.8},
-    "negative penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.3, "repetition_penalty": 0.8},
+    "negative penalties": {
+        "presence_penalty": -1.0,
+        "frequency_penalty": -0.3,
+        "repetition_penalty": 0.8,
+    },
     "allowed_token_ids": {"allowed_token_ids": [1, 2, 5, 9, 20]},
-    "bad_words": {"bad_words_token_ids": [[8], [11, 3], [9, 11, 6], [5, 11, 4], [9, 5, 5, 5, 9, 11, 10]]},
+    "bad_words": {
+        "bad_words_token_ids": [[8], [11, 3], [9, 11, 6], [5, 11, 4], [9, 5, 5, 5, 9, 11, 10]]
+    },
     "min_tokens": {"min_tokens": 6, "stop_token_ids": [12]},
     "everything": {
         "temperature": 1.4,
@@ -69,7 +75,9 @@ def exact_distribution(logits: Array, p: SamplingParams) -> Array:
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
     for token in set(history):
-        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        x[token] = (
+            x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        )
     for token, count in Counter(GENERATED).items():
         x[token] -= p.frequency_penalty * count + p.presence_penalty
     if p.allowed_token_ids is not None:
@@ -117,7 +125,9 @@ def assert_follows(counts: npt.NDArray[np.int64], probs: Array) -> None:
     # Wilson and Hilferty 1931: the cube root of a chi-square variable is nearly normal.
     spread = 2 / (9 * degrees)
     critical = degrees * (1 - spread + STANDARD_DEVIATIONS * math.sqrt(spread)) ** 3
-    assert statistic < critical, f"chi-square {statistic:.1f}, critical {critical:.1f} for {degrees} degrees of freedom"
+    assert statistic < critical, (
+        f"chi-square {statistic:.1f}, critical {critical:.1f} for {degrees} degrees of freedom"
+    )
 
 
 def normal_logits(seed: int, vocab_size: int, scale: float) -> Array:

@@ -15,15 +15,26 @@ from hypothesis import strategies as st
 from baton_engine.worker.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
 from baton_engine.worker.sampler import SamplerOutput, SamplingInput, sample
 from baton_kernels.sampling import draw_tokens
-from baton_kernels.sampling.noise import gumbel, gumbel_noise, keys_tensor, least_mantissa, noise_key, noise_mantissa
+from baton_kernels.sampling.noise import (
+    gumbel,
+    gumbel_noise,
+    keys_tensor,
+    least_mantissa,
+    noise_key,
+    noise_mantissa,
+)
 from baton_protocol.sampling import SamplingParams
 
 EOS = [2]
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
-def row(params: SamplingParams, generated: list[int] | None = None, prompt: list[int] | None = None) -> SamplingInput:
-    return SamplingInput(params, np.array(prompt or [], dtype=np.int64), np.array(generated or [], dtype=np.int64))
+def row(
+    params: SamplingParams, generated: list[int] | None = None, prompt: list[int] | None = None
+) -> SamplingInput:
+    return SamplingInput(
+        params, np.array(prompt or [], dtype=np.int64), np.array(generated or [], dtype=np.int64)
+    )
 
 
 def greedy(logits: list[float], ids: dict[str, list[int]] | None = None, **fields: Any) -> int:
@@ -58,8 +69,14 @@ def test_nothing_but_allowed_ids_is_sampled() -> None:
         ([5], [], False),
     ],
 )
-def test_a_bad_word_is_not_completed_wherever_it_began(prompt: list[int], generated: list[int], masked: bool) -> None:
-    token = greedy([0.0, 9.0, 0.0, 5.0], {"prompt": prompt, "generated": generated}, bad_words_token_ids=[[4, 5, 1]])
+def test_a_bad_word_is_not_completed_wherever_it_began(
+    prompt: list[int], generated: list[int], masked: bool
+) -> None:
+    token = greedy(
+        [0.0, 9.0, 0.0, 5.0],
+        {"prompt": prompt, "generated": generated},
+        bad_words_token_ids=[[4, 5, 1]],
+    )
     assert token == (3 if masked else 1)
 
 
@@ -69,8 +86,16 @@ def test_a_bad_word_of_one_token_is_never_sampled() -> None:
 
 def test_a_grammar_masks_its_own_row_only() -> None:
     logits = torch.arange(40.0).expand(3, -1)
-    inputs = [row(SamplingParams(**GREEDY)), row(SamplingParams(top_k=1)), row(SamplingParams(**GREEDY))]
-    assert sample(logits, inputs, EOS, bitmask(40, {3, 31, 35}, {0, 33}, None)).token_ids == [35, 33, 39]
+    inputs = [
+        row(SamplingParams(**GREEDY)),
+        row(SamplingParams(top_k=1)),
+        row(SamplingParams(**GREEDY)),
+    ]
+    assert sample(logits, inputs, EOS, bitmask(40, {3, 31, 35}, {0, 33}, None)).token_ids == [
+        35,
+        33,
+        39,
+    ]
     assert sample(logits, inputs, EOS, bitmask(40, None, None, {31})).token_ids == [39, 39, 31]
 
 
@@ -97,7 +122,9 @@ def test_a_row_without_any_possible_token_ends_and_leaves_the_others_alone() -> 
     assert sample(logits[[1]], [row(params)], []).token_ids == [0]
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.01}, {"top_p": 0.01}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.01}, {"top_p": 0.01}]
+)
 def test_nan_counts_as_impossible_and_infinity_as_certain(fields: dict[str, Any]) -> None:
     logits = torch.tensor([[1.0, math.nan, 3.0, 2.0], [1.0, math.nan, 3.0, math.inf]])
     assert sample(logits, [row(SamplingParams(**fields))] * 2, EOS).token_ids == [2, 3]
@@ -135,10 +162,14 @@ def test_beam_rows_get_enough_continuations_when_many_tokens_end() -> None:
 
 
 def test_a_beam_row_lists_possible_continuations_only() -> None:
-    found = sample(torch.zeros(1, 40), [row(SamplingParams(beam_width=4))], EOS, bitmask(40, {5, 6})).logprobs[0]
+    found = sample(
+        torch.zeros(1, 40), [row(SamplingParams(beam_width=4))], EOS, bitmask(40, {5, 6})
+    ).logprobs[0]
     assert found is not None
     assert {token for token, _ in found.top} == {5, 6}
-    dead_end = sample(torch.full((1, 40), math.nan), [row(SamplingParams(beam_width=4))], EOS).logprobs[0]
+    dead_end = sample(
+        torch.full((1, 40), math.nan), [row(SamplingParams(beam_width=4))], EOS
+    ).logprobs[0]
     assert dead_end is not None
     assert dead_end.top == []
 
@@ -184,7 +215,9 @@ def drawn_by_looking_at_all(logits: torch.Tensor, params: SamplingParams, key: i
     scale=st.sampled_from([0.0, 0.1, 2.0, 10.0]),
     masked=st.sampled_from([0.0, 0.5, 0.999]),
 )
-def test_drawing_agrees_with_looking_at_every_token(seed: int, vocab_size: int, scale: float, masked: float) -> None:
+def test_drawing_agrees_with_looking_at_every_token(
+    seed: int, vocab_size: int, scale: float, masked: float
+) -> None:
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     params = [
@@ -221,7 +254,9 @@ def test_the_least_mantissa_is_a_bound_from_below(noise: float) -> None:
     assert 0 <= int(bound) < 2**52
     if int(bound) > 0:
         assert float(gumbel(bound - 1)) <= noise + 1e-6
-        mantissa = noise_mantissa(keys_tensor([noise_key(1, 2, 3)], torch.device("cpu")), torch.arange(4000))
+        mantissa = noise_mantissa(
+            keys_tensor([noise_key(1, 2, 3)], torch.device("cpu")), torch.arange(4000)
+        )
         enough = gumbel(mantissa) >= noise
         assert bool((mantissa[enough] >= bound).all())
 

@@ -52,20 +52,32 @@ def test_a_repeated_prompt_computes_only_its_end():
     engine.run()
     engine.add("second", prompt)
     step = engine.step()
-    assert step.num_scheduled_tokens["second"] == 4  # the whole prompt is cached, but its last token gives the logits
+    assert (
+        step.num_scheduled_tokens["second"] == 4
+    )  # the whole prompt is cached, but its last token gives the logits
     assert engine.last("second").num_cached_tokens == 4
     stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens, stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (16, 12, 4)
+    assert (stats.prompt_tokens, stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (
+        16,
+        12,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [("eos", FinishReason.STOP), ("stop_token_ids", FinishReason.STOP), (None, FinishReason.LENGTH)],
+    [
+        ("eos", FinishReason.STOP),
+        ("stop_token_ids", FinishReason.STOP),
+        (None, FinishReason.LENGTH),
+    ],
 )
 def test_requests_end_at_stop_tokens_or_length(stop, expected):
     engine = Engine()
     third = continuation([5], 3, ignore_eos=True)[2]
-    params = SamplingParams(max_tokens=6, stop_token_ids=[third] if stop == "stop_token_ids" else [])
+    params = SamplingParams(
+        max_tokens=6, stop_token_ids=[third] if stop == "stop_token_ids" else []
+    )
     if stop == "eos":
         engine.scheduler._stop_rules.eos_token_ids = frozenset([third])
     engine.scheduler.add_request(EngineCoreRequest("r", [5], params))

@@ -13,15 +13,21 @@ from baton_protocol.sampling import SamplingParams
 PROMPT = list(range(1, 11))
 
 
-def expected(prompt: list[int], max_tokens: int, width: int, stops: frozenset[int] = frozenset(), **params):
-    return beam_search(prompt, SamplingParams(max_tokens=max_tokens, beam_width=width, **params), stops)
+def expected(
+    prompt: list[int], max_tokens: int, width: int, stops: frozenset[int] = frozenset(), **params
+):
+    return beam_search(
+        prompt, SamplingParams(max_tokens=max_tokens, beam_width=width, **params), stops
+    )
 
 
 def beams_of(engine: Engine, request_id: str) -> list[list[int]]:
     (output,) = engine.outputs[request_id]
     assert output.beams is not None
     assert output.new_token_ids == output.beams[0].token_ids
-    assert [beam.score for beam in output.beams] == sorted((beam.score for beam in output.beams), reverse=True)
+    assert [beam.score for beam in output.beams] == sorted(
+        (beam.score for beam in output.beams), reverse=True
+    )
     return [beam.token_ids for beam in output.beams]
 
 
@@ -57,7 +63,9 @@ def test_eos_ends_a_hypothesis_unless_it_is_ignored():
         engine.scheduler._stop_rules.eos_token_ids = frozenset([eos])
         engine.add("r", PROMPT, 4, {"beam_width": 2, "ignore_eos": ignore_eos})
         engine.run()
-        assert beams_of(engine, "r") == expected(PROMPT, 4, 2, frozenset() if ignore_eos else frozenset([eos]))
+        assert beams_of(engine, "r") == expected(
+            PROMPT, 4, 2, frozenset() if ignore_eos else frozenset([eos])
+        )
 
 
 def test_beams_run_beside_other_requests_and_within_the_budget():
@@ -98,7 +106,9 @@ def test_a_preempted_search_finds_the_same(preemption_mode):
     assert engine.kv.num_free_swap_blocks == 24
 
 
-@pytest.mark.parametrize(("first", "length"), [(4, 7), (4, 9), (6, 8), (7, 4), (8, 5), (8, 10), (10, 6)])
+@pytest.mark.parametrize(
+    ("first", "length"), [(4, 7), (4, 9), (6, 8), (7, 4), (8, 5), (8, 10), (10, 6)]
+)
 def test_a_search_that_is_swapped_out_while_a_step_is_in_flight_finds_the_same(first, length):
     engine = Engine(num_blocks=12, num_swap_blocks=24)
     engine.add("first", [50] * first, 28, priority=-1)
@@ -126,7 +136,9 @@ def test_a_search_that_uses_up_all_memory_is_ended_with_an_error():
 
 def test_a_search_whose_first_tokens_do_not_fit_is_refused():
     engine = Engine(num_blocks=6)
-    with pytest.raises(RequestRefusedError, match=r"10 prompt tokens .* 5 beams need 7 KV blocks.* has 6") as refused:
+    with pytest.raises(
+        RequestRefusedError, match=r"10 prompt tokens .* 5 beams need 7 KV blocks.* has 6"
+    ) as refused:
         engine.add("r", PROMPT, 4, {"beam_width": 5})
     assert refused.value.code is ErrorCode.LENGTH
     assert refused.value.finish_reason is FinishReason.LENGTH
@@ -151,7 +163,9 @@ def test_chosen_tokens_are_reported_with_their_logprobs():
     for beam in engine.last("r").beams or []:
         assert beam.logprobs is not None
         assert [entry.token_id for entry in beam.logprobs] == beam.token_ids
-        assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(beam.cumulative_logprob)
+        assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(
+            beam.cumulative_logprob
+        )
         assert all(len(entry.top) == 1 for entry in beam.logprobs)
 
 
@@ -179,7 +193,9 @@ def test_a_budget_smaller_than_the_search_never_counts_blocks_wrongly(budget, nu
     engine = Engine(budget=max(budget, 4), num_blocks=num_blocks, prefix_caching=False)
     engine.add("other", [5, 6, 7], 8)
     engine.add("r", PROMPT, 6, {"beam_width": 4})
-    engine.scheduler.max_num_batched_tokens = budget  # of a step; the places in the batch are those of 4
+    engine.scheduler.max_num_batched_tokens = (
+        budget  # of a step; the places in the batch are those of 4
+    )
     engine.run()
     assert engine.text("other")
     last = engine.last("r")
@@ -198,4 +214,6 @@ def test_a_search_that_lost_its_memory_waits_until_there_is_enough_to_get_furthe
     assert beams_of(engine, "r") == expected(PROMPT, 12, 4)
     assert len(engine.text("long")) == 28
     stats = engine.scheduler.stats()
-    assert 0 < stats.num_preemptions <= 3, "its prompt fits at once, but it would be preempted again and again"
+    assert 0 < stats.num_preemptions <= 3, (
+        "its prompt fits at once, but it would be preempted again and again"
+    )

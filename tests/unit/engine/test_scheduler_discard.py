@@ -25,7 +25,9 @@ def discard(engine: Engine, step: SchedulerOutput, loss: Loss) -> None:
     engine.scheduler.discard(step)
     if loss is Loss.BEFORE_THE_WORKER:
         rest = step.without_tokens()
-        output = engine.runner.execute_model(rest) if rest.reaches_model_runner else ModelRunnerOutput()
+        output = (
+            engine.runner.execute_model(rest) if rest.reaches_model_runner else ModelRunnerOutput()
+        )
         output.connector = engine.connector.step(rest)
         for out in engine.scheduler.update_from_output(rest, output):
             engine.outputs.setdefault(out.request_id, []).append(out)
@@ -72,7 +74,9 @@ def test_what_ended_meanwhile_is_not_revived_and_its_worker_forgets_it(loss):
 
 def test_blocks_that_were_to_be_published_are_published_by_the_step_that_computes_them(loss):
     engine = Engine(budget=6)
-    engine.add("r", list(range(1, 11)), 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "decode-1"))
+    engine.add(
+        "r", list(range(1, 11)), 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "decode-1")
+    )
     engine.step()
     lost = lose(engine, loss)
     assert lost.connector.saves[0].last
@@ -106,6 +110,8 @@ def test_prefixes_are_not_found_before_they_are_computed(loss):
     lose(engine, loss)
     engine.add("b", [5] * 9, 3)
     step = engine.step()
-    assert step.num_scheduled_tokens == {"a": 9, "b": 7}, "b gets what the budget leaves, and nothing from a cache"
+    assert step.num_scheduled_tokens == {"a": 9, "b": 7}, (
+        "b gets what the budget leaves, and nothing from a cache"
+    )
     engine.run()
     assert engine.text("a") == engine.text("b") == continuation([5] * 9, 3, ignore_eos=True)

@@ -15,11 +15,17 @@ LONG = list(range(1, 61))
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_a_long_prompt_is_finished_in_bounded_steps_under_a_stream_of_short_ones(policy, num_blocks):
-    engine = Engine(num_blocks=num_blocks, budget=8, max_num_seqs=8, max_queue=10_000, policy=policy)
+def test_a_long_prompt_is_finished_in_bounded_steps_under_a_stream_of_short_ones(
+    policy, num_blocks
+):
+    engine = Engine(
+        num_blocks=num_blocks, budget=8, max_num_seqs=8, max_queue=10_000, policy=policy
+    )
     for step in range(200):
         for number in range(3):  # more than there is room for
-            engine.add(f"short-{step}-{number}", [100 + step % 50, number] * 2, 8, arrival_time=float(step))
+            engine.add(
+                f"short-{step}-{number}", [100 + step % 50, number] * 2, 8, arrival_time=float(step)
+            )
         if step == 10:
             engine.add("long", LONG, 4, arrival_time=10.0)
         engine.step()
@@ -82,7 +88,9 @@ def test_a_higher_priority_takes_memory_from_the_lowest_that_runs():
     engine.step()
     engine.add("high", [3] * 8, 16, priority=0)
     engine.run()
-    preempted = {name: max(len(o.events or []) for o in engine.outputs[name][1:]) for name in engine.outputs}
+    preempted = {
+        name: max(len(o.events or []) for o in engine.outputs[name][1:]) for name in engine.outputs
+    }
     assert preempted["high"] == 0
     assert preempted["low"] > 0
     for name, token in (("low", 1), ("middle", 2), ("high", 3)):
@@ -101,12 +109,16 @@ def test_fcfs_knows_no_priorities(policy):
 @pytest.mark.parametrize("option", ["policy", "preemption_mode"])
 def test_unknown_options_are_named(option):
     with pytest.raises(ValueError, match=f"scheduler.{option} must be one of .*, got 'best'"):
-        Scheduler(SchedulerConfig(**{option: "best"}), Engine().kv, max_model_len=8, eos_token_ids=[])
+        Scheduler(
+            SchedulerConfig(**{option: "best"}), Engine().kv, max_model_len=8, eos_token_ids=[]
+        )
 
 
 def test_single_requests_are_swapped_if_asked_and_computed_again_if_the_host_is_full():
     for num_swap_blocks, swapped in ((24, True), (1, False)):
-        engine = Engine(num_blocks=8, budget=64, num_swap_blocks=num_swap_blocks, preemption_mode="swap")
+        engine = Engine(
+            num_blocks=8, budget=64, num_swap_blocks=num_swap_blocks, preemption_mode="swap"
+        )
         prompts = {"a": [1] * 12, "b": [2] * 12}
         for name, prompt in prompts.items():
             engine.add(name, prompt, 18)
@@ -120,7 +132,9 @@ def test_single_requests_are_swapped_if_asked_and_computed_again_if_the_host_is_
 
 
 def test_swapped_requests_come_back_before_anybody_new_is_admitted():
-    engine = Engine(num_blocks=8, budget=64, num_swap_blocks=24, preemption_mode="swap", max_num_seqs=2)
+    engine = Engine(
+        num_blocks=8, budget=64, num_swap_blocks=24, preemption_mode="swap", max_num_seqs=2
+    )
     engine.add("a", [1] * 12, 18)
     engine.add("b", [2] * 12, 18)
     engine.add("new", [3], 2)  # waits for a place
@@ -161,7 +175,9 @@ def test_a_prompt_may_be_preempted_between_its_chunks():
 
 
 def test_a_swapped_request_comes_back_only_after_its_steps_in_flight():
-    engine = Engine(num_blocks=8, num_swap_blocks=24, preemption_mode="swap", async_scheduling=True, budget=64)
+    engine = Engine(
+        num_blocks=8, num_swap_blocks=24, preemption_mode="swap", async_scheduling=True, budget=64
+    )
     engine.add("a", [1] * 12, 18)
     engine.add("b", [2] * 12, 18)
     while not engine.schedule().swap_out:
@@ -186,6 +202,8 @@ def test_requests_that_came_and_went_while_others_waited_are_forgotten():
         engine.scheduler.abort_requests([f"r{index}"])
     engine.add("last", [1, 2], 2)
     engine.step()
-    assert len(engine.scheduler.queues.waiting._heap) < 100, "behind `first` nothing surfaces by itself"
+    assert len(engine.scheduler.queues.waiting._heap) < 100, (
+        "behind `first` nothing surfaces by itself"
+    )
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert list(engine.step().num_scheduled_tokens) == ["first", "last"]

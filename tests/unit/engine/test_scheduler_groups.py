@@ -12,7 +12,9 @@ from baton_protocol.messages import ErrorCode, FinishReason
 PROMPT = list(range(1, 11))  # two blocks and a half
 
 
-def group(engine: Engine, num_samples: int, max_tokens: int = 6, prompt: list[int] = PROMPT) -> list[str]:
+def group(
+    engine: Engine, num_samples: int, max_tokens: int = 6, prompt: list[int] = PROMPT
+) -> list[str]:
     names = [f"s{index}" for index in range(num_samples)]
     for index, name in enumerate(names):
         engine.add(name, prompt, max_tokens, group_id="g", sample_index=index)
@@ -27,7 +29,9 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(prefix_ca
     assert first.num_scheduled_tokens == {"s0": 10}
     second = engine.step()
     assert second.num_scheduled_tokens == dict.fromkeys(names, 1)
-    assert {new.num_computed_tokens for new in second.new_requests} == {9}, "the last prompt token gives the logits"
+    assert {new.num_computed_tokens for new in second.new_requests} == {9}, (
+        "the last prompt token gives the logits"
+    )
     assert len(second.block_copies) == 3, "everybody but one copies the partial block"
     assert 32 - engine.kv.num_free_blocks == 2 + 4
     engine.run()
@@ -169,7 +173,9 @@ def source_after(*, async_scheduling: bool, steps: int) -> set[int]:
 
 def test_a_late_member_shares_a_prompt_that_an_earlier_step_computes_even_if_it_is_in_flight():
     assert source_after(async_scheduling=True, steps=2) == {9}
-    assert source_after(async_scheduling=True, steps=1) == {9}, "it waits for the chunk that is still to be scheduled"
+    assert source_after(async_scheduling=True, steps=1) == {9}, (
+        "it waits for the chunk that is still to be scheduled"
+    )
 
 
 def test_a_member_that_was_preempted_is_no_source_until_its_prompt_is_back():
@@ -179,6 +185,8 @@ def test_a_member_that_was_preempted_is_no_source_until_its_prompt_is_back():
     engine.scheduler.preempt_all()
     engine.add("s1", PROMPT, 6, group_id="g", sample_index=1)
     step = engine.step()
-    assert step.num_scheduled_tokens == {"s0": 11}, "s1 waits for the prompt, which is computed again"
+    assert step.num_scheduled_tokens == {"s0": 11}, (
+        "s1 waits for the prompt, which is computed again"
+    )
     engine.run()
     assert engine.text("s0") == engine.text("s1") == continuation(PROMPT, 6, ignore_eos=True)

@@ -32,7 +32,10 @@ def test_a_producer_publishes_completed_blocks_chunk_by_chunk_and_keeps_them_unt
         (1, 2, 10, True),
     ]
     full = hash_blocks(root_hash("model"), prompt, BLOCK)
-    assert [*saves[0].block_hashes, *saves[1].block_hashes] == [*full, hash_block(full[-1], [9, 10])]
+    assert [*saves[0].block_hashes, *saves[1].block_hashes] == [
+        *full,
+        hash_block(full[-1], [9, 10]),
+    ]
     assert engine.last("r").finish_reason is FinishReason.LENGTH
     assert engine.kv.pool.num_free_blocks == 29
     assert engine.scheduler.stats().num_unfinished == 1
@@ -84,7 +87,11 @@ def test_a_consumer_recomputes_nothing_and_goes_on_after_the_peers_first_token(f
     assert engine.outputs["r"][0].num_remote_tokens == 10
     assert [token, *engine.text("r")] == continuation(prompt, 5, ignore_eos=True)
     stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote, stats.prompt_tokens) == (0, 10, 10)
+    assert (stats.prompt_tokens_computed, stats.prompt_tokens_remote, stats.prompt_tokens) == (
+        0,
+        10,
+        10,
+    )
     assert stats.kv_transfer_recomputed_tokens == 0
     assert engine.kv.pool.num_free_blocks == 32
 
@@ -181,7 +188,10 @@ def test_a_first_token_that_ends_the_request_ends_it():
     engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
     engine.run()
     assert engine.text("r") == []
-    assert (engine.last("r").finish_reason, engine.last("r").token_offset) == (FinishReason.LENGTH, 1)
+    assert (engine.last("r").finish_reason, engine.last("r").token_offset) == (
+        FinishReason.LENGTH,
+        1,
+    )
     assert engine.kv.pool.num_free_blocks == 32
 
 
@@ -192,7 +202,9 @@ def test_a_request_that_waits_is_not_starved_of_slots_by_later_ones_that_are_loa
     engine.add("plain", [1, 2, 3], 2, arrival_time=1.0)
     prompts = {f"t{n}": [n + 2] * 6 for n in range(3)}
     for number, (transfer_id, prompt) in enumerate(prompts.items()):
-        engine.add(transfer_id, prompt, 3, kv_transfer=consume(transfer_id), arrival_time=2.0 + number)
+        engine.add(
+            transfer_id, prompt, 3, kv_transfer=consume(transfer_id), arrival_time=2.0 + number
+        )
         engine.step()
         engine.load(transfer_id, prompt)
         engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompt)]))
@@ -207,7 +219,13 @@ def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
     engine.step()
     engine.add("plain", list(range(1, 14)), 2, arrival_time=1.0)  # 4 blocks
     for number in range(4):  # 2 blocks each
-        engine.add(f"t{number}", [number + 2] * 6, 3, kv_transfer=consume(f"t{number}"), arrival_time=2.0 + number)
+        engine.add(
+            f"t{number}",
+            [number + 2] * 6,
+            3,
+            kv_transfer=consume(f"t{number}"),
+            arrival_time=2.0 + number,
+        )
     engine.run()
     assert engine.last("plain").finish_reason is FinishReason.LENGTH
     assert engine.scheduler.stats().num_preemptions == 0
@@ -220,17 +238,25 @@ def test_loads_leave_a_block_to_each_request_that_decodes_or_will():
     engine.step()
     prompts = {f"t{number}": [number + 2] * 6 for number in range(5)}  # 2 blocks each, 3 in the end
     for number, (transfer_id, prompt) in enumerate(prompts.items()):
-        engine.add(transfer_id, prompt, 4, kv_transfer=consume(transfer_id), arrival_time=1.0 + number)
+        engine.add(
+            transfer_id, prompt, 4, kv_transfer=consume(transfer_id), arrival_time=1.0 + number
+        )
     step = engine.step()
-    assert list(engine.connector.loads) == ["t0", "t1", "t2"], "one more would leave 3 blocks to 5 requests"
+    assert list(engine.connector.loads) == ["t0", "t1", "t2"], (
+        "one more would leave 3 blocks to 5 requests"
+    )
     assert list(step.connector.waits) == ["t3", "t4"], "their producers are told, once"
     assert not engine.step().connector
     for transfer_id in list(prompts)[:3]:
         engine.load(transfer_id, prompts[transfer_id])
-        engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompts[transfer_id])]))
+        engine.scheduler.add_prefill_result(
+            PrefillResult(transfer_id, [next_token(prompts[transfer_id])])
+        )
     engine.run()
     assert engine.scheduler.stats().num_preemptions == 0
-    assert list(engine.connector.loads) == ["t3", "t4"], "those that waited are loaded when others have ended"
+    assert list(engine.connector.loads) == ["t3", "t4"], (
+        "those that waited are loaded when others have ended"
+    )
 
 
 def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
@@ -251,8 +277,12 @@ def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-@pytest.mark.parametrize(("params", "max_tokens", "num_blocks"), [({}, 16, 5), ({"beam_width": 2}, 16, 6)])
-def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_that_runs(params, max_tokens, num_blocks):
+@pytest.mark.parametrize(
+    ("params", "max_tokens", "num_blocks"), [({}, 16, 5), ({"beam_width": 2}, 16, 6)]
+)
+def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_that_runs(
+    params, max_tokens, num_blocks
+):
     engine = Engine(num_blocks=num_blocks, max_num_seqs=2 if params else 1)
     engine.add("running", [9], max_tokens, params, arrival_time=0.0)
     engine.step()
@@ -266,15 +296,23 @@ def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_tha
     assert engine.last("running").finish_reason is FinishReason.LENGTH
     assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)[1:]
     assert engine.scheduler.stats().num_preemptions == 1
-    assert not any(output.events for output in engine.outputs["running"][1:]), "it was not preempted itself"
+    assert not any(output.events for output in engine.outputs["running"][1:]), (
+        "it was not preempted itself"
+    )
     assert engine.kv.num_free_blocks == num_blocks
 
 
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("params", [{}, {"beam_width": 2}])
-def test_a_request_that_needs_memory_a_transfer_holds_waits_for_it_in_peace(preemption_mode, params):
-    engine = Engine(num_blocks=8, num_swap_blocks=8, preemption_mode=preemption_mode, prefix_caching=False)
-    engine.add("p", list(range(1, 17)), 1, kv_transfer=produce("t"))  # four of eight blocks, until they are fetched
+def test_a_request_that_needs_memory_a_transfer_holds_waits_for_it_in_peace(
+    preemption_mode, params
+):
+    engine = Engine(
+        num_blocks=8, num_swap_blocks=8, preemption_mode=preemption_mode, prefix_caching=False
+    )
+    engine.add(
+        "p", list(range(1, 17)), 1, kv_transfer=produce("t")
+    )  # four of eight blocks, until they are fetched
     engine.step()
     engine.add("r", list(range(1, 9)), 12, params)  # five blocks, and more for beams
     for _ in range(40):

@@ -31,7 +31,11 @@ def test_in_a_pipeline_a_request_is_in_one_step_and_others_fill_the_next():
     first = engine.schedule()
     engine.add("b", [4, 5])
     second, third = engine.schedule(), engine.schedule()
-    assert [list(step.num_scheduled_tokens) for step in (first, second, third)] == [["a"], ["b"], []]
+    assert [list(step.num_scheduled_tokens) for step in (first, second, third)] == [
+        ["a"],
+        ["b"],
+        [],
+    ]
     engine.update()
     assert list(engine.schedule().num_scheduled_tokens) == ["a"]
     run_with(engine, 2)
@@ -45,7 +49,10 @@ def test_async_scheduling_runs_a_decode_before_its_token_is_known():
     engine.schedule()
     step = engine.schedule()
     assert step.num_scheduled_tokens == {"a": 1}
-    assert (step.cached_requests[0].num_computed_tokens, step.cached_requests[0].new_token_ids) == (3, [])
+    assert (step.cached_requests[0].num_computed_tokens, step.cached_requests[0].new_token_ids) == (
+        3,
+        [],
+    )
     run_with(engine, 2)
     assert engine.text("a") == continuation([1, 2, 3], 5, ignore_eos=True)
 

@@ -63,7 +63,10 @@ def test_a_grammar_takes_in_tokens_that_were_generated_elsewhere():
         grammars.compile_one()
     engine.run()
     assert [*known, *engine.text("good")] == even([1, 2], 5)
-    assert (engine.last("bad").error_code, engine.last("done").finish_reason) == (ErrorCode.INVALID, FinishReason.STOP)
+    assert (engine.last("bad").error_code, engine.last("done").finish_reason) == (
+        ErrorCode.INVALID,
+        FinishReason.STOP,
+    )
 
 
 def test_what_is_wrong_with_a_grammar_is_told():
@@ -140,7 +143,10 @@ def test_events_travel_with_the_next_output():
     engine.scheduler.preempt_all()
     engine.run()
     first, second, *others = engine.outputs["r"]
-    assert [event.type for event in first.events or []] == [EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED]
+    assert [event.type for event in first.events or []] == [
+        EngineCoreEventType.QUEUED,
+        EngineCoreEventType.SCHEDULED,
+    ]
     assert [event.type for event in second.events or []] == [
         EngineCoreEventType.PREEMPTED,
         EngineCoreEventType.SCHEDULED,
@@ -189,7 +195,9 @@ def test_routed_experts_and_nan_counts_are_passed_on():
 def test_a_compilation_that_crashes_ends_its_request_alone():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
-    engine.add("r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")})
+    engine.add(
+        "r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")}
+    )
     engine.add("other", [1, 2])
     grammars.pending.pop()[1].set_exception(BaseException("a panic of the parser"))
     engine.run()
@@ -201,7 +209,9 @@ def test_a_compilation_that_crashes_ends_its_request_alone():
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
-    engine.add("r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")})
+    engine.add(
+        "r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")}
+    )
     engine.scheduler.abort_requests(["r"])
     assert grammars.pending[0][1].cancelled()
     engine.run()

@@ -28,7 +28,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.sampled_from([True, True, False]),
     )
     def start(
-        self, data, mode, preemption, num_swap_blocks, num_offload_blocks, watermark_blocks, prefix_caching, chunked
+        self,
+        data,
+        mode,
+        preemption,
+        num_swap_blocks,
+        num_offload_blocks,
+        watermark_blocks,
+        prefix_caching,
+        chunked,
     ) -> None:
         config = SchedulerConfig(
             max_num_batched_tokens=BUDGET,
@@ -64,15 +72,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject, side: KVSide | None, early: bool, stops: bool) -> None:
         request_id, prompt = self._id(), self._prompt(data)
         generated = continuation(prompt, data.draw(st.integers(0, 3)), ignore_eos=True)
-        max_tokens = len(generated) + (1 if side is KVSide.PRODUCE else data.draw(st.integers(1, 16)))
-        stop = continuation([*prompt, *generated], data.draw(st.integers(1, 6)), ignore_eos=True)[-1]
+        max_tokens = len(generated) + (
+            1 if side is KVSide.PRODUCE else data.draw(st.integers(1, 16))
+        )
+        stop = continuation([*prompt, *generated], data.draw(st.integers(1, 6)), ignore_eos=True)[
+            -1
+        ]
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             stop_token_ids=[stop] if stops and side is None else [],
             prompt_logprobs=data.draw(st.sampled_from([None, None, 1])) if side is None else None,
         )
-        transfer = None if side is None else KVTransferParams(side, "t" + request_id[1:], "peer", "127.0.0.1", 1)
+        transfer = (
+            None
+            if side is None
+            else KVTransferParams(side, "t" + request_id[1:], "peer", "127.0.0.1", 1)
+        )
         request = EngineCoreRequest(
             request_id,
             prompt,
@@ -95,14 +111,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
             self.world.add(
                 EngineCoreRequest(
-                    self._id(), prompt, params, sample_index=index, arrival_time=arrival, group_id=group_id
+                    self._id(),
+                    prompt,
+                    params,
+                    sample_index=index,
+                    arrival_time=arrival,
+                    group_id=group_id,
                 )
             )
 
-    @rule(data=st.data(), width=st.integers(1, 4), early_stopping=st.booleans(), stops=st.booleans())
+    @rule(
+        data=st.data(), width=st.integers(1, 4), early_stopping=st.booleans(), stops=st.booleans()
+    )
     def add_beams(self, data: st.DataObject, width: int, early_stopping: bool, stops: bool) -> None:
         prompt = self._prompt(data)
-        stop = candidates([*prompt, candidates(prompt, 1)[0][0]], 2)[data.draw(st.integers(0, 1))][0]
+        stop = candidates([*prompt, candidates(prompt, 1)[0][0]], 2)[data.draw(st.integers(0, 1))][
+            0
+        ]
         params = SamplingParams(
             max_tokens=data.draw(st.integers(1, 8)),
             beam_width=width,
@@ -110,7 +135,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=True,
             stop_token_ids=[stop] if stops else [],
         )
-        self.world.add(EngineCoreRequest(self._id(), prompt, params, arrival_time=float(self.num_drawn)))
+        self.world.add(
+            EngineCoreRequest(self._id(), prompt, params, arrival_time=float(self.num_drawn))
+        )
 
     @rule(data=st.data(), spec=st.sampled_from(["1", "3", "20", "bad"]))
     def add_grammar(self, data: st.DataObject, spec: str) -> None:
@@ -120,7 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             structured_output=StructuredOutput(StructuredOutputKind.REGEX, spec),
         )
         prompt = self._prompt(data)
-        self.world.add(EngineCoreRequest(self._id(), prompt, params, arrival_time=float(self.num_drawn)))
+        self.world.add(
+            EngineCoreRequest(self._id(), prompt, params, arrival_time=float(self.num_drawn))
+        )
 
     @precondition(lambda self: self.world.grammars.pending)
     @rule()
@@ -131,7 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         token = next_token([*request.prompt_token_ids, *request.generated_token_ids])
         self.prefill_sent.add(request.request_id)
         self.world.scheduler.add_prefill_result(
-            PrefillResult(request.request_id, [token] if good else [], "" if good else "prefill died")
+            PrefillResult(
+                request.request_id, [token] if good else [], "" if good else "prefill died"
+            )
         )
 
     def _without_prefill(self) -> list[EngineCoreRequest]:
@@ -198,14 +229,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def peer_fetches(self, data: st.DataObject) -> None:
         connector = self.world.connector
-        done = sorted(t for t in connector.sends if t in connector.send_complete | connector.cancelled)
+        done = sorted(
+            t for t in connector.sends if t in connector.send_complete | connector.cancelled
+        )
         if done:
             connector.end_send(data.draw(st.sampled_from(done)))
 
     @rule(data=st.data())
     def lease_ends(self, data: st.DataObject) -> None:
         if self.world.connector.sends:
-            self.world.connector.end_send(data.draw(st.sampled_from(sorted(self.world.connector.sends))))
+            self.world.connector.end_send(
+                data.draw(st.sampled_from(sorted(self.world.connector.sends)))
+            )
 
     @rule(data=st.data(), whole=st.booleans())
     def load_ends(self, data: st.DataObject, whole: bool) -> None:
@@ -244,11 +279,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         objects, connector = self.world.objects, self.world.connector
         for transfer_id, block_ids in connector.sends.items():
             held = objects["r" + transfer_id[1:]].block_ids
-            assert held[: len(block_ids)] == block_ids, "a published block was freed while the peer may read it"
+            assert held[: len(block_ids)] == block_ids, (
+                "a published block was freed while the peer may read it"
+            )
         for transfer_id, load in connector.loads.items():
             if load.block_ids:
                 first = load.first_block_index
-                assert objects["r" + transfer_id[1:]].block_ids[first : first + len(load.block_ids)] == load.block_ids
+                assert (
+                    objects["r" + transfer_id[1:]].block_ids[first : first + len(load.block_ids)]
+                    == load.block_ids
+                )
 
     def teardown(self) -> None:
         """Whatever happened: once peers and gateway do their part, everything ends and every block is free."""

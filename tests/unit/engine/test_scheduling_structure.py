@@ -18,7 +18,11 @@ def callables(source: str) -> list[str]:
     for owner in ast.walk(ast.parse(source)):
         if not isinstance(owner, ast.ClassDef):
             continue
-        constructors = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        constructors = [
+            node
+            for node in owner.body
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        ]
         given: list[tuple[str, ast.expr | None]] = [
             (argument.arg, argument.annotation)
             for constructor in constructors
@@ -29,7 +33,9 @@ def callables(source: str) -> list[str]:
             ]
         ]
         given += [
-            (ast.unparse(field.target), field.annotation) for field in owner.body if isinstance(field, ast.AnnAssign)
+            (ast.unparse(field.target), field.annotation)
+            for field in owner.body
+            if isinstance(field, ast.AnnAssign)
         ]
         found += [
             f"{owner.name}.{name}"
@@ -63,13 +69,17 @@ def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 arguments = [*node.args.args[1:], *node.args.kwonlyargs]
-                assert all(argument.annotation is not None for argument in arguments), f"{file.name}: {node.lineno}"
+                assert all(argument.annotation is not None for argument in arguments), (
+                    f"{file.name}: {node.lineno}"
+                )
 
 
 WRITERS = {
     **{field.name: "outputs.py" for field in dataclasses.fields(Report)},
     **{f"worker.{field.name}": "worker_mirror.py" for field in dataclasses.fields(WorkerState)},
-    **dict.fromkeys(["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "manager.py"),
+    **dict.fromkeys(
+        ["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "manager.py"
+    ),
 }
 
 

@@ -102,7 +102,9 @@ def talk(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> None:
 
 def test_who_has_the_key_is_heard_and_answered(context):
     server, address = make_server(context, OURS)
-    talk(server, make_client(context, address, ServiceKey(b"the key of one service").protect_client))
+    talk(
+        server, make_client(context, address, ServiceKey(b"the key of one service").protect_client)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -216,9 +218,13 @@ def test_a_context_may_end_and_another_begin_many_times():
         context.destroy()
         assert context.closed
     eventually(
-        lambda: set(threading.enumerate()) <= before, timeout_s=DEADLINE_MS / 1000, what="the end of all threads"
+        lambda: set(threading.enumerate()) <= before,
+        timeout_s=DEADLINE_MS / 1000,
+        what="the end of all threads",
     )
-    assert not [address for address in zap._handlers if address != zmq.Context.instance().underlying]
+    assert not [
+        address for address in zap._handlers if address != zmq.Context.instance().underlying
+    ]
 
 
 def test_nobody_is_let_in_when_no_handler_answers(context, monkeypatch):
@@ -275,7 +281,11 @@ def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_pat
         print("bound", flush=True)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "bound\n", "")
 
@@ -284,7 +294,11 @@ def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_pat
 
 
 def test_secrets_of_purposes_and_keys_are_unrelated_and_the_same_everywhere():
-    secrets = {(name, purpose): key.secret(purpose) for name, key in (("a", OURS), ("b", THEIRS)) for purpose in "xy"}
+    secrets = {
+        (name, purpose): key.secret(purpose)
+        for name, key in (("a", OURS), ("b", THEIRS))
+        for purpose in "xy"
+    }
     assert len(set(secrets.values())) == 4
     assert all(len(secret) == 32 for secret in secrets.values())
     assert ServiceKey(b"0" * 32).secret("kv").hex().startswith("34e2dd6d140834728ba75520")
@@ -301,7 +315,9 @@ def test_a_file_is_read_where_a_pod_has_its_volumes_and_without_white_space(tmp_
     assert ServiceKey.load("") is None
 
 
-@pytest.mark.parametrize("content", [None, b"", b" \n", b"fifteen bytes..", b"     12 bytes        "])
+@pytest.mark.parametrize(
+    "content", [None, b"", b" \n", b"fifteen bytes..", b"     12 bytes        "]
+)
 def test_a_file_without_a_key_is_refused_by_its_name(tmp_path: Path, content: bytes | None):
     path = tmp_path / "key"
     if content is not None:
@@ -319,7 +335,18 @@ def test_what_is_no_file_is_refused(file):
 def test_only_the_bearer_is_admitted():
     good = OURS.bearer
     assert OURS.admits(good)
-    strangers = [None, "", "Bearer", "Bearer ", good[:-1], good + "0", good[7:], THEIRS.bearer, "Bearer \ud800", "ü"]
+    strangers = [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        good[:-1],
+        good + "0",
+        good[7:],
+        THEIRS.bearer,
+        "Bearer \ud800",
+        "ü",
+    ]
     assert not any(OURS.admits(each) for each in strangers)
 
 

@@ -69,12 +69,16 @@ def refusal(manager: StructuredOutputManager, kind: str, spec: str = "") -> str:
     return str(raised.value)
 
 
-def allowed(manager: StructuredOutputManager, grammar: Grammar, vocab_size: int = VOCAB_SIZE) -> set[int]:
+def allowed(
+    manager: StructuredOutputManager, grammar: Grammar, vocab_size: int = VOCAB_SIZE
+) -> set[int]:
     row = manager.bitmask([grammar])[0]
     return {token for token in range(vocab_size) if row[token // 32] >> (token % 32) & 1}
 
 
-def random_text(manager: StructuredOutputManager, tokenizer: Tokenizer, grammar: Grammar, seed: int) -> str:
+def random_text(
+    manager: StructuredOutputManager, tokenizer: Tokenizer, grammar: Grammar, seed: int
+) -> str:
     """Tokens drawn from what the bitmask allows, until the end; ends as soon as it may after 40 tokens."""
     draw = random.Random(seed)
     token_ids: list[int] = []
@@ -89,7 +93,9 @@ def random_text(manager: StructuredOutputManager, tokenizer: Tokenizer, grammar:
     pytest.fail(f"no end after 400 tokens: {tokenizer.decode(token_ids)!r}")
 
 
-def test_a_schema_yields_nothing_but_matching_json(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+def test_a_schema_yields_nothing_but_matching_json(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
     for seed in range(5):
         value = json.loads(random_text(manager, tokenizer, compiled(manager, "json", SCHEMA), seed))
         assert set(value) == {"name", "age"}
@@ -99,12 +105,18 @@ def test_a_schema_yields_nothing_but_matching_json(manager: StructuredOutputMana
 
 def test_json_object_is_any_object(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
     grammar = compiled(manager, "json_object")
-    assert grammar.accept(tokenizer.encode('{"a": [1, {"b": null}], "c": "d"}', add_special_tokens=False))
+    assert grammar.accept(
+        tokenizer.encode('{"a": [1, {"b": null}], "c": "d"}', add_special_tokens=False)
+    )
     assert grammar.is_terminated
-    assert not compiled(manager, "json_object").accept(tokenizer.encode("[1]", add_special_tokens=False))
+    assert not compiled(manager, "json_object").accept(
+        tokenizer.encode("[1]", add_special_tokens=False)
+    )
 
 
-def test_a_regex_yields_nothing_but_matches(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+def test_a_regex_yields_nothing_but_matches(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
     pattern = r"[a-f]{2,5}-(cat|dog)+ é?"
     for seed in range(5):
         text = random_text(manager, tokenizer, compiled(manager, "regex", pattern), seed)
@@ -116,7 +128,8 @@ def test_a_choice_is_one_of_its_strings_whatever_they_contain(
 ) -> None:
     choices = ['say "hi"', "a\\b\n", "naïve 日本", "/x/ | y"]
     seen = {
-        random_text(manager, tokenizer, compiled(manager, "choice", json.dumps(choices)), seed) for seed in range(40)
+        random_text(manager, tokenizer, compiled(manager, "choice", json.dumps(choices)), seed)
+        for seed in range(40)
     }
     assert seen == set(choices)
 
@@ -137,7 +150,9 @@ def test_a_grammar_yields_nothing_but_its_sentences(
         assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text), text
 
 
-def test_eos_is_allowed_exactly_where_the_text_may_end(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+def test_eos_is_allowed_exactly_where_the_text_may_end(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
     ab, c = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "c"))
     grammar = compiled(manager, "regex", "ab(c)?")
     assert not allowed(manager, grammar) & set(EOS)
@@ -171,7 +186,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer_cuts_the_ids_past_it(checkpoint
     assert bitmask.flags["C_CONTIGUOUS"]
 
 
-def test_many_requests_get_their_own_rows(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+def test_many_requests_get_their_own_rows(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
     grammars = [compiled(manager, "regex", letter * 3) for letter in "abcde"]
     assert grammars[2].accept(tokenizer.encode("c", add_special_tokens=False)[:1])
     together = manager.bitmask(grammars)
@@ -239,8 +256,12 @@ def test_what_cannot_even_begin_is_refused_when_it_is_compiled(
         manager.compile(StructuredOutput(kind, spec)).result(timeout=60)
 
 
-def test_a_choice_may_have_thousands_of_strings(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
-    spec = StructuredOutput(StructuredOutputKind.CHOICE, json.dumps([f"choice {number}" for number in range(5000)]))
+def test_a_choice_may_have_thousands_of_strings(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    spec = StructuredOutput(
+        StructuredOutputKind.CHOICE, json.dumps([f"choice {number}" for number in range(5000)])
+    )
     grammar = manager.compile(spec).result(timeout=60)
     assert grammar.accept(tokenizer.encode("choice 4321", add_special_tokens=False)), grammar.error
 
@@ -257,7 +278,9 @@ def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_model_without_eos_is_refused(checkpoint: Path) -> None:
-    assert "eos_token_id" in refusal(StructuredOutputManager(checkpoint, VOCAB_SIZE, [], lambda: None), "json_object")
+    assert "eos_token_id" in refusal(
+        StructuredOutputManager(checkpoint, VOCAB_SIZE, [], lambda: None), "json_object"
+    )
 
 
 def test_compiling_wakes_the_engine_up_with_the_result_there(checkpoint: Path) -> None:

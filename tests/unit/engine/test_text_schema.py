@@ -19,7 +19,9 @@ def chat(**fields: object) -> ChatCompletionRequest:
 
 
 def completion(**fields: object) -> CompletionRequest:
-    return parse_request(json.dumps({"model": "m", "prompt": "p"} | fields).encode(), CompletionRequest)
+    return parse_request(
+        json.dumps({"model": "m", "prompt": "p"} | fields).encode(), CompletionRequest
+    )
 
 
 def test_what_is_not_said_has_the_engines_default():
@@ -89,7 +91,9 @@ def test_text_parts_become_one_text():
 
 def test_an_error_names_the_field_even_inside_lists():
     with pytest.raises(RequestError, match="expected str") as caught:
-        chat(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 5}]}])
+        chat(
+            messages=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 5}]}]
+        )
     assert caught.value.param == "messages[1].content[0].type"
 
 
@@ -100,7 +104,11 @@ def test_searches_and_structures_reach_the_engine():
     )
     words = completion(bad_words=["x"], allowed_token_ids=[4], prompt_logprobs=2, best_of=3)
     assert words.sampling_params(seed=0, max_tokens=5, bad_words_token_ids=[[9]]) == SamplingParams(
-        max_tokens=5, bad_words_token_ids=[[9]], allowed_token_ids=[4], prompt_logprobs=2, logprobs=0
+        max_tokens=5,
+        bad_words_token_ids=[[9]],
+        allowed_token_ids=[4],
+        prompt_logprobs=2,
+        logprobs=0,
     )
     regex = chat(structured_outputs={"regex": "a+"}).sampling_params(seed=0, max_tokens=5)
     assert regex.structured_output == StructuredOutput(StructuredOutputKind.REGEX, "a+")
@@ -109,7 +117,12 @@ def test_searches_and_structures_reach_the_engine():
 
 def test_what_the_engine_refuses_is_said_in_the_requests_own_names():
     cases = [
-        (chat(guided_json={}), "structured_output.spec is no schema", "guided_json is no schema", "guided_json"),
+        (
+            chat(guided_json={}),
+            "structured_output.spec is no schema",
+            "guided_json is no schema",
+            "guided_json",
+        ),
         (chat(), "beam_width=9 is more than 8", "n=9 is more than 8", "n"),
         (chat(), "bad_words_token_ids must be short", "bad_words must be short", "bad_words"),
         (

@@ -19,7 +19,10 @@ from baton_text.detokenizer import IncrementalDetokenizer
 from baton_text.stop import StopScanner
 from baton_text.tokenizer import Tokenizer
 
-CORPUS = ["hello world, the quick brown fox says hello to the world", "你好，世界 🙂 naïve café"] * 8
+CORPUS = [
+    "hello world, the quick brown fox says hello to the world",
+    "你好，世界 🙂 naïve café",
+] * 8
 CHATML = """\
 {{ bos_token }}{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
@@ -49,13 +52,31 @@ def byte_level() -> Backend:
 
 def byte_fallback() -> Backend:
     """As Llama 2: spaces are ▁, unknown characters become <0xXX> tokens."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helowrd", "▁hello", "▁world"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"helowrd",
+        "▁hello",
+        "▁world",
+    ]
     merges = [("▁", "h")]
     vocab = {piece: index for index, piece in enumerate([*pieces, "▁h"])}
-    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend = Backend(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend
@@ -66,7 +87,9 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos
 
 @functools.cache
 def tokenizer(kind: str) -> Tokenizer:
-    return Tokenizer({"byte_level": byte_level, "byte_fallback": byte_fallback}[kind](), dict(CONFIG))
+    return Tokenizer(
+        {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind](), dict(CONFIG)
+    )
 
 
 def save(folder: Path, **config: object) -> Path:
@@ -108,7 +131,9 @@ def test_encode_and_decode_equal_autotokenizer(tmp_path: Path, config: dict[str,
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special), text
             for skip in (True, False):
-                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                    ids, skip_special_tokens=skip
+                )
 
 
 MESSAGES = [{"role": "system", "content": " be <b> "}, {"role": "user", "content": "你好"}]
@@ -125,7 +150,9 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path, in_file: bool)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for generation in (True, False):
         for extra in ({}, {"enable_thinking": False}):
-            expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=generation, **extra)
+            expected = theirs.apply_chat_template(
+                MESSAGES, tokenize=False, add_generation_prompt=generation, **extra
+            )
             assert ours.render(MESSAGES, add_generation_prompt=generation, **extra) == expected
 
 
@@ -154,7 +181,13 @@ def test_missing_and_broken_folders_are_told_apart(tmp_path: Path):
 def test_token_bytes_are_the_bytes_of_the_text():
     for kind in ("byte_level", "byte_fallback"):
         ids = tokenizer(kind).encode("h你🙂", add_special_tokens=False)
-        assert b"".join(map(tokenizer(kind).token_bytes, ids)).replace("▁".encode(), b" ").strip().decode() == "h你🙂"
+        assert (
+            b"".join(map(tokenizer(kind).token_bytes, ids))
+            .replace("▁".encode(), b" ")
+            .strip()
+            .decode()
+            == "h你🙂"
+        )
     assert tokenizer("byte_level").token_bytes(10**6) == b""
 
 
@@ -171,7 +204,9 @@ def pieces_of(kind: str, ids: list[int], cuts: list[int], *, skip: bool = True) 
     cuts=st.lists(st.integers(0, 40), max_size=40),
     skip=st.booleans(),
 )
-def test_pieces_of_any_tokens_add_up_to_the_full_decode(ids: list[int], cuts: list[int], skip: bool):
+def test_pieces_of_any_tokens_add_up_to_the_full_decode(
+    ids: list[int], cuts: list[int], skip: bool
+):
     """Random tokens of a byte-level vocabulary are mostly broken UTF-8."""
     whole = tokenizer("byte_level").decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of("byte_level", ids, cuts, skip=skip)) == whole
@@ -179,7 +214,9 @@ def test_pieces_of_any_tokens_add_up_to_the_full_decode(ids: list[int], cuts: li
 
 
 @settings(max_examples=150, deadline=None)
-@given(ids=st.lists(st.integers(0, 274), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=30))
+@given(
+    ids=st.lists(st.integers(0, 274), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=30)
+)
 @example(ids=[3, 270, 131], cuts=[2])  # an id without a token inside a run of bytes
 def test_pieces_of_byte_fallback_tokens_add_up_too(ids: list[int], cuts: list[int]):
     whole = tokenizer("byte_fallback").decode(ids)
@@ -222,7 +259,9 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
     cuts=st.lists(st.integers(0, 30), max_size=30),
     include=st.booleans(),
 )
-def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: list[str], cuts: list[int], include: bool):
+def test_stop_strings_are_found_wherever_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int], include: bool
+):
     scanner = StopScanner(stops, include_stop=include)
     bounds = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
     sent = ""
@@ -248,5 +287,7 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     kind=st.sampled_from(["byte_level", "byte_fallback"]),
 )
 def test_the_fewest_tokens_of_a_text_are_never_more_than_it_has(text: str, kind: str):
-    assert tokenizer(kind).fewest_tokens(text) <= len(tokenizer(kind).encode(text, add_special_tokens=False))
+    assert tokenizer(kind).fewest_tokens(text) <= len(
+        tokenizer(kind).encode(text, add_special_tokens=False)
+    )
     assert tokenizer(kind).fewest_tokens("h" * 10_000) > 100

@@ -9,7 +9,12 @@ import pytest
 from baton_engine.core.validation import validate_request
 from baton_protocol.config import KVRole
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
-from baton_protocol.sampling import RepetitionDetection, SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import (
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 
 VOCAB_SIZE = 100
 CONSUME = KVTransferParams(KVSide.CONSUME, "t", "peer", "127.0.0.1", 5558)
@@ -25,7 +30,9 @@ def repetition(*args: int) -> dict[str, Any]:
 
 
 def check(params: dict[str, Any], **fields: Any) -> None:
-    request = EngineCoreRequest("r", fields.pop("prompt_token_ids", [1, 2]), SamplingParams(**params), **fields)
+    request = EngineCoreRequest(
+        "r", fields.pop("prompt_token_ids", [1, 2]), SamplingParams(**params), **fields
+    )
     validate_request(request, vocab_size=VOCAB_SIZE, kv_role=KVRole.BOTH)
 
 
@@ -39,7 +46,13 @@ def check(params: dict[str, Any], **fields: Any) -> None:
         structured("json_object"),
         structured("json", '{"type": "object"}'),
         structured("choice", '["yes", "no"]'),
-        {"beam_width": 4, "length_penalty": 0.0, "early_stopping": True, "temperature": 0.0, "prompt_logprobs": 1},
+        {
+            "beam_width": 4,
+            "length_penalty": 0.0,
+            "early_stopping": True,
+            "temperature": 0.0,
+            "prompt_logprobs": 1,
+        },
     ],
 )
 def test_accepts(params: dict[str, Any]) -> None:
@@ -53,7 +66,10 @@ def test_accepts(params: dict[str, Any]) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs must be in"),
         ({"logprobs": 21}, r"^logprobs must be in \[0, 20\], got 21"),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
-        ({"allowed_token_ids": [5, 100]}, r"allowed_token_ids must name token ids in \[0, 100\), got 100"),
+        (
+            {"allowed_token_ids": [5, 100]},
+            r"allowed_token_ids must name token ids in \[0, 100\), got 100",
+        ),
         ({"bad_words_token_ids": [[]]}, "bad_words_token_ids must be words of 1 to"),
         ({"bad_words_token_ids": [[1, -1]]}, "bad_words_token_ids must name token ids"),
         ({"bad_words_token_ids": [[1]] * 2000}, "bad_words_token_ids must have at most 1024"),
@@ -79,7 +95,10 @@ def test_accepts(params: dict[str, Any]) -> None:
         ({"beam_width": 2, **repetition(3)}, "repetition_detection.*beam_width"),
         ({"beam_width": 2, "return_routed_experts": True}, "return_routed_experts.*beam_width"),
         (
-            {"beam_width": 2, "structured_output": StructuredOutput(StructuredOutputKind.REGEX, "a")},
+            {
+                "beam_width": 2,
+                "structured_output": StructuredOutput(StructuredOutputKind.REGEX, "a"),
+            },
             "structured_output.*beam_width",
         ),
     ],

@@ -23,7 +23,13 @@ from baton_kv_transfer.connector import (
     LoadResult,
     RankAddress,
 )
-from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig, ParallelConfig
+from baton_protocol.config import (
+    EngineConfig,
+    KVRole,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +83,11 @@ class FakeWorker:
         self._wakeup: Callable[[], None] | None = None
 
     def join_groups(
-        self, store_address: tuple[str, int], generation: int, host: str | None = None, secret: bytes = b""
+        self,
+        store_address: tuple[str, int],
+        generation: int,
+        host: str | None = None,
+        secret: bytes = b"",
     ) -> None:
         self.calls.append("join_groups")
 
@@ -133,7 +143,9 @@ class FakeWorker:
         if f"loaded:{self.rank}" in step.finished_request_ids:
             output.connector = ConnectorOutput({"sent"}, {"load": LoadResult(3 - self.rank)})
         if grammar is not None:
-            output.sampled_token_ids |= {request_id: int(grammar.bitmask.sum()) for request_id in grammar.request_ids}
+            output.sampled_token_ids |= {
+                request_id: int(grammar.bitmask.sum()) for request_id in grammar.request_ids
+            }
         return output
 
     def connector_stats(self) -> ConnectorStats | None:

@@ -7,7 +7,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from baton_engine.executor.base import Executor
-from baton_engine.executor.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton_engine.executor.step import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton_protocol.sampling import SamplingParams
 
@@ -18,11 +23,15 @@ GREEDY = SamplingParams(temperature=0.0)
 WAIT_S = 120.0
 
 
-def model_config(checkpoint: Path, tensor: int = 1, pipeline: int = 1, executor: str = "auto") -> EngineConfig:
+def model_config(
+    checkpoint: Path, tensor: int = 1, pipeline: int = 1, executor: str = "auto"
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=str(checkpoint), dtype="float32"),
         cache=CacheConfig(num_blocks=16, swap_memory_bytes=0),
-        parallel=ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, executor_class=executor),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, executor_class=executor
+        ),
         device="cpu",
         num_threads=1,
     )

@@ -34,8 +34,15 @@ NUM_EXPERTS, NUM_LAYERS = 8, 2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": NUM_LAYERS, "num_experts": NUM_EXPERTS}
-    return create_checkpoint(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", seed=4, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": NUM_LAYERS,
+        "num_experts": NUM_EXPERTS,
+    }
+    return create_checkpoint(
+        tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", seed=4, **sizes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +80,12 @@ class Rank:
         if request_id not in self.is_new or not generated:
             return make_step(request_id, generated, 0)
         blocks = make_step(request_id, [], 0).new_requests[0].block_ids
-        new = NewRequestData(request_id, PROMPTS[request_id], generated, make_params(request_id), 0, blocks, 0)
-        return SchedulerOutput([new], [], {request_id: len(PROMPTS[request_id]) + len(generated)}, [])
+        new = NewRequestData(
+            request_id, PROMPTS[request_id], generated, make_params(request_id), 0, blocks, 0
+        )
+        return SchedulerOutput(
+            [new], [], {request_id: len(PROMPTS[request_id]) + len(generated)}, []
+        )
 
     def start(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         self.executor.execute_model(step)
@@ -93,7 +104,9 @@ def make_params(request_id: str):  # type: ignore[no-untyped-def]
 class Ranks:
     """Starts engines and takes them through generations."""
 
-    def __init__(self, checkpoint: Path, store: StoreAddress, kind: type[Executor], tensor: int) -> None:
+    def __init__(
+        self, checkpoint: Path, store: StoreAddress, kind: type[Executor], tensor: int
+    ) -> None:
         self._checkpoint, self._store, self._kind, self._tensor = checkpoint, store, kind, tensor
         self._number = 0
         self.all: list[Rank] = []
@@ -104,7 +117,9 @@ class Ranks:
         added = []
         for _ in range(count):
             name = f"rank-{len(self.all)}"
-            executor = self._kind(msgspec.structs.replace(config, parallel=parallel), name, lambda: None)
+            executor = self._kind(
+                msgspec.structs.replace(config, parallel=parallel), name, lambda: None
+            )
             executor.initialize()
             added.append(Rank(name, executor))
             self.all.append(added[-1])
@@ -143,9 +158,13 @@ def wait_prepared(rank: Rank, generation: Generation) -> None:
     def prepared() -> bool:
         states: list[Preparation] = rank.executor.collective_rpc("preparation", timeout_s=WAIT_S)
         assert all(state.state is not PreparationState.FAILED for state in states), states
-        return all(state == Preparation(generation.nonce, PreparationState.PREPARED) for state in states)
+        return all(
+            state == Preparation(generation.nonce, PreparationState.PREPARED) for state in states
+        )
 
-    eventually(prepared, timeout_s=WAIT_S, what=f"{rank.name} prepares generation {generation.number}")
+    eventually(
+        prepared, timeout_s=WAIT_S, what=f"{rank.name} prepares generation {generation.number}"
+    )
 
 
 def run_step(ranks: Sequence[Rank]) -> None:
@@ -180,9 +199,14 @@ def make_ranks(checkpoint: Path) -> Iterator[Callable[..., Ranks]]:
     store.close()
 
 
-@pytest.mark.parametrize(("kind", "tensor"), [(UniProcExecutor, 1), (MultiprocExecutor, 1), (MultiprocExecutor, 2)])
+@pytest.mark.parametrize(
+    ("kind", "tensor"), [(UniProcExecutor, 1), (MultiprocExecutor, 1), (MultiprocExecutor, 2)]
+)
 def test_ranks_come_and_go_between_steps(
-    kind: type[Executor], tensor: int, make_ranks: Callable[..., Ranks], expected: dict[str, list[int]]
+    kind: type[Executor],
+    tensor: int,
+    make_ranks: Callable[..., Ranks],
+    expected: dict[str, list[int]],
 ) -> None:
     """Two ranks, then three, then two others; requests that stay where they are never notice."""
     ranks = make_ranks(kind, tensor)
@@ -197,7 +221,9 @@ def test_ranks_come_and_go_between_steps(
     third.serve("c")
     run_step([first, second, third])
     loads = second.executor.collective_rpc("expert_loads", timeout_s=WAIT_S)
-    assert [sum(layer) for layer in loads[0].tokens] == [2, 2], "one token, two experts, since the generation began"
+    assert [sum(layer) for layer in loads[0].tokens] == [2, 2], (
+        "one token, two experts, since the generation began"
+    )
     assert loads.count(loads[0]) == tensor
     ranks.adopt([third, second])
     first.executor.collective_rpc("leave_generation", timeout_s=WAIT_S)
@@ -205,14 +231,20 @@ def test_ranks_come_and_go_between_steps(
     assert finish([third, second]) == expected
 
 
-def test_experts_go_from_engine_to_engine(make_ranks: Callable[..., Ranks], caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_go_from_engine_to_engine(
+    make_ranks: Callable[..., Ranks], caplog: pytest.LogCaptureFixture
+) -> None:
     """Over the group for weights: who joins reads nothing."""
     caplog.set_level(logging.INFO, "baton_engine.worker.generations")
     ranks = make_ranks(UniProcExecutor)
     ranks.adopt(ranks.add(2))
     ranks.add(1)
     ranks.adopt(ranks.all)
-    line = next(line for line in caplog.messages if line.startswith("generation 2 prepared") and "rank 2 of 3" in line)
+    line = next(
+        line
+        for line in caplog.messages
+        if line.startswith("generation 2 prepared") and "rank 2 of 3" in line
+    )
     assert line.endswith("0 experts were here, 6 came from other ranks, 0 were read"), (
         "three slots in each of two layers"
     )

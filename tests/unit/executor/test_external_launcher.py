@@ -51,18 +51,26 @@ def test_a_key_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = msgspec.structs.replace(engine_config(tensor=2), service_key_file="/nothing/there")
     executor = ExternalLauncherExecutor(config, "instance", lambda: None)
-    with pytest.raises(ConfigurationError, match="service_key_file /nothing/there cannot be read") as error:
+    with pytest.raises(
+        ConfigurationError, match="service_key_file /nothing/there cannot be read"
+    ) as error:
         executor.initialize()
     assert error.value.reason == "ServiceKeyInvalid"
     executor.shutdown()
 
 
-def test_several_ranks_refuse_to_move_kv_blocks_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_refuse_to_move_kv_blocks_between_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Transfers end when they end: their schedulers would not decide the same any more."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    executor = ExternalLauncherExecutor(engine_config(tensor=2, kv_role=KVRole.BOTH), "instance", lambda: None)
-    with pytest.raises(ConfigurationError, match=r"has 2 ranks and kv_transfer\.role is both") as error:
+    executor = ExternalLauncherExecutor(
+        engine_config(tensor=2, kv_role=KVRole.BOTH), "instance", lambda: None
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"has 2 ranks and kv_transfer\.role is both"
+    ) as error:
         executor.initialize()
     assert error.value.reason == "KVTransferInvalid"
     executor.shutdown()

@@ -65,7 +65,11 @@ class Listening:
         self.sequences: list[bytes] = []
         """What strangers say; each connects to every device."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", STRANGERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-c", STRANGERS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         self._lock = threading.Lock()
         original = process_group.open_device
@@ -108,7 +112,9 @@ def form(store: StoreServer, size: int) -> list[Group | Exception]:
 
     def join(rank: int) -> None:
         try:
-            results[rank] = create_group("test", rank, size, connect_store(store.address, WAIT_S), 1, CPU, 10.0)
+            results[rank] = create_group(
+                "test", rank, size, connect_store(store.address, WAIT_S), 1, CPU, 10.0
+            )
         except (TimeoutError, GroupBrokenError, RuntimeError) as error:
             results[rank] = error
 
@@ -131,7 +137,8 @@ def groups_of(results: list[Group | Exception]) -> list[Group]:
 def exchange(groups: list[Group]) -> None:
     tensors = [torch.full((1000,), float(rank)) for rank in range(len(groups))]
     threads = [
-        threading.Thread(target=group.all_reduce, args=(tensor,)) for group, tensor in zip(groups, tensors, strict=True)
+        threading.Thread(target=group.all_reduce, args=(tensor,))
+        for group, tensor in zip(groups, tensors, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -164,7 +171,9 @@ def test_who_came_before_the_group_had_formed_is_cut_off(
         close(groups)
 
 
-def test_nobody_gets_in_afterwards_and_takes_descriptors(store: StoreServer, listening: Listening) -> None:
+def test_nobody_gets_in_afterwards_and_takes_descriptors(
+    store: StoreServer, listening: Listening
+) -> None:
     groups = groups_of(form(store, 2))
     try:
         before = num_descriptors()
@@ -180,7 +189,9 @@ def test_nobody_gets_in_afterwards_and_takes_descriptors(store: StoreServer, lis
         close(groups)
 
 
-def test_a_stranger_who_takes_a_members_place_does_not_keep_it(store: StoreServer, listening: Listening) -> None:
+def test_a_stranger_who_takes_a_members_place_does_not_keep_it(
+    store: StoreServer, listening: Listening
+) -> None:
     """It names the numbers that gloo gives connections: the group may fail to form, but not form with it."""
     listening.sequences = [number.to_bytes(8, "little") for number in range(8)]
     results = form(store, 2)

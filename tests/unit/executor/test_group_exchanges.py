@@ -57,10 +57,19 @@ class Ranks:
         """What run(rank) returns, by rank, all at the same time."""
         return list(self.pool.map(run, range(self.size), timeout=WAIT_S))
 
-    def join(self, name: str = "test", *, nonce: str = "", timeout_s: float = WAIT_S) -> list[Group]:
+    def join(
+        self, name: str = "test", *, nonce: str = "", timeout_s: float = WAIT_S
+    ) -> list[Group]:
         def join(rank: int) -> Group:
             return create_group(
-                name, rank, self.size, connect_store(self.address, WAIT_S), 1, CPU, timeout_s, nonce=nonce
+                name,
+                rank,
+                self.size,
+                connect_store(self.address, WAIT_S),
+                1,
+                CPU,
+                timeout_s,
+                nonce=nonce,
             )
 
         if self.kind == "shared memory":
@@ -92,7 +101,9 @@ def lasting(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[Group]
     ranks.close()
 
 
-def exchanged(ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: list[list[int]]) -> None:
+def exchanged(
+    ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: list[list[int]]
+) -> None:
     """Compares all_to_all of every rank with the runs of rows it should get; counts[source][target]."""
 
     def run(rank: int) -> Tensor:
@@ -100,7 +111,10 @@ def exchanged(ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: lis
 
     for rank, received in enumerate(ranks.each(run)):
         runs = [source.split(count)[rank] for source, count in zip(rows, counts, strict=True)]
-        assert (received.shape, received.dtype) == ((sum(map(len, runs)), *rows[0].shape[1:]), rows[0].dtype)
+        assert (received.shape, received.dtype) == (
+            (sum(map(len, runs)), *rows[0].shape[1:]),
+            rows[0].dtype,
+        )
         expected = torch.cat([as_bytes(run) for run in runs])
         assert torch.equal(as_bytes(received), expected)
 
@@ -113,19 +127,31 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor
     """Any bits: NaNs and what else the dtype has."""
     generator = torch.Generator().manual_seed(seed)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_all_to_all_moves_every_run_to_its_rank(lasting: tuple[Ranks, list[Group]], data: st.DataObject) -> None:
+def test_all_to_all_moves_every_run_to_its_rank(
+    lasting: tuple[Ranks, list[Group]], data: st.DataObject
+) -> None:
     ranks, groups = lasting
     size = ranks.size
     dtype = data.draw(st.sampled_from(DTYPES))
     tail = data.draw(st.sampled_from([(), (1,), (3,), (2, 5), (0,), (4099,)]))
-    most = 2 * BUFFER_NBYTES // (torch.Size(tail).numel() * dtype.itemsize or 1) if tail == (4099,) else 40
+    most = (
+        2 * BUFFER_NBYTES // (torch.Size(tail).numel() * dtype.itemsize or 1)
+        if tail == (4099,)
+        else 40
+    )
     count = st.one_of(st.just(0), st.integers(0, most))
-    counts = data.draw(st.lists(st.lists(count, min_size=size, max_size=size), min_size=size, max_size=size))
+    counts = data.draw(
+        st.lists(st.lists(count, min_size=size, max_size=size), min_size=size, max_size=size)
+    )
     rows = [random_rows((sum(counts[rank]), *tail), dtype, rank) for rank in range(size)]
     exchanged(ranks, groups, rows, counts)
 
@@ -136,7 +162,10 @@ def test_all_to_all_of_more_than_the_buffers_hold(lasting: tuple[Ranks, list[Gro
     for counts in (
         [[5 * BUFFER_NBYTES + 7] + [1] * (size - 1)] * size,  # one rank gets nearly all
         [[BUFFER_NBYTES] * size] + [[0] * size] * (size - 1),  # one rank has all
-        [[BUFFER_NBYTES // 2 + source + target for target in range(size)] for source in range(size)],
+        [
+            [BUFFER_NBYTES // 2 + source + target for target in range(size)]
+            for source in range(size)
+        ],
         [[(BUFFER_NBYTES - 64) // (size - 1)] * size] * size,  # just fits
         [[(BUFFER_NBYTES - 64) // (size - 1) + 1] * size] * size,  # just does not
     ):
@@ -155,7 +184,10 @@ def test_counts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     for send, recv in (([1, 2], [1, 1]), ([2], [2]), ([1, 1], [2])):
         with pytest.raises(ValueError, match=r"all_to_all of 2 rows among 2 ranks"):
             groups[0].all_to_all(torch.zeros(2, 3), send, recv)
-    assert ranks.each(lambda rank: groups[rank].all_reduce(torch.ones(1)).tolist()) == [[2.0], [2.0]], "it still works"
+    assert ranks.each(lambda rank: groups[rank].all_reduce(torch.ones(1)).tolist()) == [
+        [2.0],
+        [2.0],
+    ], "it still works"
 
 
 def test_operations_of_an_aborted_group_fail_at_once(ranks: Ranks) -> None:
@@ -170,7 +202,9 @@ def test_operations_of_an_aborted_group_fail_at_once(ranks: Ranks) -> None:
         lambda: groups[0].send(torch.zeros(1), 1),
         lambda: groups[0].recv(torch.zeros(1), 1),
     ):
-        with pytest.raises(GroupBrokenError, match=r"in group test, rank 0 of 2.*the group was aborted"):
+        with pytest.raises(
+            GroupBrokenError, match=r"in group test, rank 0 of 2.*the group was aborted"
+        ):
             operation()
     with pytest.raises(GroupBrokenError, match="a member is gone"):
         groups[1].all_reduce(torch.zeros(1))  # who gives a group up leaves it
@@ -184,7 +218,9 @@ def test_abort_ends_a_thread_that_waits(ranks: Ranks) -> None:
         waiting.result(0.2)
     started = time.monotonic()
     groups[0].abort()
-    with pytest.raises(GroupBrokenError, match=r"all_reduce in group test, rank 0 of 2.*the group was aborted"):
+    with pytest.raises(
+        GroupBrokenError, match=r"all_reduce in group test, rank 0 of 2.*the group was aborted"
+    ):
         waiting.result(WAIT_S)
     assert time.monotonic() - started < 5
 
@@ -204,7 +240,10 @@ def test_a_member_without_an_answer_is_a_timeout_and_ends_the_group(ranks: Ranks
 def test_attempts_at_one_generation_do_not_meet(ranks: Ranks) -> None:
     first, second = ranks.join(nonce="a"), ranks.join(nonce="b")
     for factor in (1, 2):
-        assert ranks.each(lambda rank, f=factor: first[rank].all_reduce(torch.tensor([f])).item()) == [2 * factor] * 2
+        assert (
+            ranks.each(lambda rank, f=factor: first[rank].all_reduce(torch.tensor([f])).item())
+            == [2 * factor] * 2
+        )
         assert (
             ranks.each(lambda rank, f=factor: second[rank].all_reduce(torch.tensor([5 * f])).item())
             == [10 * factor] * 2
@@ -216,11 +255,15 @@ def test_attempts_at_one_generation_do_not_meet(ranks: Ranks) -> None:
     assert ranks.each(lambda rank: second[rank].all_reduce(torch.tensor([7])).item()) == [14, 14]
 
 
-def test_a_member_of_another_attempt_is_not_waited_for_longer_than_joining_may_take(ranks: Ranks) -> None:
+def test_a_member_of_another_attempt_is_not_waited_for_longer_than_joining_may_take(
+    ranks: Ranks,
+) -> None:
     def join(rank: int) -> None:
         store = connect_store(ranks.address, WAIT_S)
         with pytest.raises(TimeoutError, match=f"rank {rank} waited 1 s for the other 1 members"):
-            create_group("test", rank, 2, store, 1, CPU, WAIT_S, nonce="ab"[rank], join_timeout_s=1.0)
+            create_group(
+                "test", rank, 2, store, 1, CPU, WAIT_S, nonce="ab"[rank], join_timeout_s=1.0
+            )
 
     started = time.monotonic()
     ranks.each(join)
@@ -233,7 +276,8 @@ def test_a_member_that_dies_while_joining_is_gone() -> None:
     with (
         mock.patch.object(os, "pidfd_open", died),
         pytest.raises(
-            GroupBrokenError, match=r"joining group test, rank \d of 2: a member is gone \(rank \d has died\)"
+            GroupBrokenError,
+            match=r"joining group test, rank \d of 2: a member is gone \(rank \d has died\)",
         ),
     ):
         ranks.join()
@@ -249,7 +293,8 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
             groups[0].all_to_all(torch.zeros(5, dtype=torch.int16), [2, 3], [2, 4])
             return
         with pytest.raises(
-            ValueError, match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes where .* say 8"
+            ValueError,
+            match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes where .* say 8",
         ):
             groups[1].all_to_all(torch.zeros(5, dtype=torch.int16), [4, 1], [4, 1])
 
@@ -261,7 +306,11 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
 
 def test_generations_have_parts_of_their_own_in_the_store() -> None:
     store = HashStore()
-    parts = [generation_store(store, 1), generation_store(store, 1, "a"), generation_store(store, 1, "b")]
+    parts = [
+        generation_store(store, 1),
+        generation_store(store, 1, "a"),
+        generation_store(store, 1, "b"),
+    ]
     parts.append(generation_store(store, 2, "a"))
     for i, part in enumerate(parts):
         part.set("key", str(i))
@@ -311,7 +360,9 @@ def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
         group.close()
     deadline = time.monotonic() + WAIT_S
     while open_things() != before:
-        assert time.monotonic() < deadline, f"descriptors and threads {open_things()}, before {before}"
+        assert time.monotonic() < deadline, (
+            f"descriptors and threads {open_things()}, before {before}"
+        )
         time.sleep(0.01)
 
 
@@ -322,7 +373,10 @@ def test_groups_formed_by_many_threads_at_once_end_only_their_own_connections() 
         ranks.close()
         return joined
 
-    with ThreadPoolExecutor(4) as pool, mock.patch.object(process_group, "over_shared_memory", lambda group, *_: group):
+    with (
+        ThreadPoolExecutor(4) as pool,
+        mock.patch.object(process_group, "over_shared_memory", lambda group, *_: group),
+    ):
         groups = list(pool.map(form, range(8), timeout=WAIT_S))
         for i, (first, second) in enumerate(groups):
             first.abort()

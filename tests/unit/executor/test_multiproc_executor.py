@@ -51,11 +51,17 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExe
     yield start
     for executor in executors:
         executor.shutdown()
-        eventually(lambda e=executor: not alive(e.worker_pids), timeout_s=WAIT_S, what="workers end")
+        eventually(
+            lambda e=executor: not alive(e.worker_pids), timeout_s=WAIT_S, what="workers end"
+        )
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def run(executor: MultiprocExecutor, step_id: int, *words: str) -> Future[ModelRunnerOutput]:
@@ -67,7 +73,17 @@ def test_starts_all_workers_with_the_blocks_of_the_poorest(shared: MultiprocExec
     calls = shared.collective_rpc("get_calls")
     assert (
         calls
-        == [["join_groups", "load_model", "num_available_blocks", "initialize_cache", "warm_up", "open_connector"]] * 2
+        == [
+            [
+                "join_groups",
+                "load_model",
+                "num_available_blocks",
+                "initialize_cache",
+                "warm_up",
+                "open_connector",
+            ]
+        ]
+        * 2
     )
     info = shared.collective_rpc("model_info")[1]
     assert (info.num_blocks, info.num_swap_blocks) == (99, 10)
@@ -86,7 +102,9 @@ def test_starting_a_step_does_not_wait_for_the_model(shared: MultiprocExecutor) 
 
 def test_a_bitmask_arrives_with_the_sampling(shared: MultiprocExecutor) -> None:
     shared.execute_model(step(1))
-    output = shared.sample_tokens(GrammarOutput(["g"], np.array([[5, 7]], dtype=np.int32))).result(WAIT_S)
+    output = shared.sample_tokens(GrammarOutput(["g"], np.array([[5, 7]], dtype=np.int32))).result(
+        WAIT_S
+    )
     assert output.sampled_token_ids == {"r": 1, "g": 12}
 
 
@@ -105,7 +123,9 @@ def test_calls_answer_in_rank_order(shared: MultiprocExecutor) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared out")
-def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(shared: MultiprocExecutor) -> None:
+def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(
+    shared: MultiprocExecutor,
+) -> None:
     before = os.sched_getaffinity(0)
     first, second = shared.collective_rpc("cpus")
     assert first
@@ -119,11 +139,16 @@ def test_a_transfer_ends_when_it_ended_on_all_workers_and_the_engine_is_woken(
 ) -> None:
     woken = threading.Event()
     executor = make(engine_config(tensor=2, kv_role=KVRole.BOTH), woken.set)
-    addresses = [RankAddress("host", 7000, HeadRange(0, 2)), RankAddress("host", 7001, HeadRange(2, 2))]
+    addresses = [
+        RankAddress("host", 7000, HeadRange(0, 2)),
+        RankAddress("host", 7001, HeadRange(2, 2)),
+    ]
     assert executor.collective_rpc("get_ranks") == [addresses] * 2
     assert not run(executor, 0, "loaded:0").result(WAIT_S).connector
     assert not woken.is_set()
-    first = run(executor, 1, "loaded:1").result(WAIT_S)  # answered by worker 0, perhaps before worker 1 reports
+    first = run(executor, 1, "loaded:1").result(
+        WAIT_S
+    )  # answered by worker 0, perhaps before worker 1 reports
     assert woken.wait(WAIT_S)
     second = run(executor, 2).result(WAIT_S)
     ended = [output.connector for output in (first, second) if output.connector]
@@ -134,8 +159,13 @@ def test_a_transfer_ends_when_it_ended_on_all_workers_and_the_engine_is_woken(
     assert stats.failures == {"timeout": 2}
 
 
-def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(shared: MultiprocExecutor) -> None:
-    with pytest.raises(WorkerError, match=r"worker 1 failed in raise_on: KeyError: 'nothing here'(.|\n)*in raise_on"):
+def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(
+    shared: MultiprocExecutor,
+) -> None:
+    with pytest.raises(
+        WorkerError,
+        match=r"worker 1 failed in raise_on: KeyError: 'nothing here'(.|\n)*in raise_on",
+    ):
         shared.collective_rpc("raise_on", (1,))
     with pytest.raises(WorkerError, match="no attribute 'no_such_method'"):
         shared.collective_rpc("no_such_method")
@@ -144,15 +174,21 @@ def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(shared: Mult
     with pytest.raises(Exception, match="pickle"):
         shared.collective_rpc("echo", (lambda: None,))
     assert shared.collective_rpc("echo", (3,)) == [3, 3]
-    assert not any(shared.collective_rpc("has_imported", ("torch",))), "to tell of a failure must not take seconds"
+    assert not any(shared.collective_rpc("has_imported", ("torch",))), (
+        "to tell of a failure must not take seconds"
+    )
 
 
 def test_a_call_that_takes_too_long_names_the_worker(
     make: Callable[..., MultiprocExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MultiprocExecutor, "shutdown_timeout_s", 0.5)  # worker 1 will not end by itself
+    monkeypatch.setattr(
+        MultiprocExecutor, "shutdown_timeout_s", 0.5
+    )  # worker 1 will not end by itself
     executor = make(engine_config(tensor=2))
-    with pytest.raises(TimeoutError, match=r"hang_on was not answered within 0.3 s by worker \[1\]"):
+    with pytest.raises(
+        TimeoutError, match=r"hang_on was not answered within 0.3 s by worker \[1\]"
+    ):
         executor.collective_rpc("hang_on", (1,), timeout_s=0.3)
 
 
@@ -167,14 +203,17 @@ def test_a_failing_step_fails_its_future_and_all_later_ones(
     rank = words[-1].removeprefix("raise:")
     for future in (bad, later):
         with pytest.raises(
-            WorkerError, match=rf"worker {rank} failed in a step: ValueError: the model broke(.|\n)*execute_model"
+            WorkerError,
+            match=rf"worker {rank} failed in a step: ValueError: the model broke(.|\n)*execute_model",
         ):
             future.result(PROMISED_S)
     with pytest.raises(WorkerError):
         run(executor, 3).result(0)
 
 
-def test_kill_of_a_worker_fails_what_waits_and_is_told_once(make: Callable[..., MultiprocExecutor]) -> None:
+def test_kill_of_a_worker_fails_what_waits_and_is_told_once(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
     executor = make(engine_config(tensor=2))
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
@@ -213,25 +252,30 @@ def test_kill_of_an_idle_worker_is_noticed(make: Callable[..., MultiprocExecutor
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
     os.kill(executor.worker_pids[0], signal.SIGKILL)
-    assert "killed by signal 9" in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+    assert (
+        "killed by signal 9"
+        in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+    )
 
 
 @pytest.mark.parametrize("waiting", ["step", "call"])
-def test_a_stopped_worker_is_given_up_and_named(make: Callable[..., MultiprocExecutor], waiting: str) -> None:
+def test_a_stopped_worker_is_given_up_and_named(
+    make: Callable[..., MultiprocExecutor], waiting: str
+) -> None:
     executor = make(engine_config(tensor=2, step_timeout_s=1.0))
     victim = executor.worker_pids[0]
     os.kill(victim, signal.SIGSTOP)
     name = {"step": "step 0", "call": "who"}[waiting]
-    expected = (
-        rf"have not answered {name} for 1 s \(parallel.step_timeout_s\): worker 0 \(pid {victim}\) stopped \(SIGSTOP"
-    )
+    expected = rf"have not answered {name} for 1 s \(parallel.step_timeout_s\): worker 0 \(pid {victim}\) stopped \(SIGSTOP"
     with pytest.raises(WorkerDiedError, match=expected):
         run(executor, 0).result(WAIT_S) if waiting == "step" else executor.collective_rpc("who")
 
 
 def test_a_hanging_step_is_given_up(make: Callable[..., MultiprocExecutor]) -> None:
     executor = make(engine_config(step_timeout_s=1.0))
-    with pytest.raises(WorkerDiedError, match=r"have not answered step 0 for 1 s \(parallel.step_timeout_s\)$"):
+    with pytest.raises(
+        WorkerDiedError, match=r"have not answered step 0 for 1 s \(parallel.step_timeout_s\)$"
+    ):
         run(executor, 0, "hang").result(WAIT_S)
 
 
@@ -259,7 +303,11 @@ executor.shutdown()
 print("well", flush=True)
 """
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "up\n"
@@ -271,7 +319,9 @@ print("well", flush=True)
     assert output == "well\n", errors
 
 
-def test_an_answer_that_cannot_be_read_is_told_instead_of_waited_for(make: Callable[..., MultiprocExecutor]) -> None:
+def test_an_answer_that_cannot_be_read_is_told_instead_of_waited_for(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
     executor = make(engine_config(tensor=2))
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
@@ -288,7 +338,9 @@ def test_a_forked_childs_copy_shuts_nothing_down(shared: MultiprocExecutor) -> N
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status == 0
-    assert [pid for _, pid in shared.collective_rpc("who", timeout_s=PROMISED_S)] == shared.worker_pids
+    assert [
+        pid for _, pid in shared.collective_rpc("who", timeout_s=PROMISED_S)
+    ] == shared.worker_pids
 
 
 def test_sigint_and_sigterm_are_left_to_the_parent(make: Callable[..., MultiprocExecutor]) -> None:
@@ -298,7 +350,9 @@ def test_sigint_and_sigterm_are_left_to_the_parent(make: Callable[..., Multiproc
     assert run(executor, 0).result(WAIT_S).sampled_token_ids == {"r": 0}
 
 
-def test_a_configuration_error_keeps_type_reason_and_message(make: Callable[..., MultiprocExecutor]) -> None:
+def test_a_configuration_error_keeps_type_reason_and_message(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
     with pytest.raises(ModelInvalid, match=r"lm_head\.weight is missing") as error:
         make(engine_config("WorkerOfBadModel", tensor=2))
     assert error.value.reason == "ModelInvalid"
@@ -371,4 +425,6 @@ threading.Event().wait()
     assert len(pids) == 3
     parent.kill()
     parent.wait()
-    eventually(lambda: not alive(pids), timeout_s=PROMISED_S, what=f"workers {pids} end with their parent")
+    eventually(
+        lambda: not alive(pids), timeout_s=PROMISED_S, what=f"workers {pids} end with their parent"
+    )

@@ -50,7 +50,9 @@ def test_multiproc(checkpoints, expected, arch: str, tensor: int, pipeline: int)
     assert run(model_config(checkpoints[arch], tensor, pipeline)) == expected[arch]
 
 
-def test_external_launcher_one_executor_after_the_other(checkpoints, expected, tmp_path: Path) -> None:
+def test_external_launcher_one_executor_after_the_other(
+    checkpoints, expected, tmp_path: Path
+) -> None:
     for result in run_under_torchrun(2, tmp_path, "real", checkpoints["llama"]):
         assert result["tokens of 2 x 1"] == expected["llama"]
         assert result["tokens of 1 x 2"] == expected["llama"]
@@ -67,15 +69,20 @@ def test_kv_transfer_is_refused_where_workers_have_no_whole_heads(
     checkpoints, tensor: int, pipeline: int, message: str
 ) -> None:
     config = msgspec.structs.replace(
-        model_config(checkpoints["llama"], tensor, pipeline), kv_transfer=KVTransferConfig(role=KVRole.BOTH)
+        model_config(checkpoints["llama"], tensor, pipeline),
+        kv_transfer=KVTransferConfig(role=KVRole.BOTH),
     )
     with pytest.raises(ConfigurationError, match=message) as error:
         Worker(config, "instance").load_model()
     assert error.value.reason == "KVTransferInvalid"
 
 
-@pytest.mark.parametrize("error", [ValueError("needs a UCX with verbs"), UCXError("needs a UCX with verbs")])
-def test_a_transport_that_does_not_start_is_a_configuration_error(checkpoints, monkeypatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("needs a UCX with verbs"), UCXError("needs a UCX with verbs")]
+)
+def test_a_transport_that_does_not_start_is_a_configuration_error(
+    checkpoints, monkeypatch, error: Exception
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise error
 

@@ -17,16 +17,23 @@ def machines(draw: st.DrawFn) -> list[Core]:
     """Up to four nodes of any sizes, their cores numbered in any order, with one or two hardware threads per core."""
     siblings = range(draw(st.integers(1, 2)))
     nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=24))
-    return [Core(node, tuple(core + len(nodes) * sibling for sibling in siblings)) for core, node in enumerate(nodes)]
+    return [
+        Core(node, tuple(core + len(nodes) * sibling for sibling in siblings))
+        for core, node in enumerate(nodes)
+    ]
 
 
 @given(machines(), st.integers(1, 16), st.none() | st.floats(0.1, 64))
-def test_ranks_get_equally_many_cores_of_their_own(cores: list[Core], num_ranks: int, limit: float | None) -> None:
+def test_ranks_get_equally_many_cores_of_their_own(
+    cores: list[Core], num_ranks: int, limit: float | None
+) -> None:
     places = place(cores, num_ranks, limit)
     own = [[core for core in cores if set(core.cpus) <= cpus] for cpus, _ in places]
     assert len(places) == num_ranks
     for rank, (cpus, num_threads) in enumerate(places):
-        assert cpus == {cpu for core in own[rank] for cpu in core.cpus}, "a core is given with all its siblings"
+        assert cpus == {cpu for core in own[rank] for cpu in core.cpus}, (
+            "a core is given with all its siblings"
+        )
         assert len(own[rank]) == len(own[0])
         assert 1 <= num_threads <= len(own[rank])
         if num_ranks <= len(cores):
@@ -34,7 +41,9 @@ def test_ranks_get_equally_many_cores_of_their_own(cores: list[Core], num_ranks:
         if len({core.node for core in cores}) <= num_ranks <= len(cores):
             assert len({core.node for core in own[rank]}) == 1
     if limit is not None:
-        assert sum(num_threads for _, num_threads in places) <= max(limit, num_ranks), "time is granted for no more"
+        assert sum(num_threads for _, num_threads in places) <= max(limit, num_ranks), (
+            "time is granted for no more"
+        )
 
 
 def test_one_rank_takes_all_cores_of_all_nodes() -> None:
@@ -56,7 +65,10 @@ def write(root: Path, **files: str) -> None:
 
 def test_cores_and_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     system = "sys__devices__system__"
-    write(tmp_path, **{f"{system}node__node0__cpulist": "0-1,4-5", f"{system}node__node1__cpulist": "2-3,6,7"})
+    write(
+        tmp_path,
+        **{f"{system}node__node0__cpulist": "0-1,4-5", f"{system}node__node1__cpulist": "2-3,6,7"},
+    )
     for cpu in range(8):
         siblings = f"{cpu % 4},{cpu % 4 + 4}"
         write(tmp_path, **{f"{system}cpu__cpu{cpu}__topology__thread_siblings_list": siblings})
@@ -92,16 +104,23 @@ def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("50000", 0.5)])
-def test_version_1_of_control_groups_is_read_too(tmp_path: Path, quota: str, limit: float | None) -> None:
+def test_version_1_of_control_groups_is_read_too(
+    tmp_path: Path, quota: str, limit: float | None
+) -> None:
     write(tmp_path, proc__self__cgroup="4:memory:/x\n1:cpuacct,cpu:/x\n0::/x")
     for name, text in (("quota", quota), ("period", "100000")):
         write(tmp_path, **{f"sys__fs__cgroup__cpu__x__cpu.cfs_{name}_us": text})
     assert cpu_limit(tmp_path) == limit
 
 
-def test_workers_are_bound_only_where_that_cannot_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_bound_only_where_that_cannot_hurt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr("baton_engine.executor.placement.usable_cores", lambda cpus: [Core(0, (cpu,)) for cpu in cpus])
+    monkeypatch.setattr(
+        "baton_engine.executor.placement.usable_cores",
+        lambda cpus: [Core(0, (cpu,)) for cpu in cpus],
+    )
 
     def bound(num_ranks: int = 2, **fields: object) -> list[list[int]]:
         config = EngineConfig(model=ModelConfig(path="/no/model"), **fields)  # type: ignore[arg-type]

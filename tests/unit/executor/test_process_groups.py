@@ -36,7 +36,15 @@ def what_members_saw(scenario: str, transport: str, size: int, folder: Path) -> 
     """By rank."""
     store = open_store("127.0.0.1")
     process = subprocess.Popen(
-        [sys.executable, str(MEMBERS), scenario, transport, str(folder), str(size), str(store.address.port)],
+        [
+            sys.executable,
+            str(MEMBERS),
+            scenario,
+            transport,
+            str(folder),
+            str(size),
+            str(store.address.port),
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
@@ -47,16 +55,31 @@ def what_members_saw(scenario: str, transport: str, size: int, folder: Path) -> 
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         store.close()
-    return [[json.loads(line) for line in (folder / str(rank)).read_text().splitlines()] for rank in range(size)]
+    return [
+        [json.loads(line) for line in (folder / str(rank)).read_text().splitlines()]
+        for rank in range(size)
+    ]
 
 
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shared memory", 2), ("shared memory", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("gloo", 3), ("shared memory", 2), ("shared memory", 3)]
+)
 def test_operations(transport: str, size: int, tmp_path: Path) -> None:
     outputs = what_members_saw("operations", transport, size, tmp_path)
     offset = size * (size - 1) // 2
     total = [[size * v + offset for v in row] for row in ([0, 1, 2], [3, 4, 5])]
     for rank, output in enumerate(outputs):
-        kind, *reduced, transposed, gathered, gathered_rows, gathered_much, reduced_much, received, closed = output
+        (
+            kind,
+            *reduced,
+            transposed,
+            gathered,
+            gathered_rows,
+            gathered_much,
+            reduced_much,
+            received,
+            closed,
+        ) = output
         assert kind == {"gloo": "TorchGroup", "shared memory": "SharedMemoryGroup"}[transport]
         assert reduced == [[True, total]] * 3, "all_reduce is in place, in every dtype"
         assert transposed == [[offset] * 3] * 2, "a tensor need not be contiguous"
@@ -73,7 +96,9 @@ def test_operations(transport: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])
-def test_a_dead_member_surfaces_at_once_and_the_others_meet_again(transport: str, tmp_path: Path) -> None:
+def test_a_dead_member_surfaces_at_once_and_the_others_meet_again(
+    transport: str, tmp_path: Path
+) -> None:
     outputs = what_members_saw("death", transport, 3, tmp_path)
     for rank in (0, 1):
         reduce, recv, again = outputs[rank]
@@ -92,20 +117,26 @@ def test_a_frozen_member_is_given_up_from_another_thread(transport: str, tmp_pat
     for rank in (0, 1):
         assert len(outputs[rank]) == 4 * 3
         for i, operation in enumerate(("all_reduce", "all_gather", "all_to_all", "recv")):
-            (kind, text, waited_s), seconds_since_abort, (kind_after, text_after, took_s) = outputs[rank][
-                3 * i : 3 * i + 3
-            ]
+            (kind, text, waited_s), seconds_since_abort, (kind_after, text_after, took_s) = outputs[
+                rank
+            ][3 * i : 3 * i + 3]
             assert kind == kind_after == "GroupBrokenError"
             assert f"{operation} in group {operation}, rank {rank} of 3" in text
-            assert "the group was aborted" in text or "a member is gone" in text, "the other one may be faster"
+            assert "the group was aborted" in text or "a member is gone" in text, (
+                "the other one may be faster"
+            )
             assert "the group was aborted" in text_after
-            assert waited_s > seconds_since_abort or "a member is gone" in text, "it was in the middle of the operation"
+            assert waited_s > seconds_since_abort or "a member is gone" in text, (
+                "it was in the middle of the operation"
+            )
             assert seconds_since_abort < 5
             assert took_s < 5
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])
-def test_a_member_killed_in_the_middle_of_an_exchange_surfaces_at_once(transport: str, tmp_path: Path) -> None:
+def test_a_member_killed_in_the_middle_of_an_exchange_surfaces_at_once(
+    transport: str, tmp_path: Path
+) -> None:
     outputs = what_members_saw("kill", transport, 3, tmp_path)
     for rank in (0, 1):
         (kind, text, _), seconds = outputs[rank]
@@ -142,10 +173,18 @@ def test_a_silent_member_surfaces_after_the_groups_timeout() -> None:
         if rank == 1:
             assert given_up.wait(WAIT_S)
             return
-        with pytest.raises(TimeoutError, match="all_reduce in group test, rank 0 of 2: no answer of rank 1 within 1 s"):
+        with pytest.raises(
+            TimeoutError,
+            match="all_reduce in group test, rank 0 of 2: no answer of rank 1 within 1 s",
+        ):
             group.all_reduce(torch.zeros(4))
-        with pytest.raises(GroupBrokenError, match="an earlier operation, all_reduce, had no answer of rank 1 in time"):
-            group.all_reduce(torch.zeros(4))  # it would take the late answer to the one before for its own
+        with pytest.raises(
+            GroupBrokenError,
+            match="an earlier operation, all_reduce, had no answer of rank 1 in time",
+        ):
+            group.all_reduce(
+                torch.zeros(4)
+            )  # it would take the late answer to the one before for its own
         given_up.set()
 
     in_threads(2, run)
@@ -153,7 +192,10 @@ def test_a_silent_member_surfaces_after_the_groups_timeout() -> None:
 
 def test_a_group_whose_members_do_not_all_come_is_given_up() -> None:
     def run(rank: int, address: StoreAddress) -> None:
-        with pytest.raises(TimeoutError, match="group test of generation 1: rank 0 waited 1 s for the other 1 members"):
+        with pytest.raises(
+            TimeoutError,
+            match="group test of generation 1: rank 0 waited 1 s for the other 1 members",
+        ):
             create_group("test", rank, 2, connect_store(address, WAIT_S), 1, CPU, 1.0)
 
     in_threads(1, run)

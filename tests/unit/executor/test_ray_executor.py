@@ -77,7 +77,9 @@ def test_steps_calls_errors_and_death(make: Callable[[EngineConfig], RayExecutor
 
     who: list[Any] = executor.collective_rpc("who", timeout_s=WAIT_S)
     assert [rank for rank, _ in who] == [0, 1]
-    with pytest.raises(WorkerError, match=r"worker 1 failed in raise_on: KeyError(.|\n)*in raise_on"):
+    with pytest.raises(
+        WorkerError, match=r"worker 1 failed in raise_on: KeyError(.|\n)*in raise_on"
+    ):
         executor.collective_rpc("raise_on", (1,), timeout_s=WAIT_S)
     with pytest.raises(TimeoutError, match=r"nap was not answered within 0.1 s by worker \[0, 1\]"):
         executor.collective_rpc("nap", timeout_s=0.1)
@@ -87,14 +89,19 @@ def test_steps_calls_errors_and_death(make: Callable[[EngineConfig], RayExecutor
     os.kill(who[1][1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="worker 1 is gone"):
         waiting.result(PROMISED_S)
-    assert "worker 1 is gone" in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+    assert (
+        "worker 1 is gone"
+        in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+    )
     with pytest.raises(WorkerDiedError):
         executor.collective_rpc("who")
     assert len(reasons) == 1
     assert "\n" not in reasons[0]
 
 
-def test_real_workers_of_two_tensor_ranks(make: Callable[[EngineConfig], RayExecutor], tmp_path: Path) -> None:
+def test_real_workers_of_two_tensor_ranks(
+    make: Callable[[EngineConfig], RayExecutor], tmp_path: Path
+) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", seed=5)
     alone = UniProcExecutor(model_config(path), "instance", lambda: None)
     alone.initialize()
@@ -103,16 +110,22 @@ def test_real_workers_of_two_tensor_ranks(make: Callable[[EngineConfig], RayExec
     assert generate(make(model_config(path, tensor=2, executor="ray"))) == expected
 
 
-def test_workers_are_shut_down_in_order(make: Callable[[EngineConfig], RayExecutor], tmp_path: Path) -> None:
+def test_workers_are_shut_down_in_order(
+    make: Callable[[EngineConfig], RayExecutor], tmp_path: Path
+) -> None:
     executor = make(msgspec.structs.replace(engine_config(), model=ModelConfig(path=str(tmp_path))))
     executor.shutdown()
     assert [path.name for path in tmp_path.iterdir()] == ["shut-down-0"]
 
 
-def test_a_failing_step_and_a_bad_model_are_told(make: Callable[[EngineConfig], RayExecutor]) -> None:
+def test_a_failing_step_and_a_bad_model_are_told(
+    make: Callable[[EngineConfig], RayExecutor],
+) -> None:
     executor = make(engine_config())
     executor.execute_model(step(0, "raise:0"))
-    with pytest.raises(WorkerError, match=r"worker 0 failed in a step: ValueError: the model broke"):
+    with pytest.raises(
+        WorkerError, match=r"worker 0 failed in a step: ValueError: the model broke"
+    ):
         executor.sample_tokens(None).result(WAIT_S)
     executor.shutdown()
     with pytest.raises(ModelInvalid, match=r"lm_head\.weight is missing"):

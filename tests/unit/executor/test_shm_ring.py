@@ -27,9 +27,12 @@ class Ring:
         pipes = [Pipe(duplex=True) for _ in range(num_readers)]
         self.writer_ends = [ours for ours, _ in pipes]
         self.writer = RingWriter(self.memory, self.writer_ends)
-        self.mapped = [RingMemory(os.dup(self.memory.fd), num_readers, num_slots, SLOT_NBYTES) for _ in pipes]
+        self.mapped = [
+            RingMemory(os.dup(self.memory.fd), num_readers, num_slots, SLOT_NBYTES) for _ in pipes
+        ]
         self.readers = [
-            RingReader(m, i, theirs) for i, (m, (_, theirs)) in enumerate(zip(self.mapped, pipes, strict=True))
+            RingReader(m, i, theirs)
+            for i, (m, (_, theirs)) in enumerate(zip(self.mapped, pipes, strict=True))
         ]
 
     def close(self) -> None:
@@ -39,7 +42,9 @@ class Ring:
             end.close()
 
 
-MESSAGES = st.lists(st.integers(0, 4 * SLOT_NBYTES) | st.just(SLOT_NBYTES) | st.just(SLOT_NBYTES + 1), max_size=60)
+MESSAGES = st.lists(
+    st.integers(0, 4 * SLOT_NBYTES) | st.just(SLOT_NBYTES) | st.just(SLOT_NBYTES + 1), max_size=60
+)
 
 
 @given(sizes=MESSAGES, num_readers=st.integers(1, 3), num_slots=st.integers(1, 5))
@@ -50,7 +55,9 @@ def test_any_sequence_of_sizes_arrives_in_order_at_all_readers(
     ring = Ring(num_readers, num_slots)
     messages = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
     with ThreadPoolExecutor(num_readers) as pool:
-        received = [pool.submit(lambda r=reader: [r.get() for _ in messages]) for reader in ring.readers]
+        received = [
+            pool.submit(lambda r=reader: [r.get() for _ in messages]) for reader in ring.readers
+        ]
         for message in messages:
             ring.writer.put(message, WAIT_S)
         assert [future.result(WAIT_S) for future in received] == [messages] * num_readers
@@ -68,12 +75,22 @@ def test_a_sleeping_reader_is_woken_and_uses_no_core_meanwhile() -> None:
     thread = threading.Thread(target=read)
     thread.start()
     for number in range(3):
-        eventually(lambda: ring.memory.sleeping(0), timeout_s=WAIT_S, what="the reader sleeps", every_s=0.001)
+        eventually(
+            lambda: ring.memory.sleeping(0),
+            timeout_s=WAIT_S,
+            what="the reader sleeps",
+            every_s=0.001,
+        )
         if number == 0:
             reader_thread = next(t for t in psutil.Process().threads() if t.id == thread.native_id)
             assert reader_thread.user_time + reader_thread.system_time < 0.1
         ring.writer.put(bytes([number]) * (SLOT_NBYTES * number), WAIT_S)
-        eventually(lambda n=number: len(received) > n, timeout_s=WAIT_S, what=f"message {number}", every_s=0.001)
+        eventually(
+            lambda n=number: len(received) > n,
+            timeout_s=WAIT_S,
+            what=f"message {number}",
+            every_s=0.001,
+        )
     thread.join(WAIT_S)
     assert received == [bytes([n]) * (SLOT_NBYTES * n) for n in range(3)]
     ring.close()

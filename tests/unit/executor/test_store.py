@@ -72,7 +72,10 @@ def test_it_forgets_what_is_outdated_and_goes_on(server: StoreServer, store: Sto
     eventually(lambda: store.num_keys() == 2, timeout_s=WAIT_S, what="outdated keys forgotten")
     assert generation_store(store, 10, "n").get("key") == b"x" * 100
     assert store.check(["generation-none"])
-    assert server._values._nbytes == before - 2 * (len("generation-1-n/key") + 100) - len("generation-2/key") - 1
+    assert (
+        server._values._nbytes
+        == before - 2 * (len("generation-1-n/key") + 100) - len("generation-2/key") - 1
+    )
     server.close()
     server.forget(is_before(10))
 
@@ -89,7 +92,9 @@ def test_it_answers_as_torchs_own_store_does(called_from: str) -> None:
                 assert getattr(ours, name)(*arguments) == getattr(torchs, name)(*arguments), name
             there = [key for key in ("a", "b", "a key", "n", "m") if torchs.check([key])]
             ours.wait(there)
-            assert ours.multi_get(there) == torchs.multi_get(there) == [ours.get(key) for key in there]
+            assert (
+                ours.multi_get(there) == torchs.multi_get(there) == [ours.get(key) for key in there]
+            )
 
     compare()
 
@@ -126,7 +131,9 @@ def test_every_call_that_sets_a_key_ends_the_waiting_for_it(call: Any, store: St
 def test_a_call_ends_at_its_deadline_and_its_late_answer_is_nobody_elses(store: Store) -> None:
     store.set_timeout(timedelta(seconds=0.2))
     started = time.monotonic()
-    with pytest.raises(DistStoreError, match=r"had no answer to Get\(keys=\['late'\]\) within 0\.2 s"):
+    with pytest.raises(
+        DistStoreError, match=r"had no answer to Get\(keys=\['late'\]\) within 0\.2 s"
+    ):
         store.get("late")
     assert 0.2 <= time.monotonic() - started < AT_ONCE_S
     store.set_timeout(timedelta(seconds=WAIT_S))
@@ -161,7 +168,9 @@ def test_clients_that_race(server: StoreServer) -> None:
 
 
 def test_answers_larger_than_a_sockets_buffer(store: Store) -> None:
-    large = {f"large {number}": os.urandom(2**19).hex() for number in range(8)}  # [8] of 1 MiB less a few bytes
+    large = {
+        f"large {number}": os.urandom(2**19).hex() for number in range(8)
+    }  # [8] of 1 MiB less a few bytes
     large = {key: value[:-100] for key, value in large.items()}
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(store.multi_get, [*large, "last"]) for _ in range(4)]
@@ -181,13 +190,17 @@ def test_the_end_of_a_store_ends_its_clients_calls(server: StoreServer, store: S
         server.close()
         server.close()
         for answer in answers:
-            with pytest.raises(DistNetworkError, match=f"the store at {HOST}:{server.address.port} is gone"):
+            with pytest.raises(
+                DistNetworkError, match=f"the store at {HOST}:{server.address.port} is gone"
+            ):
                 answer.result(AT_ONCE_S)
     started = time.monotonic()
     with pytest.raises(DistNetworkError):
         store.set("key", "value")
     assert time.monotonic() - started < AT_ONCE_S
-    with pytest.raises(TimeoutError, match=f"no store answers at {HOST}:{server.address.port} within 0.2 s"):
+    with pytest.raises(
+        TimeoutError, match=f"no store answers at {HOST}:{server.address.port} within 0.2 s"
+    ):
         connect_store(server.address, 0.2)
 
 
@@ -298,7 +311,8 @@ def test_nothing_is_left_behind() -> None:
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="puts machine code in the place of a function of the C library"
+    platform.machine() != "x86_64",
+    reason="puts machine code in the place of a function of the C library",
 )
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 def test_no_name_server_is_asked_who_a_member_is(kind: str) -> None:

@@ -86,17 +86,29 @@ def test_who_asks_again_before_it_is_answered_is_dropped(server: StoreServer, st
         assert received(stranger) < 2 * 8 * 100_000, "no second answer was begun"
 
 
-def test_a_client_that_does_not_fetch_its_answer_keeps_one(server: StoreServer, store: Store) -> None:
+def test_a_client_that_does_not_fetch_its_answer_keeps_one(
+    server: StoreServer, store: Store
+) -> None:
     keys = [f"key {number}" for number in range(12)]
     for key in keys:
         store.set(key, "x" * (2**20 - 100))
     with connection_to(server) as stranger:
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # the answer cannot be on its way as a whole
+        stranger.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16
+        )  # the answer cannot be on its way as a whole
         stranger.sendall(frame(Get(keys)))
-        eventually(lambda: server._num_buffered > 0, timeout_s=AT_ONCE_S, what="an answer that is not fetched")
+        eventually(
+            lambda: server._num_buffered > 0,
+            timeout_s=AT_ONCE_S,
+            what="an answer that is not fetched",
+        )
         assert server._num_buffered <= 12 * 2**20
         stranger.sendall(frame(Get(keys)))
-        eventually(lambda: server._num_buffered == 0, timeout_s=AT_ONCE_S, what="nothing kept for who asks for more")
+        eventually(
+            lambda: server._num_buffered == 0,
+            timeout_s=AT_ONCE_S,
+            what="nothing kept for who asks for more",
+        )
         assert is_closed(stranger)
 
 
@@ -119,7 +131,9 @@ def test_when_too_much_is_kept_for_clients_the_one_with_most_goes(
 def test_one_key_thousands_of_times_is_refused(store: Store) -> None:
     store.set("key", "x" * 10_000)
     for count in (2_000, store_values.MAX_KEYS_AT_ONCE + 1):
-        with pytest.raises(DistStoreError, match=r"refused Get.*(the values have|one request may name)"):
+        with pytest.raises(
+            DistStoreError, match=r"refused Get.*(the values have|one request may name)"
+        ):
             store.multi_get(["key"] * count)
     with pytest.raises(DistStoreError, match="one request may name"):
         store.check(["key"] * (store_values.MAX_KEYS_AT_ONCE + 1))
@@ -151,7 +165,9 @@ def test_a_value_is_no_longer_than_could_be_set_at_once(store: Store) -> None:
         store.add("number", 1)
 
 
-def test_many_that_wait_for_large_answers_leave_time_to_the_others(server: StoreServer, store: Store) -> None:
+def test_many_that_wait_for_large_answers_leave_time_to_the_others(
+    server: StoreServer, store: Store
+) -> None:
     keys = [f"key {number}" for number in range(14)]
     for key in keys:
         store.set(key, "x" * (2**20 - 100))
@@ -159,7 +175,9 @@ def test_many_that_wait_for_large_answers_leave_time_to_the_others(server: Store
         for _ in range(12):
             stranger = stack.enter_context(connection_to(server))
             stranger.sendall(frame(Get([*keys, "last"])))
-        eventually(lambda: len(server._waiting.get("last", ())) == 12, timeout_s=AT_ONCE_S, what="all wait")
+        eventually(
+            lambda: len(server._waiting.get("last", ())) == 12, timeout_s=AT_ONCE_S, what="all wait"
+        )
         store.set("last", "1")
         started = time.monotonic()
         assert store.num_keys() == 15
@@ -171,7 +189,9 @@ def test_who_waits_and_goes_is_forgotten(server: StoreServer, store: Store) -> N
         stranger.sendall(frame(Get(["one", "two"])))
         eventually(lambda: "one" in server._waiting, timeout_s=AT_ONCE_S, what="it waits")
         store.set("one", "1")
-        eventually(lambda: "two" in server._waiting, timeout_s=AT_ONCE_S, what="it waits for the other")
+        eventually(
+            lambda: "two" in server._waiting, timeout_s=AT_ONCE_S, what="it waits for the other"
+        )
     eventually(lambda: not server._waiting, timeout_s=AT_ONCE_S, what="nobody waits")
 
 
@@ -201,10 +221,14 @@ def test_without_descriptors_those_who_are_there_are_served_on(
     waiting = socket.socket()
     spare = os.open("/dev/null", os.O_RDONLY)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))  # those that are open stay so
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (spare, before[1])
+        )  # those that are open stay so
         waiting.settimeout(WAIT_S)
         waiting.connect(server.address)
-        eventually(lambda: server._accept_again_at is not None, timeout_s=AT_ONCE_S, what="no descriptor")
+        eventually(
+            lambda: server._accept_again_at is not None, timeout_s=AT_ONCE_S, what="no descriptor"
+        )
         started = time.monotonic()
         for _ in range(20):
             assert store.get("key") == b"value"
@@ -224,7 +248,10 @@ def test_neither_side_waits_for_acknowledgements(server: StoreServer, store: Sto
 
 
 def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
-    server: StoreServer, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: StoreServer,
+    store: Store,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
 
@@ -331,7 +358,9 @@ def test_a_client_without_the_secret_learns_that_it_is_not_wanted(locked: StoreS
         store.num_keys()
 
 
-def test_strangers_have_little_time_and_little_room(locked: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_have_little_time_and_little_room(
+    locked: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locked, "_max_strangers", 20)
     store = connect_store(locked.address, WAIT_S, SECRET)
     store.set("key", "value")

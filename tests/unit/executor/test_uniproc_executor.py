@@ -41,7 +41,9 @@ def test_a_failing_step_fails_its_future(executor: UniProcExecutor) -> None:
 
 
 def test_a_failing_call_has_the_workers_traceback(executor: UniProcExecutor) -> None:
-    with pytest.raises(WorkerError, match=r"worker 0 failed in raise_on: KeyError(.|\n)*in raise_on"):
+    with pytest.raises(
+        WorkerError, match=r"worker 0 failed in raise_on: KeyError(.|\n)*in raise_on"
+    ):
         executor.collective_rpc("raise_on", (0,))
 
 
@@ -58,11 +60,15 @@ def test_more_than_one_worker_and_unknown_workers_are_refused() -> None:
         UniProcExecutor(engine_config("NoSuchWorker"), "instance", lambda: None).initialize()
 
 
-def test_a_forked_childs_copy_does_not_wait_for_a_thread_it_lacks(executor: UniProcExecutor) -> None:
+def test_a_forked_childs_copy_does_not_wait_for_a_thread_it_lacks(
+    executor: UniProcExecutor,
+) -> None:
     child = os.fork()
     if child == 0:
         executor.shutdown()
         os._exit(0)
-    ended = eventually(lambda: os.waitpid(child, os.WNOHANG)[0], timeout_s=WAIT_S, what="the child ends")
+    ended = eventually(
+        lambda: os.waitpid(child, os.WNOHANG)[0], timeout_s=WAIT_S, what="the child ends"
+    )
     assert ended == child
     assert executor.collective_rpc("echo", (1,)) == [1]

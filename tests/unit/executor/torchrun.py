@@ -22,7 +22,12 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
         *(str(Path(__file__).with_name("launched_rank.py")), str(results), *map(str, arguments)),
     ]
     process = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=WAIT_S, check=False, capture_output=True, text=True
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=WAIT_S,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
     return _written(num_ranks, results)
@@ -31,12 +36,24 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
 def run_without_an_agent(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
     """As `run_under_torchrun`."""
     [port] = free_ports(1)
-    environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, str(Path(__file__).with_name("launched_rank.py")), str(results), *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("launched_rank.py")),
+        str(results),
+        *map(str, arguments),
+    ]
     processes = [
         subprocess.Popen(
-            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(num_ranks)
     ]

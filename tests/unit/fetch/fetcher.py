@@ -34,7 +34,17 @@ def start(uri: str, target: Path, *flags: str, **env: str) -> subprocess.Popen[s
         if not name.startswith(("AWS_", "HF_")) and "proxy" not in name.lower()
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "baton_engine.fetch.command", "fetch", "--uri", uri, "--to", str(target), *flags],
+        [
+            sys.executable,
+            "-m",
+            "baton_engine.fetch.command",
+            "fetch",
+            "--uri",
+            uri,
+            "--to",
+            str(target),
+            *flags,
+        ],
         env={**inherited, "HF_HOME": str(target.parent / "hf"), **env},
         stderr=subprocess.PIPE,
         text=True,
@@ -62,4 +72,8 @@ def last_line(stderr: str) -> str:
 
 def left_behind(target: Path) -> set[str]:
     """What lies beside the target, but for the lock's empty file and the library's own folder."""
-    return {path.name for path in target.parent.iterdir()} - {target.name, f"{target.name}.lock", "hf"}
+    return {path.name for path in target.parent.iterdir()} - {
+        target.name,
+        f"{target.name}.lock",
+        "hf",
+    }

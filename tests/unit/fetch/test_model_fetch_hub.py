@@ -56,7 +56,9 @@ def assert_complete(hub: FakeHub, target: Path) -> None:
     assert fetcher.left_behind(target) == set()
 
 
-def test_weights_json_and_tokenizer_are_taken_and_code_and_pickles_are_not(hub: FakeHub, target: Path) -> None:
+def test_weights_json_and_tokenizer_are_taken_and_code_and_pickles_are_not(
+    hub: FakeHub, target: Path
+) -> None:
     log = target.parent / "termination-log"
     code, stderr = fetch(hub, target, "--termination-log", str(log))
     assert code == 0, stderr
@@ -126,7 +128,9 @@ def test_a_private_model_needs_its_token(hub: FakeHub, target: Path) -> None:
     assert_complete(hub, target)
 
 
-def test_busy_hub_and_broken_connections_are_tried_again_and_resumed(large_hub: FakeHub, target: Path) -> None:
+def test_busy_hub_and_broken_connections_are_tried_again_and_resumed(
+    large_hub: FakeHub, target: Path
+) -> None:
     hub = large_hub
     hub.unavailable = 2
     hub.truncate = {FIRST: 2, "config.json": 1}
@@ -144,7 +148,9 @@ def test_damaged_bytes_are_fetched_again(hub: FakeHub, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [FIRST, "tokenizer.json"])
-def test_bytes_that_are_always_damaged_are_never_kept(hub: FakeHub, target: Path, name: str) -> None:
+def test_bytes_that_are_always_damaged_are_never_kept(
+    hub: FakeHub, target: Path, name: str
+) -> None:
     hub.damage = {name: 1000}
     code, stderr = fetch(hub, target)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (1, "FATAL ModelCorrupt"), stderr
@@ -152,20 +158,31 @@ def test_bytes_that_are_always_damaged_are_never_kept(hub: FakeHub, target: Path
 
 
 @pytest.mark.parametrize("difference", [-1, 1])
-def test_a_size_that_is_not_what_the_hub_said_is_refused(hub: FakeHub, target: Path, difference: int) -> None:
+def test_a_size_that_is_not_what_the_hub_said_is_refused(
+    hub: FakeHub, target: Path, difference: int
+) -> None:
     hub.claimed_sizes = {FIRST: len(fetcher.WEIGHTS) + difference}
     code, stderr = fetch(hub, target, "--give-up-after", "1")
     assert code == 1
-    assert fetcher.last_line(stderr).startswith(("FATAL ModelCorrupt: ", "FATAL ModelSourceUnavailable: ")), stderr
+    assert fetcher.last_line(stderr).startswith(
+        ("FATAL ModelCorrupt: ", "FATAL ModelSourceUnavailable: ")
+    ), stderr
     assert not target.exists()
 
 
 def test_a_hub_that_is_gone_is_given_up_on(hub: FakeHub, target: Path) -> None:
-    code, stderr = fetcher.run(URI, target, "--give-up-after", "2", HF_ENDPOINT="http://127.0.0.1:9")
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (1, "FATAL ModelSourceUnavailable"), stderr
+    code, stderr = fetcher.run(
+        URI, target, "--give-up-after", "2", HF_ENDPOINT="http://127.0.0.1:9"
+    )
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (
+        1,
+        "FATAL ModelSourceUnavailable",
+    ), stderr
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "..\\evil.json", "a//b.json"])
+@pytest.mark.parametrize(
+    "name", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "..\\evil.json", "a//b.json"]
+)
 def test_a_name_that_leaves_the_folder_is_refused(hub: FakeHub, target: Path, name: str) -> None:
     hub.files[name] = b"{}"
     code, stderr = fetch(hub, target)
@@ -174,7 +191,9 @@ def test_a_name_that_leaves_the_folder_is_refused(hub: FakeHub, target: Path, na
 
 
 @pytest.mark.parametrize("missing", [{"config.json"}, {FIRST, SECOND}])
-def test_a_repository_that_cannot_be_served_is_not_fetched(hub: FakeHub, target: Path, missing: set[str]) -> None:
+def test_a_repository_that_cannot_be_served_is_not_fetched(
+    hub: FakeHub, target: Path, missing: set[str]
+) -> None:
     hub.files = {name: content for name, content in hub.files.items() if name not in missing}
     code, stderr = fetch(hub, target)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelInvalid"), stderr
@@ -185,16 +204,22 @@ def test_a_folder_of_someone_else_is_left_alone(hub: FakeHub, target: Path) -> N
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")
     code, stderr = fetch(hub, target)
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelCacheInvalid"), stderr
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelCacheInvalid"), (
+        stderr
+    )
     assert (target / "thesis.txt").read_text() == "the only copy"
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(hub: FakeHub, target: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_file_is_not_followed(
+    hub: FakeHub, target: Path, tmp_path: Path
+) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     target.symlink_to(victim)
     code, stderr = fetch(hub, target)
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelCacheInvalid"), stderr
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelCacheInvalid"), (
+        stderr
+    )
     assert victim.read_bytes() == b"precious"
 
 
@@ -205,14 +230,22 @@ def test_a_model_larger_than_the_limit_is_not_begun(hub: FakeHub, target: Path) 
 
 
 def partial_bytes(target: Path) -> int:
-    return sum(path.stat().st_size for path in target.parent.glob(f"{target.name}.partial-*/*{INCOMPLETE}"))
+    return sum(
+        path.stat().st_size for path in target.parent.glob(f"{target.name}.partial-*/*{INCOMPLETE}")
+    )
 
 
-def test_a_fetcher_that_was_killed_is_continued_by_the_next(large_hub: FakeHub, target: Path) -> None:
+def test_a_fetcher_that_was_killed_is_continued_by_the_next(
+    large_hub: FakeHub, target: Path
+) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
     first = begin(hub, target)
-    eventually(lambda: partial_bytes(target) >= 2 * WRITTEN_BYTES, timeout_s=60, what="both weight files half way")
+    eventually(
+        lambda: partial_bytes(target) >= 2 * WRITTEN_BYTES,
+        timeout_s=60,
+        what="both weight files half way",
+    )
     first.kill()
     fetcher.finish(first)
     assert not target.exists()
@@ -240,7 +273,9 @@ def test_two_fetchers_of_one_cache_fetch_once(large_hub: FakeHub, target: Path) 
     assert dict(hub.downloads) == dict.fromkeys(fetcher.TAKEN, 1)
 
 
-def test_one_who_waits_takes_over_when_the_other_is_killed(large_hub: FakeHub, target: Path) -> None:
+def test_one_who_waits_takes_over_when_the_other_is_killed(
+    large_hub: FakeHub, target: Path
+) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
     first = begin(hub, target)
@@ -257,12 +292,16 @@ def test_one_who_waits_takes_over_when_the_other_is_killed(large_hub: FakeHub, t
 def test_progress_is_told_over_http(large_hub: FakeHub, target: Path, free_port: int) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
-    process = fetcher.start(URI, target, "--http-port", str(free_port), HF_ENDPOINT=hub.url, POD_IP="127.0.0.1")
+    process = fetcher.start(
+        URI, target, "--http-port", str(free_port), HF_ENDPOINT=hub.url, POD_IP="127.0.0.1"
+    )
     total = sum(len(content) for name, content in hub.files.items() if name in fetcher.TAKEN)
 
     def half_way() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health", timeout=5) as response:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{free_port}/health", timeout=5
+            ) as response:
                 health = json.load(response)
         except OSError as error:
             raise AssertionError(str(error)) from error

@@ -38,7 +38,9 @@ def test_whatever_a_source_names_what_is_taken_stays_in_the_folder(names: list[s
         assert name.endswith((".json", ".safetensors", ".jinja", ".txt", ".model"))
 
 
-def test_one_of_two_holds_the_lock_and_the_other_gets_it_when_it_is_released(tmp_path: Path) -> None:
+def test_one_of_two_holds_the_lock_and_the_other_gets_it_when_it_is_released(
+    tmp_path: Path,
+) -> None:
     first, second = FetchLock(tmp_path / "lock"), FetchLock(tmp_path / "lock")
     assert first.try_acquire()
     assert not second.try_acquire()
@@ -190,7 +192,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
@@ -210,7 +215,9 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(small_disk:
 def test_a_disk_that_fills_meanwhile_ends_the_fetch(small_disk: Path) -> None:
     with fake_hub(dict(fetcher.MODEL_FILES)) as hub:
         hub.hold_after = 1000
-        process = fetcher.start(URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf"))
+        process = fetcher.start(
+            URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
+        )
         assert hub.held.wait(60), "it never asked for weights"
         free = os.statvfs(small_disk)
         with contextlib.suppress(OSError):  # the fetcher writes, too: it is full all the same

@@ -61,7 +61,11 @@ def test_a_hub_that_refuses_connections_is_told_over_http(tmp_path: Path) -> Non
     hub = f"http://127.0.0.1:{nobody}"
     process = fetcher.start(URI, tmp_path / "model", *flags, HF_ENDPOINT=hub, POD_IP="127.0.0.1")
     try:
-        eventually(lambda: "refused" in health(port).get("error", ""), timeout_s=60, what="the refused connection")
+        eventually(
+            lambda: "refused" in health(port).get("error", ""),
+            timeout_s=60,
+            what="the refused connection",
+        )
         assert health(port)["reason"] == "Fetching"
         assert health(port)["message"] == f"asking for the files of {URI}"
     finally:
@@ -75,9 +79,13 @@ def test_a_file_that_does_not_come_is_told_over_http(tmp_path: Path) -> None:
         name = "model-00001-of-00002.safetensors"
         hub.claimed_sizes[name] = len(hub.files[name]) + 1
         flags = ("--http-port", str(port))
-        process = fetcher.start(URI, tmp_path / "model", *flags, HF_ENDPOINT=hub.url, POD_IP="127.0.0.1")
+        process = fetcher.start(
+            URI, tmp_path / "model", *flags, HF_ENDPOINT=hub.url, POD_IP="127.0.0.1"
+        )
         try:
-            eventually(lambda: health(port).get("error"), timeout_s=60, what="the file that is too short")
+            eventually(
+                lambda: health(port).get("error"), timeout_s=60, what="the file that is too short"
+            )
             told = health(port)
             assert told["progress"]["done_bytes"] < told["progress"]["total_bytes"]
         finally:

@@ -56,7 +56,9 @@ def test_what_lies_right_below_the_prefix_is_fetched_and_its_revision_follows_th
     assert revision(tmp_path / "one" / "model") != revision(tmp_path / "two" / "model")
 
 
-def test_busy_stores_and_broken_connections_are_tried_again_and_resumed(store: FakeStore, tmp_path: Path) -> None:
+def test_busy_stores_and_broken_connections_are_tried_again_and_resumed(
+    store: FakeStore, tmp_path: Path
+) -> None:
     store.unavailable, store.truncate = 2, 3
     code, stderr = fetch(store, tmp_path / "model")
     assert code == 0, stderr
@@ -64,7 +66,9 @@ def test_busy_stores_and_broken_connections_are_tried_again_and_resumed(store: F
     assert max(first for key, first in store.offsets if key == LARGE) > 0, store.offsets
 
 
-def test_an_object_that_is_replaced_meanwhile_is_not_mixed_with_its_successor(store: FakeStore, tmp_path: Path) -> None:
+def test_an_object_that_is_replaced_meanwhile_is_not_mixed_with_its_successor(
+    store: FakeStore, tmp_path: Path
+) -> None:
     store.replace_on_read = LARGE
     code, stderr = fetch(store, tmp_path / "model")
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (1, "FATAL ModelChanged"), stderr
@@ -82,19 +86,36 @@ def test_an_object_that_is_replaced_meanwhile_is_not_mixed_with_its_successor(st
         (URI, "AKIDSTRANGER", "ModelAccessDenied"),
     ],
 )
-def test_what_cannot_be_had_ends_at_once(store: FakeStore, tmp_path: Path, uri: str, key: str, reason: str) -> None:
+def test_what_cannot_be_had_ends_at_once(
+    store: FakeStore, tmp_path: Path, uri: str, key: str, reason: str
+) -> None:
     code, stderr = fetch(store, tmp_path / "model", uri, key)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, f"FATAL {reason}"), stderr
     assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["garbage", "", "http://", "http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:1\n", "ftp://x"]
+    "endpoint",
+    [
+        "garbage",
+        "",
+        "http://",
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:1\n",
+        "ftp://x",
+    ],
 )
 def test_an_endpoint_that_is_none_is_named(tmp_path: Path, endpoint: str) -> None:
-    env = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": endpoint}
+    env = {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_ENDPOINT_URL": endpoint,
+    }
     code, stderr = fetcher.run(URI, tmp_path / "model", **env)
-    message = f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {endpoint!r}"
+    message = (
+        f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {endpoint!r}"
+    )
     assert (code, fetcher.last_line(stderr)) == (78, f"FATAL ModelSourceInvalid: {message}"), stderr
     assert "panicked" not in stderr
 
@@ -107,7 +128,12 @@ def test_an_endpoint_that_is_none_is_named(tmp_path: Path, endpoint: str) -> Non
         ("gs://models/team", {"GOOGLE_SERVICE_ACCOUNT_KEY": "{}"}),
     ],
 )
-def test_settings_that_the_library_cannot_take_end_at_once(tmp_path: Path, uri: str, env: dict[str, str]) -> None:
+def test_settings_that_the_library_cannot_take_end_at_once(
+    tmp_path: Path, uri: str, env: dict[str, str]
+) -> None:
     code, stderr = fetcher.run(uri, tmp_path / "model", "--give-up-after", "60", **env)
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelSourceInvalid"), stderr
+    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (
+        78,
+        "FATAL ModelSourceInvalid",
+    ), stderr
     assert "Traceback" not in stderr

@@ -35,10 +35,16 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(["hello world, the quick brown fox says hello to the world"] * 8, trainer)
+    backend.train_from_iterator(
+        ["hello world, the quick brown fox says hello to the world"] * 8, trainer
+    )
     folder = tmp_path_factory.mktemp("model")
     backend.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<pad>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return folder
 

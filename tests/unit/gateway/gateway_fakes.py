@@ -72,7 +72,9 @@ class FakeEngine:
     Script it through the attributes: tests set what is to go wrong.
     """
 
-    def __init__(self, name: str, role: str, answer: list[int], *, port: int = 0, config_hash: str = "h") -> None:
+    def __init__(
+        self, name: str, role: str, answer: list[int], *, port: int = 0, config_hash: str = "h"
+    ) -> None:
         self.name = name
         self.role = role
         self.answer = answer
@@ -125,7 +127,9 @@ class FakeEngine:
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        return EngineEndpoint(name=self.name, role=self.role, host="127.0.0.1", engine_port=self.port, kv_port=5558)
+        return EngineEndpoint(
+            name=self.name, role=self.role, host="127.0.0.1", engine_port=self.port, kv_port=5558
+        )
 
     def die(self) -> None:
         """As kill -9: the connection goes, nothing more is said."""
@@ -172,14 +176,20 @@ class FakeEngine:
                 self.num_hellos += 1
                 self._last_peer = peer
                 self._send(
-                    peer, EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, self.instance_id, self.config_hash)
+                    peer,
+                    EngineCoreResponseType.INIT,
+                    Init(PROTOCOL_VERSION, self.instance_id, self.config_hash),
                 )
                 self._send(peer, EngineCoreResponseType.READY, self._ready)
                 continue
             assert identity.decode() == self.instance_id
             if kind == EngineCoreRequestType.PING.value:
                 sequence = msgspec.msgpack.decode(payload, type=Ping).sequence
-                self._send(peer, EngineCoreResponseType.PONG, Pong(sequence, self.draining, self.num_running))
+                self._send(
+                    peer,
+                    EngineCoreResponseType.PONG,
+                    Pong(sequence, self.draining, self.num_running),
+                )
             elif kind == EngineCoreRequestType.ADD.value:
                 request = msgspec.msgpack.decode(payload, type=EngineCoreRequest)
                 self.adds.append(request)
@@ -190,7 +200,9 @@ class FakeEngine:
                     self._abort(peer, request_id)
             elif kind == EngineCoreRequestType.PREFILL_RESULT.value:
                 result = msgspec.msgpack.decode(payload, type=PrefillResult)
-                assert result.request_id not in self.prefill_results, "PREFILL_RESULT must come once"
+                assert result.request_id not in self.prefill_results, (
+                    "PREFILL_RESULT must come once"
+                )
                 self.prefill_results[result.request_id] = result
                 self._result(result.request_id).set_result(result)
 
@@ -211,7 +223,9 @@ class FakeEngine:
         if self.refuse is not None or self.draining:
             code, text = self.refuse or (ErrorCode.DRAINING, "this rank is in no generation")
             reason = FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR
-            output = EngineCoreOutput(request.request_id, [], finish_reason=reason, error=text, error_code=code)
+            output = EngineCoreOutput(
+                request.request_id, [], finish_reason=reason, error=text, error_code=code
+            )
             self._output(peer, output)
             return
         if request.sampling_params.beam_width:
@@ -232,7 +246,9 @@ class FakeEngine:
             end = min(done + self.tokens_per_output, limit)
             if seam is not None:
                 if done >= seam[0]:
-                    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+                    output = EngineCoreOutput(
+                        request.request_id, [], finish_reason=FinishReason.ERROR
+                    )
                     output.error, output.error_code = "a seam", seam[1]
                     self._output(peer, output)
                     return
@@ -240,7 +256,9 @@ class FakeEngine:
             tokens = self.answer[done:end]
             stop = self._stop_token(request, tokens)
             finish = FinishReason.STOP if stop is not None else None
-            lost_at_end = seam is not None and seam[0] == end  # the word that it was the last token is lost, too
+            lost_at_end = (
+                seam is not None and seam[0] == end
+            )  # the word that it was the last token is lost, too
             if finish is None and done + len(tokens) >= limit and not lost_at_end:
                 finish = FinishReason.REPETITION if self.repeats else FinishReason.LENGTH
             logprobs = None
@@ -250,7 +268,9 @@ class FakeEngine:
                 logprob = -0.25 / (request.sample_index + 1)
                 logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
             offset = done + self.offset_error
-            output = EngineCoreOutput(request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs)
+            output = EngineCoreOutput(
+                request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs
+            )
             if done == len(request.generated_token_ids):
                 output.num_cached_tokens = self.cached_tokens(request)
             if done == 0:
@@ -264,7 +284,12 @@ class FakeEngine:
     def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
         """Beam i is the answer without its last i tokens."""
         beams = [
-            BeamOutput(self.answer[: len(self.answer) - index], -1.0 - index, -0.1 - index, FinishReason.LENGTH)
+            BeamOutput(
+                self.answer[: len(self.answer) - index],
+                -1.0 - index,
+                -0.1 - index,
+                FinishReason.LENGTH,
+            )
             for index in range(request.sampling_params.beam_width)
         ]
         output = EngineCoreOutput(
@@ -276,7 +301,9 @@ class FakeEngine:
     def _prompt_logprobs(self, request: EngineCoreRequest) -> list[TokenLogprobs] | None:
         if request.sampling_params.prompt_logprobs is None:
             return None
-        return [TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]]
+        return [
+            TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]
+        ]
 
     def _stop_token(self, request: EngineCoreRequest, tokens: list[int]) -> int | None:
         stops = {*request.sampling_params.stop_token_ids, EOS_ID}
@@ -287,7 +314,9 @@ class FakeEngine:
 
     def _send(self, peer: bytes, kind: EngineCoreResponseType, payload: Any) -> None:
         if not self._socket.closed:
-            self._socket.send_multipart([peer, kind.value, self.instance_id.encode(), msgspec.msgpack.encode(payload)])
+            self._socket.send_multipart(
+                [peer, kind.value, self.instance_id.encode(), msgspec.msgpack.encode(payload)]
+            )
 
 
 EOS_ID = 1
@@ -311,7 +340,13 @@ class Stand:
         self.config = GatewayConfig(
             model=ModelConfig(path="/models/m", served_name="m"),
             discovery=DiscoveryConfig(file=str(self.file)),
-            **{"port": 0, "drain_timeout_s": 5.0, "resume_wait_s": 3.0, "queue_wait_s": 0.5, **config},
+            **{
+                "port": 0,
+                "drain_timeout_s": 5.0,
+                "resume_wait_s": 3.0,
+                "queue_wait_s": 0.5,
+                **config,
+            },
         )
         self.gateway = Gateway(
             self.config,
@@ -356,11 +391,15 @@ class Stand:
 
     def client(self) -> openai.AsyncOpenAI:
         """Closed with the stand."""
-        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S)
+        client = openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
+        )
         self._clients.append(client)
         return client
 
-    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async def post(
+        self, path: str, body: Any, **options: Any
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """(status, JSON body, headers) of a POST of `body` (raw if bytes)."""
         options |= {"data": body} if isinstance(body, bytes) else {"json": body}
         async with http_session() as session, session.post(self.url + path, **options) as response:
@@ -369,7 +408,11 @@ class Stand:
     async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
         """The chunks of a streamed answer to `body`, without the final [DONE]."""
         async with http_session() as session, session.post(self.url + path, json=body) as response:
-            events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+            events = [
+                event.removeprefix("data: ")
+                for event in (await response.text()).split("\n\n")
+                if event
+            ]
             assert events[-1] == "[DONE]", events[-1]
             return [msgspec.json.decode(event) for event in events[:-1]]
 

@@ -54,7 +54,10 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def status_of(stand: Stand, **headers: str) -> int:
-    async with http_session() as session, session.get(f"{stand.url}/v1/models", headers=headers) as response:
+    async with (
+        http_session() as session,
+        session.get(f"{stand.url}/v1/models", headers=headers) as response,
+    ):
         return response.status
 
 
@@ -85,7 +88,9 @@ async def test_another_key_is_refused_in_openais_words(guarded: Stand) -> None:
     assert "unused" not in str(refused.value), "an answer repeats no key"
     assert refused.value.response.headers["WWW-Authenticate"] == "Bearer"
     assert guarded.engines[0].adds == []
-    assert guarded.metric("baton:http_requests_total", endpoint="/v1/completions", status="401") == 1
+    assert (
+        guarded.metric("baton:http_requests_total", endpoint="/v1/completions", status="401") == 1
+    )
 
 
 async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: Stand) -> None:
@@ -94,9 +99,16 @@ async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: Stand) -> 
         for route in guarded.gateway._app().router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    assert {("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("GET", "/v1/models"), ("GET", "/ready")} <= routes
+    assert {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/ready"),
+    } <= routes
     async with http_session() as session:
-        for method, path in sorted(routes | {("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/")}):
+        for method, path in sorted(
+            routes | {("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/")}
+        ):
             async with session.request(method, guarded.url + path) as response:
                 assert (response.status == 401) is (path not in OPEN), path
         for path in OPEN:
@@ -126,7 +138,9 @@ async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: Stand) -> 
 async def test_forms_of_the_header(guarded: Stand, value: str, status: int) -> None:
     """As bytes on the wire: what clients' libraries would not send."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
-    request = f"GET /v1/models HTTP/1.1\r\nHost: g\r\nConnection: close\r\nAuthorization: {value}\r\n\r\n"
+    request = (
+        f"GET /v1/models HTTP/1.1\r\nHost: g\r\nConnection: close\r\nAuthorization: {value}\r\n\r\n"
+    )
     writer.write(request.encode())
     async with asyncio.timeout(DEADLINE_S):
         answer = await reader.readline()
@@ -136,7 +150,12 @@ async def test_forms_of_the_header(guarded: Stand, value: str, status: int) -> N
 
 
 @pytest.mark.parametrize(
-    "line", ["Authorization: Bearer key-of-b\x00", "Authorization: Bearer key-of-b" + "k" * 20_000, "no header"]
+    "line",
+    [
+        "Authorization: Bearer key-of-b\x00",
+        "Authorization: Bearer key-of-b" + "k" * 20_000,
+        "no header",
+    ],
 )
 async def test_what_is_no_http_is_answered_in_the_same_shape_and_not_repeated(
     guarded: Stand, line: str, caplog: pytest.LogCaptureFixture
@@ -240,7 +259,9 @@ async def test_one_client_cannot_take_what_others_need(guarded: Stand) -> None:
     await until(lambda: len(engine.adds) == 3, "another client is served meanwhile")
     engine.released.set()
     await asyncio.gather(*running, other)
-    assert (await greedy.completions.create(**COMPLETION, n=2)).choices, "what has ended is given back"
+    assert (await greedy.completions.create(**COMPLETION, n=2)).choices, (
+        "what has ended is given back"
+    )
 
 
 async def test_lengths_are_limited(make_stand: MakeStand) -> None:
@@ -271,7 +292,9 @@ async def shown_certificate(port: int) -> str:
     return x509.load_der_x509_certificate(der).subject.rfc4514_string()
 
 
-async def test_https_with_a_certificate_that_is_renewed(make_stand: MakeStand, tmp_path: Path) -> None:
+async def test_https_with_a_certificate_that_is_renewed(
+    make_stand: MakeStand, tmp_path: Path
+) -> None:
     folder = tmp_path / "tls"
     write_certificate(folder, "first")
     stand = make_stand(access=AccessConfig(tls_dir=str(folder)))
@@ -343,8 +366,14 @@ def test_half_a_pair_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     [
         (["--api-keys-dir", "/nowhere/keys"], "FATAL InvalidAccess: API keys or certificate: "),
         (["--tls-dir", "/nowhere/tls"], "FATAL InvalidAccess: API keys or certificate: "),
-        (["--max-prompt-tokens", "0"], "FATAL InvalidConfig: access.max_prompt_tokens must be positive"),
-        (["--max-concurrent-per-client", "1"], "FATAL InvalidConfig: access.max_concurrent_per_client needs"),
+        (
+            ["--max-prompt-tokens", "0"],
+            "FATAL InvalidConfig: access.max_prompt_tokens must be positive",
+        ),
+        (
+            ["--max-concurrent-per-client", "1"],
+            "FATAL InvalidConfig: access.max_concurrent_per_client needs",
+        ),
     ],
 )
 def test_access_that_cannot_be_had_as_asked_for_opens_no_door(

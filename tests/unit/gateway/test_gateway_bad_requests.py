@@ -136,21 +136,46 @@ async def test_wrong_fields_are_named(ready: Stand):
     ):
         for fields, param in cases:
             error = await refused(ready, path, good | fields)
-            assert (error["param"], error["type"]) == (param, "invalid_request_error"), (fields, error)
+            assert (error["param"], error["type"]) == (param, "invalid_request_error"), (
+                fields,
+                error,
+            )
             assert param.split(".")[-1].split("[")[0] in error["message"], (fields, error)
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
 async def test_missing_fields_are_named(ready: Stand, path: str, body: dict[str, object]):
     for name in body:
-        error = await refused(ready, path, {key: value for key, value in body.items() if key != name})
+        error = await refused(
+            ready, path, {key: value for key, value in body.items() if key != name}
+        )
         assert (error["param"], error["message"]) == (name, f"{name} is required")
 
 
 async def test_fields_of_other_servers_and_nulls_are_ignored(ready: Stand):
-    nulls = {"temperature": None, "stop": None, "max_tokens": None, "tools": None, "n": None, "logit_bias": None}
-    harmless = {"user": "u", "store": False, "metadata": {}, "service_tier": "auto", "brand_new_field": [1]}
-    off = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    nulls = {
+        "temperature": None,
+        "stop": None,
+        "max_tokens": None,
+        "tools": None,
+        "n": None,
+        "logit_bias": None,
+    }
+    harmless = {
+        "user": "u",
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "brand_new_field": [1],
+    }
+    off = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+    }
     for extra in (nulls, harmless, off):
         status, body, _ = await ready.post("/v1/chat/completions", CHAT | extra)
         assert status == 200, body
@@ -170,7 +195,9 @@ async def test_json_that_is_nested_too_deeply(ready: Stand):
     for field in ("guided_json", "a_field_nobody_knows"):
         nested = b'{"a": ' * 50_000 + b"1" + b"}" * 50_000
         body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + nested + b"}"
-        status, answer, _ = await ready.post("/v1/completions", body, headers={"Content-Type": "application/json"})
+        status, answer, _ = await ready.post(
+            "/v1/completions", body, headers={"Content-Type": "application/json"}
+        )
         assert (status, answer["error"]["code"]) == (400, "invalid_json")
 
 
@@ -224,7 +251,9 @@ async def test_wrong_content_type_route_and_method(ready: Stand):
 
 async def test_a_body_that_is_too_large(ready: Stand):
     body = b'{"model": "m", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
-    status, answer, _ = await ready.post("/v1/completions", body, headers={"Content-Type": "application/json"})
+    status, answer, _ = await ready.post(
+        "/v1/completions", body, headers={"Content-Type": "application/json"}
+    )
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
@@ -236,7 +265,9 @@ async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: Stand):
     await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit})
     error = await refused(ready, "/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
     assert "at least" in error["message"]  # refused before it was tokenized
-    error = await refused(ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"})
+    error = await refused(
+        ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"}
+    )
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     for tokens, expected in ((200, 16), (limit - 3, 3)):  # the default is cut to what fits
         status, _, _ = await ready.post("/v1/completions", TEXT | {"prompt": [5] * tokens})

@@ -18,24 +18,53 @@ from baton_gateway.cli import ConfigurationError, load_config, main
 
 def test_flags_override_the_file(tmp_path: Path):
     path = tmp_path / "gateway.json"
-    path.write_text(json.dumps({"model": {"path": "/m", "served_name": "a"}, "discovery": {"file": "f"}, "port": 1}))
+    path.write_text(
+        json.dumps(
+            {"model": {"path": "/m", "served_name": "a"}, "discovery": {"file": "f"}, "port": 1}
+        )
+    )
     config = load_config(["--config", str(path), "--port", "2", "--served-model-name", "b"])
-    assert (config.model.path, config.model.served_name, config.discovery.file, config.port) == ("/m", "b", "f", 2)
+    assert (config.model.path, config.model.served_name, config.discovery.file, config.port) == (
+        "/m",
+        "b",
+        "f",
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "reason", "text"),
     [
         ([], "InvalidConfig", "--model"),
-        (["--model", "/nowhere/m", "--discovery-file", "f"], "ModelNotFound", "/nowhere/m does not exist"),
+        (
+            ["--model", "/nowhere/m", "--discovery-file", "f"],
+            "ModelNotFound",
+            "/nowhere/m does not exist",
+        ),
         (["--config", "/nowhere/g.json"], "InvalidConfig", "/nowhere/g.json"),
         (["--port", "many"], "InvalidConfig", "--port"),
-        (["--model", "/m", "--discovery-file", "f", "--port", "99999"], "InvalidConfig", "port must be in [0, 65535]"),
+        (
+            ["--model", "/m", "--discovery-file", "f", "--port", "99999"],
+            "InvalidConfig",
+            "port must be in [0, 65535]",
+        ),
         (["--model", "/m", "--request-timeout-s", "0"], "InvalidConfig", "request_timeout_s"),
-        (["--model", "/m", "--request-timeout-s", "nan"], "InvalidConfig", "request_timeout_s must be positive"),
-        (["--model", "/m", "--drain-timeout-s", "nan"], "InvalidConfig", "drain_timeout_s must not be negative"),
+        (
+            ["--model", "/m", "--request-timeout-s", "nan"],
+            "InvalidConfig",
+            "request_timeout_s must be positive",
+        ),
+        (
+            ["--model", "/m", "--drain-timeout-s", "nan"],
+            "InvalidConfig",
+            "drain_timeout_s must not be negative",
+        ),
         (["--model", "/m", "--heartbeat-interval-s", "0"], "InvalidConfig", "heartbeat_interval_s"),
-        (["--model", "/m", "--heartbeat-timeout-s", "1"], "InvalidConfig", "heartbeat_timeout_s must be 3 times"),
+        (
+            ["--model", "/m", "--heartbeat-timeout-s", "1"],
+            "InvalidConfig",
+            "heartbeat_timeout_s must be 3 times",
+        ),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )
@@ -58,30 +87,53 @@ def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
     assert "FATAL InvalidConfig: discovery" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
+)
 def test_a_service_key_that_cannot_be_had_is_refused_naming_the_file(
     tmp_path: Path, tokenizer_folder: Path, capsys, content, says
 ):
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
-    flags = ["--model", str(tokenizer_folder), "--discovery-file", "f", "--service-key-file", str(path)]
+    flags = [
+        "--model",
+        str(tokenizer_folder),
+        "--discovery-file",
+        "f",
+        "--service-key-file",
+        str(path),
+    ]
     assert main(flags) == 78
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
     assert says in last
 
 
-async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(tmp_path: Path, tokenizer_folder: Path):
+async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(
+    tmp_path: Path, tokenizer_folder: Path
+):
     engine = FakeEngine("d", "decode", [300, 301])
     discovery = tmp_path / "engines.json"
     endpoint = {"name": "d", "role": "decode", "host": "127.0.0.1", "engine_port": engine.port}
     discovery.write_text(json.dumps({"engines": [endpoint]}))
     address = f"127.88.{os.getpid() % 250}.{os.getpid() // 250 % 250 + 1}"
-    argv = ["--model", str(tokenizer_folder), "--served-model-name", "m", "--discovery-file", str(discovery)]
+    argv = [
+        "--model",
+        str(tokenizer_folder),
+        "--served-model-name",
+        "m",
+        "--discovery-file",
+        str(discovery),
+    ]
     with open(tmp_path / "log", "wb") as log:  # noqa: ASYNC230 (a local file, handed to the child)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton_gateway.cli", *argv, env={**os.environ, "POD_IP": address}, stderr=log
+            sys.executable,
+            "-m",
+            "baton_gateway.cli",
+            *argv,
+            env={**os.environ, "POD_IP": address},
+            stderr=log,
         )
     try:
         async with aiohttp.ClientSession() as session:

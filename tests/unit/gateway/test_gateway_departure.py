@@ -134,7 +134,10 @@ async def test_no_connection_is_left_unanswered(ticks: int | None) -> None:
     port = listener.sockets[0].getsockname()[1]
 
     async def ask() -> str:
-        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/") as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{port}/") as response,
+        ):
             return await response.text()
 
     asked = asyncio.create_task(ask())

@@ -16,12 +16,16 @@ TEXT = "hello world, the quick brown fox"
 
 
 async def complete(stand: Stand, **options) -> str:
-    answer = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, **options)
+    answer = await stand.client().completions.create(
+        model="m", prompt="go", max_tokens=50, **options
+    )
     return answer.choices[0].text
 
 
 @pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL])
-async def test_a_prefill_engine_that_refuses_leaves_the_work_to_decode(stand: Stand, code: ErrorCode):
+async def test_a_prefill_engine_that_refuses_leaves_the_work_to_decode(
+    stand: Stand, code: ErrorCode
+):
     prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
     prefill.refuse = (code, "not now")
     await stand.start(prefill, decode)
@@ -66,7 +70,9 @@ async def test_a_client_that_does_not_read_loses_its_place_at_the_deadline(make_
     decode = stand.engine("d", "decode")
     decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
     await stand.start(decode)
-    body = json.dumps({"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps(
+        {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}
+    ).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -77,7 +83,9 @@ async def test_a_client_that_does_not_read_loses_its_place_at_the_deadline(make_
     assert stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
 
 
-@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD])
+@pytest.mark.parametrize(
+    "code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD]
+)
 async def test_a_decode_engine_that_refuses_is_replaced_by_another(stand: Stand, code: ErrorCode):
     prefill = stand.engine("p", "prefill", TEXT)
     bad, good = stand.engine("d0", "decode", TEXT), stand.engine("d1", "decode", TEXT)
@@ -89,8 +97,12 @@ async def test_a_decode_engine_that_refuses_is_replaced_by_another(stand: Stand,
     assert stand.metric("baton:request_retries_total", reason=code.name.lower()) == 1
 
 
-@pytest.mark.parametrize(("code", "status"), [(ErrorCode.DRAINING, 503), (ErrorCode.OVERLOADED, 429)])
-async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(stand: Stand, code: ErrorCode, status: int):
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.DRAINING, 503), (ErrorCode.OVERLOADED, 429)]
+)
+async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(
+    stand: Stand, code: ErrorCode, status: int
+):
     engines = [stand.engine(f"d{i}", "decode") for i in range(2)]
     for engine in engines:
         engine.refuse = (code, "not now")
@@ -109,14 +121,18 @@ async def test_what_an_engine_calls_invalid_is_the_clients_error(stand: Stand):
         await complete(stand)
 
 
-async def die_after(stand: Stand, engines: list[FakeEngine], tokens: int) -> tuple[FakeEngine, asyncio.Task[str]]:
+async def die_after(
+    stand: Stand, engines: list[FakeEngine], tokens: int
+) -> tuple[FakeEngine, asyncio.Task[str]]:
     """Streams a request whose decode engine dies once the client has `tokens` tokens: (that engine, the client's whole text)."""
     for engine in engines:
         engine.hold_after = tokens
     seen = asyncio.Event()
 
     async def read() -> str:
-        stream = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, seed=3, stream=True)
+        stream = await stand.client().completions.create(
+            model="m", prompt="go", max_tokens=50, seed=3, stream=True
+        )
         pieces: list[str] = []
         async for chunk in stream:
             pieces.append(chunk.choices[0].text)
@@ -125,7 +141,10 @@ async def die_after(stand: Stand, engines: list[FakeEngine], tokens: int) -> tup
         return "".join(pieces)
 
     reading = asyncio.create_task(read())
-    busy = await until(lambda: next((engine for engine in engines if engine.adds), None), "the request at an engine")
+    busy = await until(
+        lambda: next((engine for engine in engines if engine.adds), None),
+        "the request at an engine",
+    )
     await until(lambda: seen.is_set() or not tokens, f"{tokens} tokens at the client")
     for engine in engines:
         engine.hold_after = None
@@ -133,8 +152,12 @@ async def die_after(stand: Stand, engines: list[FakeEngine], tokens: int) -> tup
     return busy, reading
 
 
-@pytest.mark.parametrize(("with_prefill", "tokens"), [(True, 1), (True, 5), (False, 0), (False, 1), (False, 5)])
-async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(stand: Stand, with_prefill: bool, tokens: int):
+@pytest.mark.parametrize(
+    ("with_prefill", "tokens"), [(True, 1), (True, 5), (False, 0), (False, 1), (False, 5)]
+)
+async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(
+    stand: Stand, with_prefill: bool, tokens: int
+):
     engines = [stand.engine(f"d{i}", "decode", TEXT) for i in range(2)]
     prefill = [stand.engine("p", "prefill", TEXT)] if with_prefill else []
     await stand.start(*prefill, *engines)
@@ -194,7 +217,9 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(make_stand: M
     with pytest.raises(openai.APIError, match="no other took it over"):
         await reading
     await until(
-        lambda: stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1,
+        lambda: (
+            stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
+        ),
         "the failure counted",
     )
 

@@ -32,7 +32,10 @@ async def test_a_completion_is_the_text_of_prefills_first_token_and_decodes_rest
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].finish_reason == "length"
     prompt_tokens = len(stand.tokenizer.encode("go"))
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, len(decode.answer))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        prompt_tokens,
+        len(decode.answer),
+    )
 
     [produce], [consume] = prefill.adds, decode.adds
     assert produce.kv_transfer.side is KVSide.PRODUCE
@@ -54,7 +57,9 @@ async def test_the_first_token_is_streamed_while_decode_still_waits(stand: Stand
     prefill, decode = stand.engine("p", "prefill", TEXT), stand.engine("d", "decode", TEXT)
     decode.hold_after = 1
     await stand.start(prefill, decode)
-    stream = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, stream=True)
+    stream = await stand.client().completions.create(
+        model="m", prompt="go", max_tokens=50, stream=True
+    )
     first = await anext(aiter(stream))
     assert first.choices[0].text == stand.tokenizer.decode(prefill.answer[:1])
     decode.released.set()
@@ -64,10 +69,14 @@ async def test_the_first_token_is_streamed_while_decode_still_waits(stand: Stand
 
 async def test_chat_streams_role_then_text_then_finish_reason_then_usage(stand: Stand):
     await stand.start(stand.engine("d", "decode", TEXT))
-    chunks = await chat_pieces(stand.client(), stream_options={"include_usage": True}, max_completion_tokens=99)
+    chunks = await chat_pieces(
+        stand.client(), stream_options={"include_usage": True}, max_completion_tokens=99
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert text_of(chunks) == TEXT
-    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == [
+        "length"
+    ]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == len(stand.engines[0].answer)
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -117,7 +126,9 @@ async def test_max_tokens_one_ends_with_the_first_token(stand: Stand):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_the_engine(stand: Stand, stream: bool):
+async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_the_engine(
+    stand: Stand, stream: bool
+):
     engine = stand.engine("d", "decode", TEXT)
     engine.answer = [stand.tokenizer.encode(char, add_special_tokens=False)[0] for char in TEXT]
     engine.hold_after = len("hello world, the") + 3
@@ -127,7 +138,9 @@ async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_th
         chunks = await chat_pieces(client, stop=["zzz", "lo wor"])
         text, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
     else:
-        answer = await client.completions.create(model="m", prompt="go", max_tokens=50, stop="lo wor")
+        answer = await client.completions.create(
+            model="m", prompt="go", max_tokens=50, stop="lo wor"
+        )
         text, reason = answer.choices[0].text, answer.choices[0].finish_reason
         assert answer.usage.completion_tokens == len("hello wor")
     assert (text, reason) == ("hel", "stop")
@@ -137,7 +150,11 @@ async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_th
 async def test_a_stop_string_may_be_kept_in_the_text(stand: Stand):
     await stand.start(stand.engine("d", "decode", TEXT))
     answer = await stand.client().completions.create(
-        model="m", prompt="go", max_tokens=50, stop="world", extra_body={"include_stop_str_in_output": True}
+        model="m",
+        prompt="go",
+        max_tokens=50,
+        stop="world",
+        extra_body={"include_stop_str_in_output": True},
     )
     assert answer.choices[0].text == "hello world"
 
@@ -160,7 +177,9 @@ async def test_a_character_of_several_tokens_is_sent_whole(stand: Stand):
 async def test_n_samples_are_child_requests_with_their_own_sample_index(stand: Stand):
     engines = [stand.engine("d0", "decode", TEXT), stand.engine("d1", "decode", TEXT)]
     await stand.start(*engines)
-    answer = await stand.client().completions.create(model="m", prompt=["go", "on"], n=2, max_tokens=50, seed=7)
+    answer = await stand.client().completions.create(
+        model="m", prompt=["go", "on"], n=2, max_tokens=50, seed=7
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert {choice.text for choice in answer.choices} == {TEXT}
     adds = [request for engine in engines for request in engine.adds]
@@ -196,8 +215,12 @@ async def test_completion_logprobs_streamed_equal_those_at_once(stand: Stand):
     whole = (await client.completions.create(**options)).choices[0].logprobs
     assert "".join(whole.tokens) == TEXT
     assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
-    for token, logprob, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
-        assert top[token] == logprob, "the token itself is there, also if it is not among the most likely"
+    for token, logprob, top in zip(
+        whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob, (
+            "the token itself is there, also if it is not among the most likely"
+        )
     chunks = [chunk async for chunk in await client.completions.create(**options, stream=True)]
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [token for part in parts for token in part.tokens] == whole.tokens
@@ -234,7 +257,9 @@ async def test_a_client_that_goes_away_aborts_the_work(stand: Stand):
     waiting = asyncio.create_task(client.completions.create(model="m", prompt="go", max_tokens=50))
     await until(lambda: len(decode.adds) == 2, "the second request at the engine")
     waiting.cancel()
-    await until(lambda: decode.aborts[1:] == [decode.adds[1].request_id], "ABORT after a closed connection")
+    await until(
+        lambda: decode.aborts[1:] == [decode.adds[1].request_id], "ABORT after a closed connection"
+    )
     await until(lambda: stand.metric("baton:requests_in_flight") == 0, "no request in flight")
 
 

@@ -24,7 +24,9 @@ async def stream(stand: Stand) -> str:
     return "".join([chunk.choices[0].text async for chunk in chunks])
 
 
-async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(make_stand: MakeStand):
+async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(
+    make_stand: MakeStand,
+):
     stand = make_stand(hold_s=30.0)
     engine = stand.engine("d", "decode", TEXT)
     await stand.start()
@@ -100,7 +102,9 @@ async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
     await stand.start()
     async with http_session() as session:
         asking = asyncio.create_task(stream(stand))
-        async with session.post(f"{stand.url}/v1/completions", json={**BODY, "stream": True}) as response:
+        async with session.post(
+            f"{stand.url}/v1/completions", json={**BODY, "stream": True}
+        ) as response:
             assert (response.status, response.content_type) == (200, "text/event-stream")
             assert (await response.content.readline()).startswith(b":")
             stand.announce(engine)
@@ -117,7 +121,10 @@ async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
     stand = make_stand(hold_s=0.5)
     await stand.start()
     body = {**BODY, "stream": True}
-    async with http_session() as session, session.post(f"{stand.url}/v1/completions", json=body) as response:
+    async with (
+        http_session() as session,
+        session.post(f"{stand.url}/v1/completions", json=body) as response,
+    ):
         *_, last = [line async for line in response.content if line.strip()]
     assert response.status == 200
     assert last.startswith(b'data: {"error":')

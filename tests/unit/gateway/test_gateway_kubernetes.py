@@ -29,8 +29,18 @@ def pod(name: str, host: str, version: int, **metadata: Any) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version), "labels": labels, **metadata},
-        "status": {"phase": "Running", "podIP": host, "conditions": [{"type": "Ready", "status": "True"}]},
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "resourceVersion": str(version),
+            "labels": labels,
+            **metadata,
+        },
+        "status": {
+            "phase": "Running",
+            "podIP": host,
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
     }
 
 
@@ -50,7 +60,9 @@ class ApiServer:
         if request.query.get("watch") not in ("true", "True"):
             self.lists += 1
             metadata = {"resourceVersion": "7"}
-            return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": self.pods})
+            return web.json_response(
+                {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": self.pods}
+            )
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         with contextlib.suppress(TimeoutError):
@@ -70,7 +82,10 @@ def certificate(folder: Path) -> ssl.SSLContext:
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
@@ -78,7 +93,9 @@ def certificate(folder: Path) -> ssl.SSLContext:
     pem = serialization.Encoding.PEM
     (folder / "ca.crt").write_bytes(made.public_bytes(pem))
     no_password = serialization.NoEncryption()
-    (folder / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    (folder / "key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password)
+    )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(folder / "ca.crt", folder / "key")
     return context
@@ -114,7 +131,10 @@ async def test_pods_are_listed_then_watched(api: ApiServer):
         api.events.put_nowait({"type": "ADDED", "object": pod("b", "10.0.0.2", 8)})
         assert await next_set(sets) == [("a", "10.0.0.1", False), ("b", "10.0.0.2", False)]
         api.events.put_nowait(
-            {"type": "MODIFIED", "object": pod("a", "10.0.0.1", 9, deletionTimestamp="2026-01-01T00:00:00Z")}
+            {
+                "type": "MODIFIED",
+                "object": pod("a", "10.0.0.1", 9, deletionTimestamp="2026-01-01T00:00:00Z"),
+            }
         )
         assert await next_set(sets) == [("a", "10.0.0.1", True), ("b", "10.0.0.2", False)]
         api.events.put_nowait({"type": "DELETED", "object": pod("a", "10.0.0.1", 10)})
@@ -151,7 +171,13 @@ async def test_a_watch_that_is_too_old_lists_again(api: ApiServer):
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         assert await next_set(sets) == []
         api.pods = [pod("a", "10.0.0.1", 5)]
-        gone = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
+        gone = {
+            "kind": "Status",
+            "status": "Failure",
+            "code": 410,
+            "reason": "Expired",
+            "message": "too old",
+        }
         api.events.put_nowait({"type": "ERROR", "object": gone})
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
     assert api.lists == 2

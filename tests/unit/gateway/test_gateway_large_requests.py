@@ -42,7 +42,9 @@ class Held:
         loop_thread = threading.get_ident()
 
         def held(*args: Any, **options: Any) -> Any:
-            assert threading.get_ident() != loop_thread, f"{name} must not be called on the event loop"
+            assert threading.get_ident() != loop_thread, (
+                f"{name} must not be called on the event loop"
+            )
             self.entered.set()
             assert self.released.wait(DEADLINE_S), "nobody let it go"
             return function(*args, **options)
@@ -61,7 +63,13 @@ def large_stand(make_stand: MakeStand, **config: Any) -> Stand:
 WORK = [
     ("parsing", bodies, "parse_request", "/v1/completions", TEXT | {"prompt": LONG * 3}),
     ("parsing texts", bodies, "parse_request", "/tokenize", {"prompt": LONG * 3}),
-    ("checking messages", ChatCompletionRequest, "validate", "/v1/chat/completions", {"messages": MESSAGES}),
+    (
+        "checking messages",
+        ChatCompletionRequest,
+        "validate",
+        "/v1/chat/completions",
+        {"messages": MESSAGES},
+    ),
     ("checking ids", CompletionRequest, "prompts", "/v1/completions", TEXT | {"prompt": LONG_IDS}),
     ("rendering", "chat_template", "render", "/v1/chat/completions", {"messages": MESSAGES}),
     ("tokenizing a chat", "tokenizer", "encode", "/v1/chat/completions", {"messages": MESSAGES}),
@@ -75,7 +83,13 @@ WORK = [
     ),
     ("rendering texts", "chat_template", "render", "/tokenize", {"messages": MESSAGES}),
     ("tokenizing texts", "tokenizer", "encode", "/tokenize", {"prompt": LONG}),
-    ("token strings", "tokenizer", "token_text", "/tokenize", {"prompt": LONG, "return_token_strs": True}),
+    (
+        "token strings",
+        "tokenizer",
+        "token_text",
+        "/tokenize",
+        {"prompt": LONG, "return_token_strs": True},
+    ),
     ("detokenizing", "tokenizer", "decode", "/detokenize", {"tokens": LONG_IDS}),
     ("logprobs", handlers, "completion_logprobs", "/v1/completions", TEXT | WITH_LOGPROBS),
     (
@@ -100,11 +114,18 @@ WORK = [
     [pytest.param(*case[1:], id=case[0]) for case in WORK],
 )
 async def test_others_are_served_while_a_large_request_is_worked_on(
-    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: str, body: dict[str, Any]
+    make_stand: MakeStand,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    path: str,
+    body: dict[str, Any],
 ):
     stand = large_stand(make_stand)
     await stand.start(*stand.engines)
-    owner = {"tokenizer": stand.tokenizer, "chat_template": stand.tokenizer.chat_template}.get(owner, owner)
+    owner = {"tokenizer": stand.tokenizer, "chat_template": stand.tokenizer.chat_template}.get(
+        owner, owner
+    )
     held = Held(monkeypatch, owner, name)
     sending = asyncio.create_task(post(stand, path, {"model": "m"} | body))
     await until(lambda: held.entered.is_set() or sending.done(), f"{name} called")
@@ -129,7 +150,11 @@ async def test_large_requests_are_answered_as_small_ones_are(make_stand: MakeSta
     await stand.start(*stand.engines)
     ids = stand.tokenizer.encode(LONG)
     _, body, _ = await stand.post("/tokenize", {"prompt": LONG, "return_token_strs": True})
-    assert (body["tokens"], "".join(body["token_strs"]), body["max_model_len"]) == (ids, LONG, 100_000)
+    assert (body["tokens"], "".join(body["token_strs"]), body["max_model_len"]) == (
+        ids,
+        LONG,
+        100_000,
+    )
     _, body, _ = await stand.post("/detokenize", {"tokens": ids})
     assert body["prompt"] == LONG
     whole = (await stand.post("/v1/completions", TEXT | WITH_LOGPROBS))[1]["choices"][0]["logprobs"]
@@ -159,7 +184,9 @@ async def refusal(stand: Stand, path: str, body: dict[str, Any]) -> tuple[str, s
     return answer["error"]["code"], answer["error"]["param"]
 
 
-async def test_more_messages_than_tokens_fit_are_not_rendered(stand: Stand, monkeypatch: pytest.MonkeyPatch):
+async def test_more_messages_than_tokens_fit_are_not_rendered(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+):
     await stand.start(stand.engine("d", "decode"))
     spy = Spy(monkeypatch, stand.tokenizer.chat_template, "render")
     limit = stand.engines[0].max_model_len
@@ -192,24 +219,35 @@ async def test_a_text_of_short_tokens_is_given_up_before_all_of_it_is_tokenized(
     assert usage["prompt_tokens"] == most - 20
 
 
-async def test_the_servers_own_bound_holds_for_texts_too(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch):
+async def test_the_servers_own_bound_holds_for_texts_too(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+):
     stand = make_stand(access=AccessConfig(max_prompt_tokens=10))
     await stand.start(stand.engine("d", "decode"))
     status, answer, _ = await stand.post("/tokenize", {"prompt": "z" * 10 * TEXT_FACTOR})
     assert (status, answer["count"]) == (200, 10 * TEXT_FACTOR)
-    assert await refusal(stand, "/tokenize", {"prompt": "z" * (10 * TEXT_FACTOR + 1)}) == ("prompt_too_long", "prompt")
+    assert await refusal(stand, "/tokenize", {"prompt": "z" * (10 * TEXT_FACTOR + 1)}) == (
+        "prompt_too_long",
+        "prompt",
+    )
     assert await refusal(stand, "/detokenize", {"tokens": [5] * (10 * TEXT_FACTOR + 1)}) == (
         "prompt_too_long",
         "tokens",
     )
-    assert await refusal(stand, "/v1/completions", {"prompt": "z" * 11}) == ("prompt_too_long", "prompt")
+    assert await refusal(stand, "/v1/completions", {"prompt": "z" * 11}) == (
+        "prompt_too_long",
+        "prompt",
+    )
 
 
 async def test_texts_are_bounded_before_an_engine_has_told_what_it_takes(stand: Stand):
     await stand.start()
     status, answer, _ = await stand.post("/tokenize", {"prompt": "hello world"})
     assert (status, answer["max_model_len"]) == (200, None)
-    assert await refusal(stand, "/detokenize", {"tokens": [5] * (2**17 + 1)}) == ("prompt_too_long", "tokens")
+    assert await refusal(stand, "/detokenize", {"tokens": [5] * (2**17 + 1)}) == (
+        "prompt_too_long",
+        "tokens",
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,12 +272,18 @@ async def test_a_body_of_too_many_values_is_not_parsed(
 async def test_marks_in_texts_are_no_values(stand: Stand):
     await stand.start(stand.engine("d", "decode"))
     for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
-        assert await refusal(stand, "/v1/completions", {"prompt": text}) == ("context_length_exceeded", "prompt")
+        assert await refusal(stand, "/v1/completions", {"prompt": text}) == (
+            "context_length_exceeded",
+            "prompt",
+        )
 
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\[]{},:\n\u00e9'),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\,[{:'), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(alphabet='k"\\,[{:'), inner, max_size=4)
+    ),
     max_leaves=30,
 )
 
@@ -275,10 +319,18 @@ def test_what_is_no_json_is_left_to_the_parser(body: bytes, most: int):
 
 @pytest.mark.parametrize(
     ("kind", "path", "body"),
-    [(TokenizeRequest, "/tokenize", {"prompt": LONG}), (DetokenizeRequest, "/detokenize", {"tokens": LONG_IDS})],
+    [
+        (TokenizeRequest, "/tokenize", {"prompt": LONG}),
+        (DetokenizeRequest, "/detokenize", {"tokens": LONG_IDS}),
+    ],
 )
 async def test_texts_have_their_place_among_what_is_served_at_once(
-    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type, path: str, body: dict[str, Any]
+    make_stand: MakeStand,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: type,
+    path: str,
+    body: dict[str, Any],
 ):
     (tmp_path / "ann").write_text("ann-key")
     (tmp_path / "bob").write_text("bob-key")
@@ -321,11 +373,15 @@ async def test_long_options_do_not_go_to_engines_with_many_sequences(make_stand:
     body = {"prompt": [[6]] * 101, "allowed_token_ids": ids}
     _, param = await refusal(stand, "/v1/completions", body)
     assert param == "allowed_token_ids"
-    status, _, _ = await stand.post("/v1/completions", TEXT | body | {"prompt": [[6]] * 2, "max_tokens": 1})
+    status, _, _ = await stand.post(
+        "/v1/completions", TEXT | body | {"prompt": [[6]] * 2, "max_tokens": 1}
+    )
     assert (status, len(engine.adds[0].sampling_params.allowed_token_ids)) == (200, len(ids))
 
 
-async def test_options_are_checked_once_for_all_prompts(stand: Stand, monkeypatch: pytest.MonkeyPatch):
+async def test_options_are_checked_once_for_all_prompts(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+):
     await stand.start(stand.engine("d", "decode"))
     calls: list[int] = []
     function = CompletionRequest.sampling_params
@@ -335,7 +391,9 @@ async def test_options_are_checked_once_for_all_prompts(stand: Stand, monkeypatc
         return function(request, **options)
 
     monkeypatch.setattr(CompletionRequest, "sampling_params", counted)
-    status, answer, _ = await stand.post("/v1/completions", TEXT | {"prompt": ["a", "b c", "d"] * 5, "max_tokens": 3})
+    status, answer, _ = await stand.post(
+        "/v1/completions", TEXT | {"prompt": ["a", "b c", "d"] * 5, "max_tokens": 3}
+    )
     assert (status, len(answer["choices"]), calls) == (200, 15, [3])
     seeds = {request.sampling_params.seed for request in stand.engines[0].adds}
     assert len(seeds) == 15, "each prompt has its own"
@@ -376,5 +434,7 @@ async def test_large_sequences_are_sent_off_with_a_breath_between(
 
 async def test_long_stop_strings_are_refused(stand: Stand):
     await stand.start(stand.engine("d", "decode"))
-    _, param = await refusal(stand, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]})
+    _, param = await refusal(
+        stand, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]}
+    )
     assert param == "stop"

@@ -66,9 +66,13 @@ async def test_best_of_answers_with_the_most_likely_samples(stand: Stand):
     body = await completion(stand, prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert len(engine.adds) == 8
-    assert {add.sampling_params.logprobs for add in engine.adds} == {0}, "they are needed to find the best"
+    assert {add.sampling_params.logprobs for add in engine.adds} == {0}, (
+        "they are needed to find the best"
+    )
     assert all(choice["logprobs"] is None for choice in body["choices"])
-    assert body["usage"]["completion_tokens"] == 8 * len(engine.answer), "all that was computed is counted"
+    assert body["usage"]["completion_tokens"] == 8 * len(engine.answer), (
+        "all that was computed is counted"
+    )
     shown = await completion(stand, n=1, best_of=3, logprobs=1)
     assert shown["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(-0.25 / 3)
 
@@ -123,14 +127,20 @@ async def test_prompt_logprobs_take_no_prefill_leg_and_are_not_asked_for_twice(s
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     assert second["6"] == {"logprob": -1.5, "rank": 2, "decoded_token": stand.tokenizer.decode([6])}
-    assert third["7"]["rank"] == 2, "the prompt's own token is told as it is, also if it is among the likeliest"
+    assert third["7"]["rank"] == 2, (
+        "the prompt's own token is told as it is, also if it is among the likeliest"
+    )
     assert not prefill.adds
     assert other.adds[0].sampling_params.prompt_logprobs is None
     assert len(other.adds[0].generated_token_ids) == 3
 
 
-@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}, {"n": 2, "use_beam_search": True}])
-async def test_prompt_logprobs_are_computed_once_for_all_samples(stand: Stand, fields: dict[str, object]):
+@pytest.mark.parametrize(
+    "fields", [{"n": 3}, {"n": 2, "best_of": 4}, {"n": 2, "use_beam_search": True}]
+)
+async def test_prompt_logprobs_are_computed_once_for_all_samples(
+    stand: Stand, fields: dict[str, object]
+):
     engine = stand.engine("d", "decode", TEXT)
     await stand.start(engine)
     body = await completion(stand, prompt=[5, 6, 7], prompt_logprobs=1, **fields)
@@ -146,7 +156,10 @@ async def test_more_prompt_logprobs_than_an_answer_can_hold_are_refused(stand: S
     engine = stand.engine("d", "decode", TEXT)
     await stand.start(engine)
     many = GO | {"prompt": [5] * 220, "n": 128}
-    for fields, field in (({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")):
+    for fields, field in (
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+    ):
         status, body, _ = await stand.post("/v1/completions", many | {"max_tokens": 1} | fields)
         assert (status, body["error"]["param"]) == (400, field), body
     assert not engine.adds
@@ -194,7 +207,10 @@ async def test_echo_of_the_prompt_alone(stand: Stand):
     await stand.start(engine)
     body = await completion(stand, prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
     [choice] = body["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (stand.tokenizer.decode([5, 6, 7]), "length")
+    assert (choice["text"], choice["finish_reason"]) == (
+        stand.tokenizer.decode([5, 6, 7]),
+        "length",
+    )
     assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
     assert body["usage"]["completion_tokens"] == 0
     assert engine.adds[0].sampling_params.max_tokens == 1
@@ -214,7 +230,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STRUCTURES = [
     ({"response_format": {"type": "json_object"}}, StructuredOutputKind.JSON_OBJECT, ""),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            }
+        },
         StructuredOutputKind.JSON,
         json.dumps(SCHEMA),
     ),
@@ -240,7 +261,11 @@ async def test_structures_reach_the_engine_and_its_complaints_name_the_field(sta
         [field] = fields
         assert (status, body["error"]["param"]) == (400, field)
         assert body["error"]["message"] == f"{field} is not valid: unbalanced"
-    for words, param in (("stop_token_ids must", "stop_token_ids"), ("beam_width=3 is", "n"), ("Who knows", None)):
+    for words, param in (
+        ("stop_token_ids must", "stop_token_ids"),
+        ("beam_width=3 is", "n"),
+        ("Who knows", None),
+    ):
         engine.refuse = ErrorCode.INVALID, words
         _, body, _ = await stand.post("/v1/completions", GO)
         assert body["error"]["param"] == param
@@ -250,11 +275,16 @@ async def test_words_and_tokens_that_may_and_may_not_come(stand: Stand):
     engine = stand.engine("d", "decode")
     await stand.start(engine)
     detection = {"max_pattern_size": 4, "min_count": 3}
-    await completion(stand, bad_words=["fox"], allowed_token_ids=[5, 6], repetition_detection=detection, top_k=-1)
+    await completion(
+        stand, bad_words=["fox"], allowed_token_ids=[5, 6], repetition_detection=detection, top_k=-1
+    )
     params = engine.adds[0].sampling_params
     encoded = [stand.tokenizer.encode(form, add_special_tokens=False) for form in ("fox", " fox")]
     assert params.bad_words_token_ids[0] == encoded[0]
-    assert all(ids in params.bad_words_token_ids or ids[-len(encoded[0]) :] == encoded[0] for ids in encoded)
+    assert all(
+        ids in params.bad_words_token_ids or ids[-len(encoded[0]) :] == encoded[0]
+        for ids in encoded
+    )
     assert params.allowed_token_ids == [5, 6]
     assert params.repetition_detection == RepetitionDetection(4, 1, 3)
 
@@ -270,7 +300,10 @@ async def test_an_answer_that_repeats_itself_says_so(stand: Stand):
 async def test_the_stop_string_is_told(stand: Stand):
     await stand.start(stand.engine("d", "decode", TEXT))
     body = await completion(stand, stop=["quick", "zzz"])
-    assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("stop", "quick")
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
+        "stop",
+        "quick",
+    )
 
 
 async def test_tokenize_and_detokenize(stand: Stand):
@@ -279,7 +312,9 @@ async def test_tokenize_and_detokenize(stand: Stand):
     _, body, _ = await stand.post("/tokenize", {"prompt": "hello world", "return_token_strs": True})
     assert (body["tokens"], body["count"], body["max_model_len"]) == (ids, len(ids), 256)
     assert "".join(body["token_strs"]) == "hello world"
-    _, body, _ = await stand.post("/tokenize", {"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    _, body, _ = await stand.post(
+        "/tokenize", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    )
     assert stand.tokenizer.decode(body["tokens"]) == "<|user|>hi\n<|assistant|>\n"
     _, body, _ = await stand.post("/detokenize", {"model": "m", "tokens": ids})
     assert body == {"prompt": "hello world"}

@@ -20,7 +20,9 @@ async def complete(stand: Stand) -> str:
     return answer.choices[0].text
 
 
-async def test_engines_added_to_the_file_are_used_and_removed_ones_finish_their_requests(stand: Stand):
+async def test_engines_added_to_the_file_are_used_and_removed_ones_finish_their_requests(
+    stand: Stand,
+):
     old, new = stand.engine("d0", "decode", TEXT), stand.engine("d1", "decode", TEXT)
     old.hold_after = 2
     await stand.start(old)
@@ -38,7 +40,9 @@ async def test_engines_added_to_the_file_are_used_and_removed_ones_finish_their_
 async def test_a_draining_engine_gets_nothing_new(stand: Stand):
     leaving, staying = stand.engine("d0", "decode", TEXT), stand.engine("d1", "decode", TEXT)
     await stand.start(leaving, staying)
-    stand.announce_endpoints(msgspec.structs.replace(leaving.endpoint, draining=True), staying.endpoint)
+    stand.announce_endpoints(
+        msgspec.structs.replace(leaving.endpoint, draining=True), staying.endpoint
+    )
     await stand.connected(staying)
     for _ in range(6):
         assert await complete(stand) == TEXT
@@ -76,7 +80,9 @@ async def test_requests_go_to_the_least_loaded_engine(stand: Stand):
         engine.hold_after = 0
     await stand.start(*engines)
     running = [asyncio.create_task(complete(stand)) for _ in range(9)]
-    await until(lambda: sum(len(engine.adds) for engine in engines) == 9, "nine requests at the engines")
+    await until(
+        lambda: sum(len(engine.adds) for engine in engines) == 9, "nine requests at the engines"
+    )
     assert [len(engine.adds) for engine in engines] == [3, 3, 3]
     for engine in engines:
         engine.released.set()
@@ -150,5 +156,9 @@ def test_a_pod_is_an_endpoint_when_it_runs_is_ready_and_has_an_address():
 
 def test_a_pod_that_is_deleted_or_annotated_drains():
     assert endpoint_of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})).draining
-    assert endpoint_of(pod(metadata={"annotations": {"serving.baton.dev/draining": "true"}})).draining
-    assert not endpoint_of(pod(metadata={"annotations": {"serving.baton.dev/draining": "false"}})).draining
+    assert endpoint_of(
+        pod(metadata={"annotations": {"serving.baton.dev/draining": "true"}})
+    ).draining
+    assert not endpoint_of(
+        pod(metadata={"annotations": {"serving.baton.dev/draining": "false"}})
+    ).draining

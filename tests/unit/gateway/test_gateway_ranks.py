@@ -24,7 +24,9 @@ async def group(stand: Stand, size: int) -> list[FakeEngine]:
     return engines
 
 
-async def ask(stand: Stand, rank: int | None = None, *, header: str | None = None, **fields: Any) -> tuple[int, Any]:
+async def ask(
+    stand: Stand, rank: int | None = None, *, header: str | None = None, **fields: Any
+) -> tuple[int, Any]:
     body = GO | fields | ({} if rank is None else {"data_parallel_rank": rank})
     headers = {} if header is None else {HEADER: header}
     status, answer, _ = await stand.post("/v1/completions", body, headers=headers)
@@ -64,7 +66,9 @@ async def test_samples_and_chats_go_to_the_rank_they_name(stand: Stand):
         (1, "2", "data_parallel_rank"),
     ],
 )
-async def test_a_rank_that_cannot_be_is_refused(stand: Stand, rank: int | None, header: str | None, param: str):
+async def test_a_rank_that_cannot_be_is_refused(
+    stand: Stand, rank: int | None, header: str | None, param: str
+):
     engines = await group(stand, 3)
     status, body = await ask(stand, rank, header=header)
     assert (status, body["error"]["param"]) == (400, param)
@@ -77,7 +81,10 @@ async def test_a_rank_that_is_not_ready_is_waited_for_then_503(make_stand: MakeS
     engines[1].retire()
     await stand.connected(engines[0])
     status, body = await ask(stand, 1)
-    assert (status, body["error"]["message"]) == (503, "Data-parallel rank 1 is not ready; retry later.")
+    assert (status, body["error"]["message"]) == (
+        503,
+        "Data-parallel rank 1 is not ready; retry later.",
+    )
     assert not engines[0].adds
 
 
@@ -98,7 +105,9 @@ async def test_a_request_whose_rank_is_lost_goes_to_any(stand: Stand, tokens: in
     engines[1].die()
     status, body = await asking
     assert (status, body["choices"][0]["text"]) == (200, TEXT)
-    assert [r.data_parallel_rank for r in engines[0].adds] == [None], "the next generation may not have it"
+    assert [r.data_parallel_rank for r in engines[0].adds] == [None], (
+        "the next generation may not have it"
+    )
 
 
 async def test_ranks_are_those_of_the_latest_generation(make_stand: MakeStand):

@@ -15,7 +15,11 @@ from baton_protocol.sampling import StructuredOutputKind
 
 TEXT = "hello world, the quick brown fox"
 GO: dict[str, Any] = {"model": "m", "prompt": "go", "max_tokens": 50}
-CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 50,
+}
 
 
 def decode_engines(stand: Stand, count: int) -> list[FakeEngine]:
@@ -32,7 +36,10 @@ async def streamed_text(stand: Stand, path: str, **fields: Any) -> tuple[str, li
     """The text of choice 0, and all chunks."""
     client = stand.client()
     create: Any = client.chat.completions.create if "chat" in path else client.completions.create
-    chunks = [chunk async for chunk in await create(**((CHAT if "chat" in path else GO) | fields), stream=True)]
+    chunks = [
+        chunk
+        async for chunk in await create(**((CHAT if "chat" in path else GO) | fields), stream=True)
+    ]
     pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
     return "".join((p.delta.content if "chat" in path else p.text) or "" for p in pieces), chunks
 
@@ -46,7 +53,10 @@ async def busy(engines: list[FakeEngine], count: int = 1) -> FakeEngine:
 
 
 async def tokens_at_client(stand: Stand, count: int) -> None:
-    await until(lambda: stand.metric("baton:generation_tokens_total") == count, f"{count} tokens at the gateway")
+    await until(
+        lambda: stand.metric("baton:generation_tokens_total") == count,
+        f"{count} tokens at the gateway",
+    )
 
 
 async def lose(stand: Stand, engine: FakeEngine, how: str) -> None:
@@ -58,23 +68,35 @@ async def lose(stand: Stand, engine: FakeEngine, how: str) -> None:
         engine.retire()
     elif how == "leaves":
         stand.announce(*(other for other in stand.engines if other is not engine))
-        await until(lambda: len(stand.gateway.pool.available("decode")) == 1, "the engine out of the pool")
+        await until(
+            lambda: len(stand.gateway.pool.available("decode")) == 1, "the engine out of the pool"
+        )
         engine.die()
 
 
 @pytest.mark.parametrize("how", ["dies", "freezes", "drains", "leaves"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_survives_its_engine(make_stand: MakeStand, how: str, path: str, stream: bool):
+async def test_a_request_survives_its_engine(
+    make_stand: MakeStand, how: str, path: str, stream: bool
+):
     stand = make_stand(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(stand, 2)
     for engine in engines:
         engine.hold_after = 4
     await stand.start(*engines)
-    fields = {"seed": 7, "presence_penalty": 0.5, "min_tokens": 6, "guided_regex": ".*", "logit_bias": {"5": 1}}
+    fields = {
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "min_tokens": 6,
+        "guided_regex": ".*",
+        "logit_bias": {"5": 1},
+    }
     if stream:
         usage = {"stream_options": {"include_usage": True}}
-        asking: Any = asyncio.create_task(streamed_text(stand, path, **(_openai_fields(fields) | usage)))
+        asking: Any = asyncio.create_task(
+            streamed_text(stand, path, **(_openai_fields(fields) | usage))
+        )
     else:
         asking = asyncio.create_task(ask(stand, path, **fields))
     first = await busy(engines)
@@ -107,12 +129,18 @@ async def test_a_request_survives_its_engine(make_stand: MakeStand, how: str, pa
 def _openai_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """As the `openai` client takes them: what is not OpenAI's goes beside."""
     ours = {name: fields[name] for name in ("min_tokens", "guided_regex")}
-    return {name: value for name, value in fields.items() if name not in ours} | {"extra_body": ours}
+    return {name: value for name, value in fields.items() if name not in ours} | {
+        "extra_body": ours
+    }
 
 
-@pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.DRAINING, ErrorCode.KV_LOAD, ErrorCode.INVALID])
+@pytest.mark.parametrize(
+    "code", [ErrorCode.INTERNAL, ErrorCode.DRAINING, ErrorCode.KV_LOAD, ErrorCode.INVALID]
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_has_begun_outlives_what_an_engine_says(stand: Stand, code: ErrorCode, stream: bool):
+async def test_a_request_that_has_begun_outlives_what_an_engine_says(
+    stand: Stand, code: ErrorCode, stream: bool
+):
     engines = decode_engines(stand, 2)
     engines[0].seams = engines[1].seams
     engines[0].seams.append((3, code))
@@ -121,7 +149,9 @@ async def test_a_request_that_has_begun_outlives_what_an_engine_says(stand: Stan
         assert (await streamed_text(stand, "/v1/completions"))[0] == TEXT
     else:
         assert (await ask(stand, "/v1/completions"))["choices"][0]["text"] == TEXT
-    assert sorted(len(request.generated_token_ids) for engine in engines for request in engine.adds) == [0, 3]
+    assert sorted(
+        len(request.generated_token_ids) for engine in engines for request in engine.adds
+    ) == [0, 3]
     assert stand.metric("baton:requests_resumed_total", reason=code.name.lower()) == 1
 
 
@@ -135,7 +165,12 @@ async def test_logprobs_and_ids_are_whole_over_the_seam(stand: Stand):
     assert stand.metric("baton:requests_resumed_total", reason="draining") == 1
     assert resumed["choices"] == undisturbed["choices"]
     assert resumed["usage"] == undisturbed["usage"]
-    asked = [r.sampling_params.prompt_logprobs for engine in engines for r in engine.adds if r.generated_token_ids]
+    asked = [
+        r.sampling_params.prompt_logprobs
+        for engine in engines
+        for r in engine.adds
+        if r.generated_token_ids
+    ]
     assert asked == [None], "the prompt's are told once"
 
 
@@ -152,7 +187,10 @@ async def test_an_engine_lost_after_the_last_token_leaves_nothing_to_do(stand: S
     engine.seams.append((3, ErrorCode.DRAINING))
     await stand.start(engine)
     body = await ask(stand, "/v1/completions", max_tokens=3)
-    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (3, "length")
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (
+        3,
+        "length",
+    )
     assert len(engine.adds) == 1
 
 
@@ -168,7 +206,10 @@ async def test_a_stream_lives_through_ten_retirements(stand: Stand):
         engine = await busy(engines)
         engine.retire()
         [other] = [e for e in engines if e is not engine]
-        await until(lambda other=other: other.num_unfinished == 1, f"the stream elsewhere after operation {operation}")
+        await until(
+            lambda other=other: other.num_unfinished == 1,
+            f"the stream elsewhere after operation {operation}",
+        )
         engine.admit(operation % 3, 3)
         await stand.connected(*engines)
     for engine in engines:
@@ -179,7 +220,9 @@ async def test_a_stream_lives_through_ten_retirements(stand: Stand):
 
 
 async def test_failures_with_progress_between_them_do_not_end_a_stream(stand: Stand):
-    seams = [tokens for tokens in (1, 2) for _ in range(MAX_FAILURES - 1)]  # all but the first of each without progress
+    seams = [
+        tokens for tokens in (1, 2) for _ in range(MAX_FAILURES - 1)
+    ]  # all but the first of each without progress
     assert len(seams) - 2 > MAX_FAILURES
     engines = decode_engines(stand, len(seams) + 1)
     for engine in engines:
@@ -212,7 +255,9 @@ async def test_an_engine_that_is_ready_again_may_have_the_request_again(stand: S
     engine.admit(0, 1)
     assert (await asking)[0] == TEXT
     assert [len(request.generated_token_ids) for request in engine.adds] == [0, 2]
-    assert len({request.request_id for request in engine.adds}) == 2, "late outputs of one are none of the other"
+    assert len({request.request_id for request in engine.adds}) == 2, (
+        "late outputs of one are none of the other"
+    )
 
 
 async def test_a_stream_waits_where_engines_have_no_room(stand: Stand):
@@ -343,7 +388,9 @@ async def test_a_beam_search_starts_anew_elsewhere(make_stand: MakeStand, how: s
     body = await asking
     assert body["choices"][0]["text"] == TEXT
     assert len(body["choices"]) == 2
-    assert stand.metric("baton:requests_resumed_total", reason="draining") == 0, "nothing had been delivered"
+    assert stand.metric("baton:requests_resumed_total", reason="draining") == 0, (
+        "nothing had been delivered"
+    )
 
 
 async def test_what_a_resumed_engine_finds_in_its_cache_is_not_told_as_cached(stand: Stand):

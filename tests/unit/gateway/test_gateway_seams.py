@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from baton_protocol.messages import ErrorCode
 
 ENGINES = 4
-PIECES = st.sampled_from(["a", "b", "ab", "ba", " ", "hello", "é", "你", "🙂", "👨‍👩‍👧", "\n", "\ufffd"])
+PIECES = st.sampled_from(
+    ["a", "b", "ab", "ba", " ", "hello", "é", "你", "🙂", "👨‍👩‍👧", "\n", "\ufffd"]
+)
 TEXTS = st.lists(PIECES, min_size=2, max_size=12).map("".join)
 CODES = st.sampled_from([ErrorCode.DRAINING, ErrorCode.INTERNAL, ErrorCode.KV_LOAD])
 
@@ -21,10 +23,16 @@ CODES = st.sampled_from([ErrorCode.DRAINING, ErrorCode.INTERNAL, ErrorCode.KV_LO
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     text = draw(TEXTS)
-    stops = draw(st.lists(st.one_of(TEXTS.map(lambda stop: stop[:3]), _parts_of(text)), max_size=3, unique=True))
+    stops = draw(
+        st.lists(
+            st.one_of(TEXTS.map(lambda stop: stop[:3]), _parts_of(text)), max_size=3, unique=True
+        )
+    )
     return {
         "text": text,
-        "seams": draw(st.lists(st.tuples(st.integers(0, 9), CODES), min_size=1, max_size=ENGINES - 1)),
+        "seams": draw(
+            st.lists(st.tuples(st.integers(0, 9), CODES), min_size=1, max_size=ENGINES - 1)
+        ),
         "tokens_per_output": draw(st.sampled_from([1, 1, 2, 5])),
         "fields": {
             "stop": stops or None,
@@ -39,7 +47,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _parts_of(text: str) -> st.SearchStrategy[str]:
-    return st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(lambda span: text[span[0] : sum(span)])
+    return st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(
+        lambda span: text[span[0] : sum(span)]
+    )
 
 
 @pytest.fixture
@@ -50,7 +60,9 @@ async def group(stand: Stand) -> list[FakeEngine]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(case=cases())
 async def test_an_answer_with_seams_is_that_of_an_undisturbed_run(
     stand: Stand, group: list[FakeEngine], path: str, case: dict[str, Any]
@@ -81,12 +93,16 @@ async def test_an_answer_with_seams_is_that_of_an_undisturbed_run(
 
 def _retries(stand: Stand) -> int:
     codes = (ErrorCode.DRAINING, ErrorCode.INTERNAL, ErrorCode.KV_LOAD)
-    return sum(int(stand.metric("baton:request_retries_total", reason=code.name.lower())) for code in codes)
+    return sum(
+        int(stand.metric("baton:request_retries_total", reason=code.name.lower())) for code in codes
+    )
 
 
 async def _answer(stand: Stand, path: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Text, logprobs, ids, reasons and usage of the one choice, put together from the chunks if it is streamed."""
-    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "go"}
+    prompt = (
+        {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "go"}
+    )
     body = {"model": "m", "seed": 1, **prompt, **fields}
     if not fields["stream"]:
         status, answer, _ = await stand.post(path, body)
@@ -100,9 +116,13 @@ def _joined(usage: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any
     logprobs = [part["logprobs"] for part in parts if part.get("logprobs")]
     return {
         "text": "".join(_text(part) for part in parts),
-        "logprobs": [item for part in logprobs for item in part.get("content") or part["token_logprobs"]],
+        "logprobs": [
+            item for part in logprobs for item in part.get("content") or part["token_logprobs"]
+        ],
         "token_ids": [token_id for part in parts for token_id in part.get("token_ids") or []],
-        "reasons": [(p["finish_reason"], p.get("stop_reason")) for p in parts if p.get("finish_reason")],
+        "reasons": [
+            (p["finish_reason"], p.get("stop_reason")) for p in parts if p.get("finish_reason")
+        ],
         "usage": usage,
     }
 
@@ -110,4 +130,8 @@ def _joined(usage: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any
 def _text(part: dict[str, Any]) -> str:
     if "text" in part:
         return part["text"]
-    return (part.get("delta") or part.get("message"))["content"] or "" if part.get("delta") != {} else ""
+    return (
+        (part.get("delta") or part.get("message"))["content"] or ""
+        if part.get("delta") != {}
+        else ""
+    )

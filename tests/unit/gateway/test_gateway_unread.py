@@ -30,18 +30,19 @@ async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(
     monkeypatch.setattr(generation, "MAX_UNREAD_OUTPUTS", 50)
     engine = stand.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 100_000, 200_000, 50
-    engine.hold_after = (
-        50_000  # more than buffers hold; an engine that said all before they are full could not be stopped
-    )
+    engine.hold_after = 50_000  # more than buffers hold; an engine that said all before they are full could not be stopped
     await stand.start(engine)
-    body = json.dumps({"model": "m", "prompt": "hi"} | {"max_tokens": 100_000, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps(
+        {"model": "m", "prompt": "hi"} | {"max_tokens": 100_000, "stream": True, "logprobs": 20}
+    ).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(stand.url.rsplit(":", 1)[1])))
         connection.sendall(head % len(body) + body)
         await until(
-            lambda: engine.aborts or (sent and is_unread(sent[0])), "buffers full of what the client does not read"
+            lambda: engine.aborts or (sent and is_unread(sent[0])),
+            "buffers full of what the client does not read",
         )
         engine.released.set()
         await until(lambda: engine.aborts, "the engine told to stop")
@@ -50,7 +51,9 @@ async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(
     assert stand.metric("baton:http_requests_total", endpoint="/v1/completions", status="499") == 1
 
 
-async def test_an_answer_that_nobody_reads_holds_its_place_and_is_forgotten_at_the_deadline(make_stand: MakeStand):
+async def test_an_answer_that_nobody_reads_holds_its_place_and_is_forgotten_at_the_deadline(
+    make_stand: MakeStand,
+):
     stand = make_stand(request_timeout_s=5.0, max_concurrent_requests=1)
     engine = stand.engine("d", "decode")
     engine.max_model_len = 400_000

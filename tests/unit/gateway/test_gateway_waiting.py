@@ -17,13 +17,17 @@ HEARTBEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.5}
 
 
 async def complete(stand: Stand, **options) -> str:
-    answer = await stand.client().completions.create(model="m", prompt="go", max_tokens=50, **options)
+    answer = await stand.client().completions.create(
+        model="m", prompt="go", max_tokens=50, **options
+    )
     return answer.choices[0].text
 
 
 def test_a_frozen_engine_is_given_up_within_seconds():
     fields = {field.name: field.default for field in msgspec.structs.fields(GatewayConfig)}
-    assert fields["heartbeat_timeout_s"] + fields["heartbeat_interval_s"] < 5.0, "a group is to serve again by then"
+    assert fields["heartbeat_timeout_s"] + fields["heartbeat_interval_s"] < 5.0, (
+        "a group is to serve again by then"
+    )
 
 
 async def test_a_frozen_engine_that_wakes_up_disturbs_nobody(make_stand: MakeStand):
@@ -109,7 +113,9 @@ async def test_new_requests_wait_no_longer_than_configured(make_stand: MakeStand
     await stand.connected()
     for stream in (False, True):
         began = time.monotonic()
-        status, body, headers = await stand.post("/v1/completions", {"model": "m", "prompt": "go", "stream": stream})
+        status, body, headers = await stand.post(
+            "/v1/completions", {"model": "m", "prompt": "go", "stream": stream}
+        )
         assert (status, body["error"]["code"]) == (503, "no_ready_engine")
         assert int(headers["Retry-After"]) > 0
         assert 0.3 <= time.monotonic() - began < 5.0
@@ -173,7 +179,9 @@ async def test_a_burst_goes_by_what_heartbeats_said_and_what_was_sent_since(make
 
 
 @pytest.mark.parametrize("queue_wait_s", [0.0, 0.2])
-async def test_a_gateway_that_saw_no_engine_yet_refuses_at_once(make_stand: MakeStand, queue_wait_s: float):
+async def test_a_gateway_that_saw_no_engine_yet_refuses_at_once(
+    make_stand: MakeStand, queue_wait_s: float
+):
     stand = make_stand(queue_wait_s=queue_wait_s)
     await stand.start()
     with pytest.raises(openai.InternalServerError, match="No decode engine"):

@@ -18,7 +18,13 @@ from support.pod_security import violations
 
 ALL_OPTIONS: Object = {
     name: {"enabled": True}
-    for name in ("podDisruptionBudget", "serviceMonitor", "podMonitor", "dashboard", "networkPolicy")
+    for name in (
+        "podDisruptionBudget",
+        "serviceMonitor",
+        "podMonitor",
+        "dashboard",
+        "networkPolicy",
+    )
 }
 SELECTOR = {
     "app.kubernetes.io/name": "baton",
@@ -67,8 +73,13 @@ def test_by_default_it_renders_what_kubectl_applies() -> None:
     assert one(objects, "ClusterRole")["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
     binding, plain = one(objects, "ClusterRoleBinding"), manifest("rbac/cluster_role_binding.yaml")
     assert (binding["roleRef"], binding["subjects"]) == (plain["roleRef"], plain["subjects"])
-    lease_role, lease_binding = yaml.safe_load_all((ROOT / "manifests/rbac/service_account_lease.yaml").read_text())
-    for rendered, plain in ((one(objects, "Role"), lease_role), (one(objects, "RoleBinding"), lease_binding)):
+    lease_role, lease_binding = yaml.safe_load_all(
+        (ROOT / "manifests/rbac/service_account_lease.yaml").read_text()
+    )
+    for rendered, plain in (
+        (one(objects, "Role"), lease_role),
+        (one(objects, "RoleBinding"), lease_binding),
+    ):
         for part in ("name", "namespace"):
             assert rendered["metadata"][part] == plain["metadata"][part]
         for part in ("rules", "roleRef", "subjects"):
@@ -91,7 +102,12 @@ def test_the_deployment_is_that_of_the_plain_manifests() -> None:
     assert rendered["spec"]["strategy"] == plain["spec"]["strategy"] == surge
     spec, plain_spec = (deployment["spec"]["template"]["spec"] for deployment in (rendered, plain))
     (ours,), (theirs,) = spec.pop("containers"), plain_spec.pop("containers")
-    arguments = ["--log-level=info", "--log-format=json", "--resync=300", "--lease-name=baton-operator"]
+    arguments = [
+        "--log-level=info",
+        "--log-format=json",
+        "--resync=300",
+        "--lease-name=baton-operator",
+    ]
     assert ours.pop("args") == arguments
     assert set(theirs.pop("args")) <= set(arguments)
     assert ours.pop("imagePullPolicy") == "IfNotPresent"
@@ -102,7 +118,9 @@ def test_the_deployment_is_that_of_the_plain_manifests() -> None:
     assert spec == plain_spec
 
 
-@pytest.mark.parametrize("values", [{}, ALL_OPTIONS, {**ALL_OPTIONS, "watchNamespaces": ["a", "b"]}])
+@pytest.mark.parametrize(
+    "values", [{}, ALL_OPTIONS, {**ALL_OPTIONS, "watchNamespaces": ["a", "b"]}]
+)
 def test_every_object_is_labelled_and_in_its_place(values: Object) -> None:
     for obj in render(values):
         assert SELECTOR.items() <= obj["metadata"]["labels"].items(), obj["kind"]
@@ -110,12 +128,16 @@ def test_every_object_is_labelled_and_in_its_place(values: Object) -> None:
         assert obj["metadata"]["labels"]["helm.sh/chart"].startswith("baton-")
         scoped = {"CustomResourceDefinition": None, "ClusterRole": None, "ClusterRoleBinding": None}
         if obj["kind"] not in ("Role", "RoleBinding"):
-            assert obj["metadata"].get("namespace") == scoped.get(obj["kind"], NAMESPACE), obj["kind"]
+            assert obj["metadata"].get("namespace") == scoped.get(obj["kind"], NAMESPACE), obj[
+                "kind"
+            ]
 
 
 def test_no_two_objects_have_the_same_name() -> None:
     objects = render({**ALL_OPTIONS, "watchNamespaces": ["a", "b"]})
-    identities = [(obj["kind"], obj["metadata"].get("namespace"), obj["metadata"]["name"]) for obj in objects]
+    identities = [
+        (obj["kind"], obj["metadata"].get("namespace"), obj["metadata"]["name"]) for obj in objects
+    ]
     assert len(set(identities)) == len(identities)
 
 
@@ -135,17 +157,24 @@ def test_the_pod_is_restricted_as_pod_security_wants_it() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert [list(volume) for volume in spec["volumes"]] == [["name", "emptyDir"]]
-    assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod_spec({"runAsUser": None})["securityContext"])
+    assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(
+        pod_spec({"runAsUser": None})["securityContext"]
+    )
 
 
-@pytest.mark.parametrize("values", [{}, ALL_OPTIONS, {"runAsUser": None}, {"watchNamespaces": ["a"]}])
+@pytest.mark.parametrize(
+    "values", [{}, ALL_OPTIONS, {"runAsUser": None}, {"watchNamespaces": ["a"]}]
+)
 def test_the_restricted_profile_admits_the_pod_whatever_the_values(values: Object) -> None:
     template = one(render(values), "Deployment")["spec"]["template"]
     assert violations(template["metadata"], template["spec"]) == []
 
 
 def test_the_selector_finds_the_operator_and_not_the_pods_of_services() -> None:
-    deployment = one(render({"podLabels": {"team": "ml", "app.kubernetes.io/component": "gateway"}}), "Deployment")
+    deployment = one(
+        render({"podLabels": {"team": "ml", "app.kubernetes.io/component": "gateway"}}),
+        "Deployment",
+    )
     assert deployment["spec"]["selector"]["matchLabels"] == SELECTOR
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert SELECTOR.items() <= labels.items(), "podLabels must not take the selector's labels away"
@@ -156,7 +185,9 @@ def test_the_selector_finds_the_operator_and_not_the_pods_of_services() -> None:
 
 TERM = {"key": "pool", "operator": "Exists"}
 SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
-AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+AFFINITY = {
+    "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+}
 
 
 @pytest.mark.parametrize(
@@ -198,8 +229,17 @@ def test_the_image(values: Object, expected: str) -> None:
 
 
 def test_options_of_the_container() -> None:
-    values = {"logLevel": "debug", "logFormat": "text", "resyncSeconds": 120, "image": {"pullPolicy": "Always"}}
-    assert container(values)["args"][:3] == ["--log-level=debug", "--log-format=text", "--resync=120"]
+    values = {
+        "logLevel": "debug",
+        "logFormat": "text",
+        "resyncSeconds": 120,
+        "image": {"pullPolicy": "Always"},
+    }
+    assert container(values)["args"][:3] == [
+        "--log-level=debug",
+        "--log-format=text",
+        "--resync=120",
+    ]
     assert container(values)["imagePullPolicy"] == "Always"
     limits = {"limits": {"memory": "1Gi", "cpu": "2"}}
     assert container({"resources": limits})["resources"] == {**container()["resources"], **limits}
@@ -215,19 +255,31 @@ def test_options_of_the_container() -> None:
     ],
 )
 def test_names_follow_the_release(release: str, values: Object, expected: str) -> None:
-    objects = [obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"]
+    objects = [
+        obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"
+    ]
     assert {obj["metadata"]["name"] for obj in objects} == {expected, f"{expected}-lease"}
     lease = next(obj for obj in objects if obj["kind"] == "Role")
     assert lease["rules"][1]["resourceNames"] == [expected]
-    assert f"--lease-name={expected}" in one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert (
+        f"--lease-name={expected}"
+        in one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    )
     assert len(expected) <= 63
 
 
 def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
     objects = render({"watchNamespaces": ["team-a", "team-b"]})
     assert not {"ClusterRole", "ClusterRoleBinding"} & set(kinds(objects))
-    beyond = [obj for obj in objects if obj["kind"] == "Role" and obj["metadata"]["namespace"] == NAMESPACE]
-    assert [rule["resources"] for role in beyond for rule in role["rules"]] == [["leases"], ["leases"]]
+    beyond = [
+        obj
+        for obj in objects
+        if obj["kind"] == "Role" and obj["metadata"]["namespace"] == NAMESPACE
+    ]
+    assert [rule["resources"] for role in beyond for rule in role["rules"]] == [
+        ["leases"],
+        ["leases"],
+    ]
     deployment = one(objects, "Deployment")
     objects = [obj for obj in objects if obj["metadata"].get("namespace") != NAMESPACE]
     for kind in ("Role", "RoleBinding"):
@@ -253,7 +305,9 @@ def test_what_others_bring_is_left_to_them() -> None:
         "serviceAccount": {"create": False, "name": "mine"},
     }
     assert kinds(render(values)) == ["Deployment"]
-    binding = one(render({"serviceAccount": {"create": False, "name": "mine"}}), "ClusterRoleBinding")
+    binding = one(
+        render({"serviceAccount": {"create": False, "name": "mine"}}), "ClusterRoleBinding"
+    )
     assert binding["subjects"][0]["name"] == "mine"
 
 
@@ -261,7 +315,10 @@ def test_the_crd_is_kept_unless_told_otherwise() -> None:
     policy = "helm.sh/resource-policy"
     crd = one(render(), "CustomResourceDefinition")
     assert crd["metadata"]["annotations"] == {policy: "keep"}
-    assert "annotations" not in one(render({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
+    assert (
+        "annotations"
+        not in one(render({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
+    )
 
 
 def test_annotations_of_the_service_account() -> None:
@@ -270,17 +327,24 @@ def test_annotations_of_the_service_account() -> None:
 
 
 def test_the_disruption_budget() -> None:
-    budget = one(render({"podDisruptionBudget": {"enabled": True, "maxUnavailable": 2}}), "PodDisruptionBudget")
+    budget = one(
+        render({"podDisruptionBudget": {"enabled": True, "maxUnavailable": 2}}),
+        "PodDisruptionBudget",
+    )
     assert budget["apiVersion"] == "policy/v1"
     assert budget["spec"] == {"maxUnavailable": 2, "selector": {"matchLabels": SELECTOR}}
 
 
 def test_the_service_monitor_finds_the_operators_metrics() -> None:
-    values = {"serviceMonitor": {"enabled": True, "interval": "5s", "labels": {"release": "prometheus"}}}
+    values = {
+        "serviceMonitor": {"enabled": True, "interval": "5s", "labels": {"release": "prometheus"}}
+    }
     objects = render(values)
     service, monitor = one(objects, "Service"), one(objects, "ServiceMonitor")
     assert service["spec"]["selector"] == SELECTOR
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert (
+        monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    )
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (port,), (endpoint,) = service["spec"]["ports"], monitor["spec"]["endpoints"]
     assert endpoint == {"port": port["name"], "path": "/metrics", "interval": "5s"}
@@ -289,11 +353,16 @@ def test_the_service_monitor_finds_the_operators_metrics() -> None:
 
 def test_the_pod_monitor_finds_the_pods_of_services() -> None:
     monitor = one(render({"podMonitor": {"enabled": True, "labels": {"a": "b"}}}), "PodMonitor")
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= names.labels("demo", "decode").items()
+    assert (
+        monitor["spec"]["selector"]["matchLabels"].items() <= names.labels("demo", "decode").items()
+    )
     assert monitor["spec"]["namespaceSelector"] == {"any": True}
     assert monitor["metadata"]["labels"]["a"] == "b"
     endpoints = monitor["spec"]["podMetricsEndpoints"]
-    assert [(each["port"], each["scheme"]) for each in endpoints] == [("http", "http"), ("https", "https")]
+    assert [(each["port"], each["scheme"]) for each in endpoints] == [
+        ("http", "http"),
+        ("https", "https"),
+    ]
     values = {"podMonitor": {"enabled": True}, "watchNamespaces": ["a"]}
     assert one(render(values), "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
 
@@ -307,12 +376,21 @@ def test_the_network_policy_lets_out_what_the_operator_needs() -> None:
     assert {(port["port"], port["protocol"]) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
     assert [port["port"] for port in api["ports"]] == [443, 6443]
     assert "to" not in api
-    assert [port["port"] for port in members["ports"]] == [ENGINE_HTTP_PORT, COORDINATOR_HTTP_PORT, GATEWAY_PORT]
+    assert [port["port"] for port in members["ports"]] == [
+        ENGINE_HTTP_PORT,
+        COORDINATOR_HTTP_PORT,
+        GATEWAY_PORT,
+    ]
     (peer,) = members["to"]
     assert peer["podSelector"]["matchLabels"].items() <= names.labels("demo", "coordinator").items()
 
     source = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
-    values = {"enabled": True, "metricsFrom": [source], "apiServerPorts": [8443], "apiServerCIDRs": ["10.0.0.1/32"]}
+    values = {
+        "enabled": True,
+        "metricsFrom": [source],
+        "apiServerPorts": [8443],
+        "apiServerCIDRs": ["10.0.0.1/32"],
+    }
     narrow = one(render({"networkPolicy": values}), "NetworkPolicy")["spec"]
     assert narrow["ingress"][0]["from"] == [source]
     assert narrow["egress"][1] == {
@@ -327,7 +405,13 @@ def test_the_notes_say_what_to_do_next() -> None:
     assert "all namespaces" in text
     assert "names no registry" in text
     assert "image: REGISTRY/baton:0.1.0" in text
-    text = notes({"watchNamespaces": ["team-a"], "image": {"repository": "r.example/x"}, "crds": {"install": False}})
+    text = notes(
+        {
+            "watchNamespaces": ["team-a"],
+            "image": {"repository": "r.example/x"},
+            "crds": {"install": False},
+        }
+    )
     assert "image: r.example/baton:0.1.0" in text
     assert "kubectl -n team-a apply" in text
     assert "names no registry" not in text

@@ -27,13 +27,17 @@ def exposed(families: Iterable[object]) -> set[str]:
     """Names as Prometheus stores them."""
     found = set()
     for family in families:
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))  # type: ignore[attr-defined]
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
+            family.type, ("",)
+        )  # type: ignore[attr-defined]
         found |= {family.name + suffix for suffix in suffixes}  # type: ignore[attr-defined]
     return found
 
 
 def engine() -> CollectorRegistry:
-    stats = EngineStats(kv_transfer=ConnectorStats(), topology=TopologyStats(phase=RankPhase.SERVING))
+    stats = EngineStats(
+        kv_transfer=ConnectorStats(), topology=TopologyStats(phase=RankPhase.SERVING)
+    )
     return engine_registry(lambda: stats, RequestMetrics(), "m", commit_pauses())
 
 
@@ -44,7 +48,11 @@ def coordinator() -> set[str]:
 
 def panels() -> list[tuple[str, str]]:
     """(title, expression)."""
-    return [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets") or []]
+    return [
+        (panel["title"], target["expr"])
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets") or []
+    ]
 
 
 def component_of(expression: str) -> set[str]:
@@ -68,7 +76,9 @@ def test_every_panel_asks_for_metrics_of_the_component_that_it_selects() -> None
         asked = set(re.findall(r"baton[:_]\w+", expression))
         assert asked, title
         for component in component_of(expression):
-            assert asked <= known[component], f"{title}: no {component} exposes {asked - known[component]}"
+            assert asked <= known[component], (
+                f"{title}: no {component} exposes {asked - known[component]}"
+            )
 
 
 def test_labels_that_panels_group_by_exist() -> None:
@@ -88,7 +98,11 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & taken, panel["title"]
         assert at["x"] + at["w"] <= 24
         taken |= cells

@@ -72,7 +72,9 @@ def paths(node: Any, schema: Object, at: str = "") -> list[tuple[str, bool]]:
     found = []
     for name, value in node.items():
         below = schema["properties"].get(name)
-        found.append((f"{at}.{name}", below is not None and schema.get("additionalProperties") is False))
+        found.append(
+            (f"{at}.{name}", below is not None and schema.get("additionalProperties") is False)
+        )
         found += paths(value, below or {}, f"{at}.{name}")
     return found
 

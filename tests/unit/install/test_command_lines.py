@@ -22,24 +22,74 @@ def serve() -> int:
 @pytest.mark.parametrize(
     ("main", "argv", "complaint"),
     [
-        (baton_local.cli.main, ["up", "-f", "x", "--ingress-port", "99999"], "--ingress-port: must be in [0, 65535]"),
-        (baton_local.cli.main, ["up", "-f", "x", "--ingress-port", "-1"], "--ingress-port: must be in [0, 65535]"),
-        (baton_local.cli.main, ["up", "-f", "x", "--timeout", "nan"], "--timeout: must be a positive number, got nan"),
-        (baton_local.cli.main, ["up", "-f", "x", "--timeout", "soon"], "--timeout: must be a positive number"),
+        (
+            baton_local.cli.main,
+            ["up", "-f", "x", "--ingress-port", "99999"],
+            "--ingress-port: must be in [0, 65535]",
+        ),
+        (
+            baton_local.cli.main,
+            ["up", "-f", "x", "--ingress-port", "-1"],
+            "--ingress-port: must be in [0, 65535]",
+        ),
+        (
+            baton_local.cli.main,
+            ["up", "-f", "x", "--timeout", "nan"],
+            "--timeout: must be a positive number, got nan",
+        ),
+        (
+            baton_local.cli.main,
+            ["up", "-f", "x", "--timeout", "soon"],
+            "--timeout: must be a positive number",
+        ),
         (serve, ["--port", "65536"], "--port: must be in [0, 65535], got 65536"),
         (serve, ["--request-timeout-s", "nan"], "--request-timeout-s: must be a positive number"),
         (serve, ["--ready-timeout-s", "inf"], "--ready-timeout-s: must be a positive number"),
-        (baton_operator.cli.main, ["--kubeconfig", "x", "--http-port", "99999"], "--http-port: must be in [0, 65535]"),
-        (baton_operator.cli.main, ["--kubeconfig", "x", "--resync", "nan"], "--resync: must be a positive number"),
-        (baton_operator.cli.main, ["--kubeconfig", "x", "--resync", "0"], "--resync: must be a positive number"),
-        (baton_engine.elastic.coordinator_cli.main, ["--port", "-1"], "--port: must be in [0, 65535]"),
-        (baton_engine.elastic.coordinator_cli.main, ["--http-port", "99999"], "--http-port: must be in [0, 65535]"),
-        (baton_engine.elastic.coordinator_cli.main, ["--dead-after-s", "-1"], "--dead-after-s: must be a number, 0 or"),
-        (baton_engine.fetch.command.main, [*FETCH, "--http-port", "99999"], "--http-port: must be in [0, 65535]"),
-        (baton_engine.fetch.command.main, [*FETCH, "--give-up-after", "nan"], "--give-up-after: must be a positive"),
+        (
+            baton_operator.cli.main,
+            ["--kubeconfig", "x", "--http-port", "99999"],
+            "--http-port: must be in [0, 65535]",
+        ),
+        (
+            baton_operator.cli.main,
+            ["--kubeconfig", "x", "--resync", "nan"],
+            "--resync: must be a positive number",
+        ),
+        (
+            baton_operator.cli.main,
+            ["--kubeconfig", "x", "--resync", "0"],
+            "--resync: must be a positive number",
+        ),
+        (
+            baton_engine.elastic.coordinator_cli.main,
+            ["--port", "-1"],
+            "--port: must be in [0, 65535]",
+        ),
+        (
+            baton_engine.elastic.coordinator_cli.main,
+            ["--http-port", "99999"],
+            "--http-port: must be in [0, 65535]",
+        ),
+        (
+            baton_engine.elastic.coordinator_cli.main,
+            ["--dead-after-s", "-1"],
+            "--dead-after-s: must be a number, 0 or",
+        ),
+        (
+            baton_engine.fetch.command.main,
+            [*FETCH, "--http-port", "99999"],
+            "--http-port: must be in [0, 65535]",
+        ),
+        (
+            baton_engine.fetch.command.main,
+            [*FETCH, "--give-up-after", "nan"],
+            "--give-up-after: must be a positive",
+        ),
     ],
 )
-def test_a_number_that_cannot_work_is_refused_by_its_flag(main, argv, complaint, monkeypatch, capsys):
+def test_a_number_that_cannot_work_is_refused_by_its_flag(
+    main, argv, complaint, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["command", *argv])
     with pytest.raises(SystemExit) as ended:
         main()

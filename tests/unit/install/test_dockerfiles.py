@@ -45,7 +45,11 @@ def in_context(source: str) -> bool:
     included = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.lstrip("!")
-        if line and not line.startswith("#") and (fnmatch.fnmatch(source, pattern) or source.startswith(f"{pattern}/")):
+        if (
+            line
+            and not line.startswith("#")
+            and (fnmatch.fnmatch(source, pattern) or source.startswith(f"{pattern}/"))
+        ):
             included = line.startswith("!")
     return included
 
@@ -74,7 +78,9 @@ class TestDockerfile:
     def test_the_last_stage_runs_as_a_user_given_by_number(self, path: Path) -> None:
         last = stages(path)[-1][2]
         assert [arguments for name, arguments in last if name == "USER"] == [USER]
-        assert [name for name, _ in last][-2:] == ["USER", "ENTRYPOINT"], "nothing is written as that user"
+        assert [name for name, _ in last][-2:] == ["USER", "ENTRYPOINT"], (
+            "nothing is written as that user"
+        )
 
     def test_what_is_copied_exists(self, path: Path) -> None:
         names = {alias for _, alias, _ in stages(path)}
@@ -91,7 +97,9 @@ class TestDockerfile:
                     assert source == "." or in_context(source), f".dockerignore leaves {source} out"
 
     def test_the_commands_exist(self, path: Path) -> None:
-        ((_, entrypoint),) = [(name, args) for name, args in stages(path)[-1][2] if name == "ENTRYPOINT"]
+        ((_, entrypoint),) = [
+            (name, args) for name, args in stages(path)[-1][2] if name == "ENTRYPOINT"
+        ]
         assert entrypoint.strip('[]"') in PROJECT["scripts"]
         for module in re.findall(r"python -m (baton_[\w.]+)", path.read_text()):
             assert (
@@ -101,7 +109,12 @@ class TestDockerfile:
             ), module
 
     def test_versions_are_those_of_the_constraints(self, path: Path) -> None:
-        runs = [args for _, _, lines in stages(path) for name, args in lines if name == "RUN" and "pip install" in args]
+        runs = [
+            args
+            for _, _, lines in stages(path)
+            for name, args in lines
+            if name == "RUN" and "pip install" in args
+        ]
         assert runs
         for run in runs:
             for command in re.findall(r"pip (?:install|wheel) [^&]*", run):
@@ -127,15 +140,27 @@ def test_only_the_image_for_gpus_has_a_compiler() -> None:
 
 
 def test_every_package_is_in_the_context_and_little_else() -> None:
-    where = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["where"]
+    where = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"][
+        "find"
+    ]["where"]
     assert all(in_context(folder) for folder in [*where, "pyproject.toml", "README.md"])
-    for other in (".git", ".venv", "tests", "benchmarks", "docs", "shared", "kernels/baton_kernels/cpu/built"):
+    for other in (
+        ".git",
+        ".venv",
+        "tests",
+        "benchmarks",
+        "docs",
+        "shared",
+        "kernels/baton_kernels/cpu/built",
+    ):
         assert not in_context(other), other
 
 
 def test_requirements_are_those_of_the_project() -> None:
     command = [sys.executable, "docker/requirements.py", "engine", "gateway"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
+    printed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    ).stdout
     extras = PROJECT["optional-dependencies"]
     wanted = {*PROJECT["dependencies"], *extras["engine"], *extras["gateway"]}
     assert set(printed.splitlines()) == wanted

@@ -15,7 +15,9 @@ from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import violations
 
-SCHEMA = StructuralSchema(custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+SCHEMA = StructuralSchema(
+    custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+)
 FENCE = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODEL = {"uri": "file:///m"}
 
@@ -25,14 +27,21 @@ def examples() -> list[Any]:
     found = []
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("charts/**/*.md")]):
         for match in FENCE.finditer(path.read_text()):
-            where = f"{path.relative_to(ROOT)}:{path.read_text()[: match.start()].count(chr(10)) + 1}"
-            documents = [document for document in yaml.safe_load_all(match[1]) if isinstance(document, dict)]
+            where = (
+                f"{path.relative_to(ROOT)}:{path.read_text()[: match.start()].count(chr(10)) + 1}"
+            )
+            documents = [
+                document for document in yaml.safe_load_all(match[1]) if isinstance(document, dict)
+            ]
             found += [pytest.param(document, id=where) for document in documents]
     [example] = re.findall(r"<<EOF\n(.*?)\nEOF\n", notes(), re.DOTALL)
     found.append(pytest.param(yaml.safe_load(example), id="NOTES.txt"))
-    for path in sorted([*ROOT.glob("manifests/samples/*.yaml"), *ROOT.glob("charts/**/samples/*.yaml")]):
+    for path in sorted(
+        [*ROOT.glob("manifests/samples/*.yaml"), *ROOT.glob("charts/**/samples/*.yaml")]
+    ):
         found += [
-            pytest.param(document, id=str(path.relative_to(ROOT))) for document in yaml.safe_load_all(path.read_text())
+            pytest.param(document, id=str(path.relative_to(ROOT)))
+            for document in yaml.safe_load_all(path.read_text())
         ]
     return found
 
@@ -65,5 +74,7 @@ def test_it_is_taken_whole(document: dict[str, Any]) -> None:
 
 def test_the_search_finds_them() -> None:
     whole = [example for example in examples() if as_service(example.values[0]) is not None]
-    assert {"README.md", "NOTES.txt", "docs/api.md"} <= {str(example.id).split(":")[0] for example in whole}
+    assert {"README.md", "NOTES.txt", "docs/api.md"} <= {
+        str(example.id).split(":")[0] for example in whole
+    }
     assert sum(str(example.id).startswith("manifests/samples/") for example in whole) >= 6

@@ -31,16 +31,26 @@ def registered() -> Iterator[tuple[str, str]]:
     for component in ("engine", "gateway", "kv_transfer", "operator"):
         for path in sorted((ROOT / component).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                if (
+                    isinstance(node, ast.Call)
+                    and node.args
+                    and isinstance(node.args[0], ast.Constant)
+                ):
                     called = ast.unparse(node.func).split(".")[-1]
                     name = node.args[0].value
-                    if called.removesuffix("MetricFamily") in KINDS and isinstance(name, str) and NAME.fullmatch(name):
+                    if (
+                        called.removesuffix("MetricFamily") in KINDS
+                        and isinstance(name, str)
+                        and NAME.fullmatch(name)
+                    ):
                         yield name, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def test_the_tables_are_those_of_the_registries() -> None:
     command = [sys.executable, "hack/metrics_reference.py", str(PAGE), "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -56,7 +66,9 @@ def test_the_page_says_the_types_that_scrapes_say() -> None:
         GatewayMetrics().render(),
         CoordinatorMetrics().text(TopologyStatus(generation=0, desired=[], members=[])),
     ]
-    families = [family for text in scraped for family in text_string_to_metric_families(text.decode())]
+    families = [
+        family for text in scraped for family in text_string_to_metric_families(text.decode())
+    ]
     assert len(families) > 20
     for family in families:
         if not family.name.endswith("_created"):

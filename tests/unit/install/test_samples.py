@@ -29,7 +29,13 @@ def owner(name: str) -> Owner:
     """The service as the API server would store it."""
     document = SCHEMA.default(sample(name))
     spec = llmservice.decode_spec(document["spec"])
-    return Owner(name=document["metadata"]["name"], namespace="default", uid="u", spec=spec, coordinator="10.0.0.1")
+    return Owner(
+        name=document["metadata"]["name"],
+        namespace="default",
+        uid="u",
+        spec=spec,
+        coordinator="10.0.0.1",
+    )
 
 
 def member(name: str, role: names.MemberRole) -> Object:
@@ -41,13 +47,17 @@ def member(name: str, role: names.MemberRole) -> Object:
 
 
 def gpus(pod: Object) -> int:
-    return int(pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
+    return int(
+        pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)
+    )
 
 
 def test_there_is_one_for_each_way_to_start() -> None:
     assert set(SAMPLES) == {"demo", "experts", "cpu", "one-gpu", "one-node", "many-nodes"}
     service_names = [sample(name)["metadata"]["name"] for name in SAMPLES]
-    assert len(set(service_names)) == len(service_names), "two samples in one namespace would be one service"
+    assert len(set(service_names)) == len(service_names), (
+        "two samples in one namespace would be one service"
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -83,7 +93,11 @@ def test_the_operator_builds_everything_from_it(name: str) -> None:
 
 def test_one_gpu_means_one() -> None:
     service = owner("one-gpu")
-    assert (service.has_prefill, service.replicas("decode"), gpus(member("one-gpu", "decode"))) == (False, 1, 1)
+    assert (service.has_prefill, service.replicas("decode"), gpus(member("one-gpu", "decode"))) == (
+        False,
+        1,
+        1,
+    )
 
 
 def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
@@ -92,16 +106,23 @@ def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
     assert sum(service.replicas(role) * gpus(member("one-node", role)) for role in roles) == 8
     for role in roles:
         pod = member("one-node", role)
-        (term,) = pod["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = pod["spec"]["affinity"]["podAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
         assert term["topologyKey"] == "kubernetes.io/hostname"
         selected: dict[str, Any] = term["labelSelector"]["matchLabels"]
         assert selected.items() <= pod["metadata"]["labels"].items(), (
             "the first pod waits for ever unless it is selected itself"
         )
-        mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        mounts = {
+            mount["mountPath"]: mount["name"]
+            for mount in pod["spec"]["containers"][0]["volumeMounts"]
+        }
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-        assert {"/etc/baton", "/models/models", "/tmp"} <= set(mounts), "the overlay adds to what the operator mounts"
+        assert {"/etc/baton", "/models/models", "/tmp"} <= set(mounts), (
+            "the overlay adds to what the operator mounts"
+        )
 
 
 def test_many_nodes_are_one_group_spread_over_hosts() -> None:

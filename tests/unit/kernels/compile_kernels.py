@@ -69,15 +69,21 @@ def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[l
     known: dict[tuple[int], list[list[object]]] = {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        assert parameter.do_not_specialize or name not in VARYING, f"{kernel.__name__} is compiled anew for each {name}"
+        assert parameter.do_not_specialize or name not in VARYING, (
+            f"{kernel.__name__} is compiled anew for each {name}"
+        )
         looked_at = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        assert not (looked_at and name in MOVING), f"{kernel.__name__} is compiled anew for other alignments of {name}"
+        assert not (looked_at and name in MOVING), (
+            f"{kernel.__name__} is compiled anew for other alignments of {name}"
+        )
         if looked_at and signature[name] not in ("constexpr", "fp32"):
             known[(index,)] = [["tt.divisibility", 16]]
     return known
 
 
-def compile_kernel(kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None) -> None:
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None
+) -> None:
     """`types` says what names do not: a parameter's type as Triton spells it."""
     known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
     signature = {}
@@ -102,7 +108,9 @@ for dtype in ("fp32", "bf16"):
     heads = {"HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "BLOCK_SIZE": 16}
     compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8, "SCALED": 0})
     for one_tile in (0, 1):
-        compile_kernel(_rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile})
+        compile_kernel(
+            _rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile}
+        )
     halves = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 4}
     compile_kernel(_rotate_qk_kernel, dtype, halves | {"NORM": 1})
     compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
@@ -112,10 +120,14 @@ fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
 
 
-def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int) -> None:
+def compile_attention(
+    dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int
+) -> None:
     """With the default configuration, strides of production and 4 query heads per KV head. Checks that memory is read 16 bytes at
     a time and ahead, and that long query blocks of 16 bits use the warp group's products."""
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[kv_dtype]
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[
+        kv_dtype
+    ]
     config = default_configuration(decode, head_dim, torch_dtype)
     constants = {
         "NUM_KV_HEADS": 8,
@@ -139,7 +151,11 @@ def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
             floats = name.startswith("partial") or name == "alibi_slopes_ptr"
-            known = INTEGER_POINTERS | FLOAT_POINTERS | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
+            known = (
+                INTEGER_POINTERS
+                | FLOAT_POINTERS
+                | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
+            )
             signature[name] = "*fp32" if floats else known.get(name, f"*{dtype}")
         else:
             signature[name] = "fp32" if name in ("scale", "soft_cap") else "i32"
@@ -152,7 +168,9 @@ def compile_attention(dtype: str, kv_dtype: str, head_dim: int, decode: bool, **
     name = f"{'decode' if decode else 'prefill'} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
     print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
     assert compiled.metadata.shared <= MOST_SHARED, name
-    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]), name
+    assert re.search(
+        r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]
+    ), name
     assert ("wgmma" in compiled.asm["ptx"]) == (not decode and dtype == "bf16"), name
 
 
@@ -160,10 +178,19 @@ for head_dim in (64, 128, 256):
     compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
     compile_attention("bf16", "bf16", head_dim, False)
 compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
-compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1, HAS_ALIBI=1)
+compile_attention(
+    "bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1, HAS_ALIBI=1
+)
 compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
 partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
-joined = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "GROUP": 4, "BLOCK_M": 16, "SEGMENT_TILE": 32}
+joined = {
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "HEAD_DIM_PADDED": 128,
+    "GROUP": 4,
+    "BLOCK_M": 16,
+    "SEGMENT_TILE": 32,
+}
 compile_kernel(join_segments_kernel, "bf16", joined, partials)
 
 MODEL = {"HIDDEN": 2048, "INTERMEDIATE": 768}
@@ -182,18 +209,27 @@ for dtype in ("fp32", "bf16"):
     compile_kernel(_down_row_kernel, dtype, gemv | {"UNROLL": 2})
     compile_kernel(_combine_kernel, dtype, EXPERTS | {"HIDDEN": 2048, "BLOCK_H": 1024})
     routing = {"NUM_EXPERTS": 128, "EXPERTS_PADDED": 128}
-    compile_kernel(_route_kernel, dtype, routing | {"TOP_K": 8, "TOP_K_PADDED": 8, "RENORMALIZE": 1, "ROWS": 1})
+    compile_kernel(
+        _route_kernel, dtype, routing | {"TOP_K": 8, "TOP_K_PADDED": 8, "RENORMALIZE": 1, "ROWS": 1}
+    )
 compile_kernel(_count_kernel, "i32", {"CHUNK": 1024})
 compile_kernel(_place_kernel, "i32", routing | {"BLOCK_M": 16, "CHUNK": 1024})
 
 sampling_types = {
     **dict.fromkeys(("gathered_id_ptr", "count_ptr", "winner_ptr", "bound_ptr"), "*i32"),
     **dict.fromkeys(("noise_key_ptr", "top_k_ptr", "rank_ptr", "out_ptr"), "*i64"),
-    **dict.fromkeys(("total_ptr", "score_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"), "*fp64"),
+    **dict.fromkeys(
+        ("total_ptr", "score_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"), "*fp64"
+    ),
 }
 one_pass, search = {"TILE": 1024}, {"TILE": 1024, "PIVOTS": sampling.PIVOTS}
 gathered = {"CAPACITY": sampling.CAPACITY}
-compile_kernel(sampling._block_maxima_kernel, "fp32", {"BLOCKS": 16, "BLOCK_TOKENS": sampling.BLOCK}, sampling_types)
+compile_kernel(
+    sampling._block_maxima_kernel,
+    "fp32",
+    {"BLOCKS": 16, "BLOCK_TOKENS": sampling.BLOCK},
+    sampling_types,
+)
 compile_kernel(sampling._bounds_kernel, "fp32", search, sampling_types)
 compile_kernel(sampling._collect_kernel, "fp32", one_pass | gathered, sampling_types)
 compile_kernel(sampling._draw_kernel, "fp32", search | gathered, sampling_types)

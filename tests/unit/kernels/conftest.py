@@ -24,7 +24,9 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*arguments: object, **keywords: object) -> Tensor:
             tensor = allocate(*arguments, **keywords)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+            return tensor.fill_(
+                float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            )
 
         return allocate_poisoned
 

@@ -49,8 +49,18 @@ class PagedCase:
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
-        options = {name: o.to(device) if isinstance(o, Tensor) else o for name, o in self.options.items()}
-        return PagedCase(self.query.to(device), key_cache, value_cache, *tensors, self.scale, self.window, options)
+        options = {
+            name: o.to(device) if isinstance(o, Tensor) else o for name, o in self.options.items()
+        }
+        return PagedCase(
+            self.query.to(device),
+            key_cache,
+            value_cache,
+            *tensors,
+            self.scale,
+            self.window,
+            options,
+        )
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None]:
         return (
@@ -102,7 +112,9 @@ def paged_case(
             if not shared:
                 kv_cache[block, :, 1, :, :filled] = torch.randn(num_kv_heads, 2, filled, head_dim)
     query_lengths = torch.tensor([0] + [q for q, _ in lengths])
-    key_cache, value_cache = layer_views(kv_cache.to(torch.float8_e4m3fn if fp8 else dtype), layer=1)
+    key_cache, value_cache = layer_views(
+        kv_cache.to(torch.float8_e4m3fn if fp8 else dtype), layer=1
+    )
     options: dict[str, Any] = {}
     if soft_cap is not None:
         options["soft_cap"] = soft_cap

@@ -109,7 +109,9 @@ def test_cpu_attention_refuses_strides_it_cannot_address() -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_plan_serves_every_layer_of_a_step(window: int | None) -> None:
     case = paged_case(LONG, 4, 2, 16, window=window)
-    plan = plan_attention(case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens, window)
+    plan = plan_attention(
+        case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens, window
+    )
     first = paged_attention(*case.arguments(), plan=plan)
     assert_attends(first, case)
     case.query, layer_1 = torch.randn_like(case.query), case.key_cache._base
@@ -118,7 +120,11 @@ def test_a_plan_serves_every_layer_of_a_step(window: int | None) -> None:
     assert_attends(paged_attention(*case.arguments(), plan=plan), case)
 
 
-@pytest.mark.parametrize("lengths", [[(1, 130), (1, 20)], [(1, 60), (1, 50)], [(1, 20), (1, 130), (1, 25)]])
-def test_cpu_attention_answers_decodes_in_the_order_of_the_batch(lengths: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [[(1, 130), (1, 20)], [(1, 60), (1, 50)], [(1, 20), (1, 130), (1, 25)]]
+)
+def test_cpu_attention_answers_decodes_in_the_order_of_the_batch(
+    lengths: list[tuple[int, int]],
+) -> None:
     case = paged_case(lengths, 4, 2, 16)
     assert_attends(paged_attention(*case.arguments()), case)

@@ -46,7 +46,9 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_long_sequences_are_split_and_short_ones_are_not(dtype: torch.dtype, triton_device: str) -> None:
+def test_long_sequences_are_split_and_short_ones_are_not(
+    dtype: torch.dtype, triton_device: str
+) -> None:
     lengths = [(1, n) for n in (1, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 2 * SEGMENT + 1, 300, 1)]
     case = paged_case(lengths, 8, 2, 24, dtype=dtype)
     assert segments_of(case, MANY, triton_device) == [1, 1, 1, 2, 2, 5, 1]
@@ -68,7 +70,9 @@ def test_one_segment_where_there_is_enough_to_do(triton_device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_file, "join_segments_kernel", None)
         assert_attends(triton_output(case, triton_device, max_seqlen_q=1, config=MANY), case)
-        short = paged_case([(1, SEGMENT), (1, 3)], 4, 2, 16)  # with padding, two blocks too few for two segments
+        short = paged_case(
+            [(1, SEGMENT), (1, 3)], 4, 2, 16
+        )  # with padding, two blocks too few for two segments
         assert_attends(triton_output(short, triton_device, max_seqlen_q=1, config=MANY), short)
 
 
@@ -140,7 +144,9 @@ def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
         BLOCK_M=16,
         SEGMENT_TILE=32,
     )
-    shares = torch.softmax(scores.permute(1, 2, 0, 3).flatten(2) * torch.log(torch.tensor(2.0)), dim=-1)
+    shares = torch.softmax(
+        scores.permute(1, 2, 0, 3).flatten(2) * torch.log(torch.tensor(2.0)), dim=-1
+    )
     expected = shares @ values.transpose(0, 1).flatten(1, 2)
     torch.testing.assert_close(out[1].cpu(), expected.flatten(0, 1), atol=1e-5, rtol=1e-5)
     assert out[0].isnan().all(), "a sequence of one segment has its result already"
@@ -156,7 +162,9 @@ def test_what_was_measured_serves_blocks_of_that_height_only(triton_device: str)
 
     with answering(answer):
         for longest in (1, 4, 8, 40):
-            triton_output(paged_case([(longest, 41), (1, 3)], 8, 2, 16), triton_device, max_seqlen_q=longest)
+            triton_output(
+                paged_case([(longest, 41), (1, 3)], 8, 2, 16), triton_device, max_seqlen_q=longest
+            )
     heights = ("decode/rows=16", "decode/rows=16", "decode/rows=32", "prefill")
     assert asked == [f"{height}/head_dim=16/float32" for height in heights]
 
@@ -165,7 +173,9 @@ def test_what_was_measured_serves_blocks_of_that_height_only(triton_device: str)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
     lengths = [(1, 3000), (1, 40), (1, 700), (1, 1)]
-    first, second = (paged_case(order, 8, 2, 128, dtype=torch.bfloat16) for order in (lengths, lengths[::-1]))
+    first, second = (
+        paged_case(order, 8, 2, 128, dtype=torch.bfloat16) for order in (lengths, lengths[::-1])
+    )
     for case in (first, second):  # tables of one shape
         assert case.block_tables.shape == first.block_tables.shape
     device = first.to("cuda")

@@ -38,14 +38,23 @@ def test_attention_is_the_formula(
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("dtype", dtypes()[1:], ids=str)
-def test_attention_of_every_head_size(head_dim: int, dtype: torch.dtype, triton_device: str) -> None:
+def test_attention_of_every_head_size(
+    head_dim: int, dtype: torch.dtype, triton_device: str
+) -> None:
     case = paged_case([(1, 70), (20, 45)], 2, 1, head_dim, dtype=dtype)
     assert_attends(triton_output(case, triton_device), case)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128, 256])
 def test_attention_with_shared_blocks_of_every_size(block_size: int, triton_device: str) -> None:
-    case = paged_case([(1, 260), (5, 37), (1, 1), (19, 19)], 4, 2, 16, block_size=block_size, share_first_block=True)
+    case = paged_case(
+        [(1, 260), (5, 37), (1, 1), (19, 19)],
+        4,
+        2,
+        16,
+        block_size=block_size,
+        share_first_block=True,
+    )
     assert_attends(triton_output(case, triton_device), case)
 
 
@@ -71,7 +80,12 @@ def test_attention_with_a_window_that_begins_behind_a_querys_first_tile(triton_d
     ids=["soft_cap", "alibi", "window", "all"],
 )
 def test_attention_with_options(
-    soft_cap: float | None, alibi: bool, window: int | None, fp8: bool, dtype: torch.dtype, triton_device: str
+    soft_cap: float | None,
+    alibi: bool,
+    window: int | None,
+    fp8: bool,
+    dtype: torch.dtype,
+    triton_device: str,
 ) -> None:
     case = paged_case(
         [(1, 40), (0, 7), (37, 70), (1, 1)],
@@ -134,9 +148,15 @@ def test_attention_writes_into_a_tensor_of_other_strides(triton_device: str) -> 
 
 @pytest.mark.parametrize(
     ("config", "group"),
-    [({"BLOCK_M": 16, "KV_TILE": 16}, 4), ({"BLOCK_M": 32, "KV_TILE": 128}, 7), ({"BLOCK_M": 128, "KV_TILE": 32}, 16)],
+    [
+        ({"BLOCK_M": 16, "KV_TILE": 16}, 4),
+        ({"BLOCK_M": 32, "KV_TILE": 128}, 7),
+        ({"BLOCK_M": 128, "KV_TILE": 32}, 16),
+    ],
 )
-def test_configurations_change_no_result(config: dict[str, int], group: int, triton_device: str) -> None:
+def test_configurations_change_no_result(
+    config: dict[str, int], group: int, triton_device: str
+) -> None:
     case = paged_case(MIXED, 2 * group, 2, 16)
     assert_attends(triton_output(case, triton_device, config=config), case)
 

@@ -25,7 +25,9 @@ LENGTHS = [0, 1, 7, 31, 32, 33, 1000, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD
 
 
 def random_words(num_words: int) -> np.ndarray:
-    return np.frombuffer(np.random.default_rng(num_words).bytes(8 * num_words), dtype=np.uint64).copy()
+    return np.frombuffer(
+        np.random.default_rng(num_words).bytes(8 * num_words), dtype=np.uint64
+    ).copy()
 
 
 def plain_sum(words: np.ndarray) -> int:
@@ -37,7 +39,10 @@ def plain_sum(words: np.ndarray) -> int:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
         return (z ^ (z >> 31)) | 1
 
-    terms = ((x ^ (x >> 32)) * u(i % PERIOD) * u(2**32 + i // PERIOD) for i, x in enumerate(words.tolist()))
+    terms = (
+        (x ^ (x >> 32)) * u(i % PERIOD) * u(2**32 + i // PERIOD)
+        for i, x in enumerate(words.tolist())
+    )
     return sum(terms) & MASK
 
 
@@ -49,13 +54,18 @@ def one_sum(words: np.ndarray) -> int:
 def test_sums_are_the_documented_formula(num_words: int) -> None:
     words = random_words(num_words)
     assert one_sum(words) == plain_sum(words)
-    assert int(sum_runs_reference(np.array([words.ctypes.data]), words.nbytes)[0]) == plain_sum(words)
+    assert int(sum_runs_reference(np.array([words.ctypes.data]), words.nbytes)[0]) == plain_sum(
+        words
+    )
 
 
 def test_every_run_has_its_own_sum_at_any_address_with_any_number_of_threads() -> None:
     data = random_words(5000).view(np.uint8)
     addresses = data.ctypes.data + np.array([3, 0, 8191, 3, 20001, 12])
-    expected = [plain_sum(data[start : start + 8 * 777].view(np.uint64)) for start in addresses - data.ctypes.data]
+    expected = [
+        plain_sum(data[start : start + 8 * 777].view(np.uint64))
+        for start in addresses - data.ctypes.data
+    ]
     for num_threads in (1, 3):
         sums = sum_runs(addresses, 8 * 777, num_threads)
         assert sums.dtype == np.uint64
@@ -94,7 +104,9 @@ def test_other_threads_run_while_a_sum_is_taken() -> None:
 
     def take_sums() -> None:
         begun.set()
-        sum_runs(addresses, words.nbytes)  # few, so that numpy itself has no reason to let others run
+        sum_runs(
+            addresses, words.nbytes
+        )  # few, so that numpy itself has no reason to let others run
         ended.set()
 
     interval = sys.getswitchinterval()
@@ -134,7 +146,9 @@ def test_ranges_of_heads_have_sums_on_every_device(
             expected = expected_sums(cache, block_ids, first_head, num_heads)
             assert block_sums(cache, block_ids, first_head, num_heads).tolist() == expected.tolist()
             for config in (None, {"tile": 64, "tiles": 2, "num_warps": 4}):
-                actual = block_sums_triton(cache.to(triton_device), block_ids, first_head, num_heads, config)
+                actual = block_sums_triton(
+                    cache.to(triton_device), block_ids, first_head, num_heads, config
+                )
                 assert actual.tolist() == expected.tolist()
 
 
@@ -173,7 +187,12 @@ print(*(int(sum_runs(np.array([words.ctypes.data + 8]), 8 * n)[0]) for n in (1, 
     def output(**environment: str) -> str:
         command = [sys.executable, "-c", program]
         return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=120
+            command,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
         ).stdout
 
     words = np.arange(20007, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

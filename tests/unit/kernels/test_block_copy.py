@@ -25,12 +25,20 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 DISTINCT = [(3, 0), (3, 7), (10, 1), (4, 2)]
-CHAINED = [(3, 0), (5, 3), (3, 6), (1, 6), (6, 9)]  # a source overwritten, a copy copied, a target written twice
+CHAINED = [
+    (3, 0),
+    (5, 3),
+    (3, 6),
+    (1, 6),
+    (6, 9),
+]  # a source overwritten, a copy copied, a target written twice
 
 
 @pytest.mark.parametrize("pairs", [DISTINCT, CHAINED, []], ids=["distinct", "chained", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_copies_take_effect_in_order(pairs: list[tuple[int, int]], dtype: torch.dtype, triton_device: str) -> None:
+def test_copies_take_effect_in_order(
+    pairs: list[tuple[int, int]], dtype: torch.dtype, triton_device: str
+) -> None:
     cache = make_cache(NUM_BLOCKS, dtype).to(triton_device)
     expected = cache.clone()
     table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
@@ -39,11 +47,23 @@ def test_copies_take_effect_in_order(pairs: list[tuple[int, int]], dtype: torch.
     assert_same(cache, expected)
 
 
-SHUFFLED = [(4, 10), (10, 2), (2, 4), (0, 0), (7, 8), (8, 9), (2, 9)]  # blocks change places, a block onto itself
+SHUFFLED = [
+    (4, 10),
+    (10, 2),
+    (2, 4),
+    (0, 0),
+    (7, 8),
+    (8, 9),
+    (2, 9),
+]  # blocks change places, a block onto itself
 
 
-@pytest.mark.parametrize("pairs", [DISTINCT, CHAINED, SHUFFLED, []], ids=["distinct", "chained", "shuffled", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "pairs", [DISTINCT, CHAINED, SHUFFLED, []], ids=["distinct", "chained", "shuffled", "none"]
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.uint8, torch.float8_e4m3fn], ids=str
+)
 def test_one_launch_copies_blocks_in_order(
     pairs: list[tuple[int, int]], dtype: torch.dtype, triton_device: str
 ) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels on the GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the other tests compile the kernels on the GPU"
+)
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(

@@ -39,7 +39,8 @@ def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
 
 
 @pytest.mark.skipif(
-    os.environ.get("BATON_REQUIRE_CPU_KERNELS") != "1", reason="nobody promised that they were compiled"
+    os.environ.get("BATON_REQUIRE_CPU_KERNELS") != "1",
+    reason="nobody promised that they were compiled",
 )
 @pytest.mark.skipif(build.compiler() is None, reason="no compiler")
 @pytest.mark.skipif(bool(os.environ.get("BATON_CPU_KERNELS")), reason="others are asked for")
@@ -116,7 +117,9 @@ def test_a_build_replaces_the_file_of_older_sources_and_happens_once(
     others.touch()
     target = build.build(avx2, "c++")
     assert sorted(built.iterdir()) == sorted([target, others])
-    assert ["-fopenmp" in command for command in commands] == [True, False], "a second OpenMP would be linked"
+    assert ["-fopenmp" in command for command in commands] == [True, False], (
+        "a second OpenMP would be linked"
+    )
     build.build(avx2, "c++")
     assert len(commands) == 2
 
@@ -142,7 +145,9 @@ def test_a_compiler_that_fails_does_not_fail_the_installation(
 
 def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n")
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
     assert cpu.processor_flags(cpuinfo) == {"fpu", "avx2"}
     assert cpu.processor_flags(tmp_path / "none") == frozenset()
 
@@ -181,10 +186,20 @@ def test_compiled_attention_prefetches_keys_and_values() -> None:
     """A compiler leaves out calls of functions that only prefetch. Results would stay the same, only later."""
     chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
     assert chosen_set is not None
-    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(libraries.library_file(chosen_set))]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    command = [
+        "objdump",
+        "--disassemble",
+        "--no-show-raw-insn",
+        str(libraries.library_file(chosen_set)),
+    ]
+    listing = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     functions = re.findall(r"^[0-9a-f]+ <(.+)>:\n((?:.+\n)*)", listing, re.MULTILINE)
-    for of_keys_or_values in ("5baton(6attendILb1E|10score_rows.*4NextI)", "5baton(3add|8add_rows|8add_tile)I.*4NextI"):
+    for of_keys_or_values in (
+        "5baton(6attendILb1E|10score_rows.*4NextI)",
+        "5baton(3add|8add_rows|8add_tile)I.*4NextI",
+    ):
         bodies = "".join(body for name, body in functions if re.search(of_keys_or_values, name))
         assert re.search(r"\tprefetchnta\b", bodies)
         assert re.search(r"\tprefetcht1\b", bodies)

@@ -38,7 +38,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_norms_are_their_references(rows: int, dim: int, dtype: torch.dtype) -> None:
-    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, dim), (rows, dim), (dim,)))
+    x, residual, weight = (
+        torch.randn(shape).to(dtype) for shape in ((rows, dim), (rows, dim), (dim,))
+    )
     assert_close(ops().rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     normed, total = ops().add_rms_norm(x, residual, weight, 1e-6)
     expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, 1e-6)
@@ -47,7 +49,10 @@ def test_norms_are_their_references(rows: int, dim: int, dtype: torch.dtype) -> 
 
 
 def test_a_norm_of_many_rows_is_that_of_each() -> None:
-    x, weight = torch.randn(300, 4, 600).transpose(0, 1), torch.rand(600)  # enough for several threads, and strided
+    x, weight = (
+        torch.randn(300, 4, 600).transpose(0, 1),
+        torch.rand(600),
+    )  # enough for several threads, and strided
     assert_close(ops().rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
 
 
@@ -65,7 +70,9 @@ def test_silu_and_mul_is_its_reference(rows: int, dim: int, dtype: torch.dtype) 
 
 
 def test_silu_at_the_ends_of_what_floats_hold() -> None:
-    gates = torch.tensor([-torch.inf, -3e38, -1e30, -100.0, -87.5, -1e-30, 0.0, 1e-30, 87.5, 100.0, 1e30, torch.nan])
+    gates = torch.tensor(
+        [-torch.inf, -3e38, -1e30, -100.0, -87.5, -1e-30, 0.0, 1e-30, 87.5, 100.0, 1e30, torch.nan]
+    )
     gate_up = torch.stack((gates, torch.ones_like(gates)), -1)
     actual, expected = ops().silu_and_mul(gate_up), silu_and_mul_reference(gate_up)
     torch.testing.assert_close(actual, expected, atol=1e-30, rtol=1e-5, equal_nan=True)
@@ -75,7 +82,9 @@ def test_silu_at_the_ends_of_what_floats_hold() -> None:
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("head_dim", [2, 24, 80, 96, 128])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_rotate_qk_is_its_reference(num_tokens: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+def test_rotate_qk_is_its_reference(
+    num_tokens: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
     padded = torch.randn(num_tokens, (6 + 2 * 2) * head_dim + 3).to(dtype)
     qkv = padded[:, 3:]  # rows need not follow one another
     cos, sin = rotary_angles(torch.randint(0, 1000, (num_tokens,)), torch.rand(head_dim // 2))
@@ -88,7 +97,9 @@ def test_rotate_qk_is_its_reference(num_tokens: int, head_dim: int, normed: bool
 
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kv_is_rounded_to_what_the_cache_holds(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def test_kv_is_rounded_to_what_the_cache_holds(
+    dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     kv_cache = torch.full((5, 2, 3, 2, 4, 20), 7.0, dtype=cache_dtype)
     key, value = (torch.randn(3, 2, 20).to(dtype) for _ in range(2))
     ops().write_kv(key, value, *layer_views(kv_cache, layer=1), torch.tensor([18, -1, 3]))
@@ -133,7 +144,12 @@ def test_attention_in_blocks_of_every_size(block_size: int, window: int | None) 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8, 40])
 def test_attention_of_every_group_size(group_size: int) -> None:
     assert_attends(
-        paged_case(LENGTHS, 2 * group_size if group_size < 9 else group_size, 2 if group_size < 9 else 1, 16)
+        paged_case(
+            LENGTHS,
+            2 * group_size if group_size < 9 else group_size,
+            2 if group_size < 9 else 1,
+            16,
+        )
     )
 
 
@@ -167,7 +183,12 @@ def test_results_depend_neither_on_threads_nor_on_the_batch(dtype: torch.dtype) 
         torch.testing.assert_close(paged_attention(*case.arguments()), together, atol=0, rtol=0)
     finally:
         torch.set_num_threads(threads)
-    alone = (case.block_tables[1:2], torch.tensor([0, 1], dtype=torch.int32), case.seq_lens[1:2], case.scale)
+    alone = (
+        case.block_tables[1:2],
+        torch.tensor([0, 1], dtype=torch.int32),
+        case.seq_lens[1:2],
+        case.scale,
+    )
     last = paged_attention(case.query[4:5], case.key_cache, case.value_cache, *alone)
     torch.testing.assert_close(last, together[4:5], atol=0, rtol=0)
 
@@ -184,7 +205,9 @@ def test_offsets_past_two_billion_elements() -> None:
     query = torch.randn(1, 4, head_dim)
     one = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[1]], [0, 1], [16])]
     near = paged_attention(query, keys[1:].clone(), values[1:].clone(), *replace_block(one), 0.125)
-    torch.testing.assert_close(paged_attention(query, keys, values, *one, 0.125), near, atol=0, rtol=0)
+    torch.testing.assert_close(
+        paged_attention(query, keys, values, *one, 0.125), near, atol=0, rtol=0
+    )
 
 
 def replace_block(arguments: list[Tensor]) -> list[Tensor]:
@@ -204,7 +227,9 @@ def test_queries_that_are_not_there_are_refused(cu_seqlens_q: list[int], seq_len
     case = paged_case([(2, 17)], 2, 1, 16)
     case.cu_seqlens_q[:] = torch.tensor(cu_seqlens_q)
     case.seq_lens[0] = seq_len
-    with pytest.raises(ValueError, match=f"from {cu_seqlens_q[0]} to {cu_seqlens_q[1]}, but there are 2"):
+    with pytest.raises(
+        ValueError, match=f"from {cu_seqlens_q[0]} to {cu_seqlens_q[1]}, but there are 2"
+    ):
         paged_attention(*case.arguments())
 
 
@@ -220,12 +245,18 @@ def test_caches_that_hold_nothing_are_refused() -> None:
 def test_no_sequences_are_nothing() -> None:
     case = paged_case([(1, 5)], 2, 1, 16)
     none = (case.block_tables[:0], case.cu_seqlens_q[:1], case.seq_lens[:0])
-    assert paged_attention(case.query[:0], case.key_cache, case.value_cache, *none, 1.0).shape == (0, 2, 16)
+    assert paged_attention(case.query[:0], case.key_cache, case.value_cache, *none, 1.0).shape == (
+        0,
+        2,
+        16,
+    )
 
 
 def test_a_step_needs_no_plan() -> None:
     case = paged_case([(1, 5)], 2, 1, 16)
-    assert plan_attention(case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens) is None
+    assert (
+        plan_attention(case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens) is None
+    )
     assert plan_write(torch.tensor([3]), 16) is None
 
 
@@ -242,8 +273,21 @@ def test_every_operation_can_be_traced() -> None:
         "add_rms_norm": (x, x.clone(), weight, 1e-6),
         "rotate_qk": (qkv, 4, 2, *angles, None, None, 0.0),
         "silu_and_mul": (x,),
-        "write_kv": (torch.randn(3, 4, 8), torch.randn(3, 4, 8), keys.clone(), values.clone(), torch.arange(3)),
-        "paged_attention": (out, *case.arguments()[:1], *contiguous(case), *case.arguments()[3:], None, None),
+        "write_kv": (
+            torch.randn(3, 4, 8),
+            torch.randn(3, 4, 8),
+            keys.clone(),
+            values.clone(),
+            torch.arange(3),
+        ),
+        "paged_attention": (
+            out,
+            *case.arguments()[:1],
+            *contiguous(case),
+            *case.arguments()[3:],
+            None,
+            None,
+        ),
     }
     for name, values_ in arguments.items():
         torch.library.opcheck(getattr(compiled, name), values_, test_utils=checks)

@@ -23,7 +23,9 @@ def test_add_rms_norm_gives_the_norm_and_the_sum() -> None:
     torch.testing.assert_close(normed, rms_norm(x + residual, weight, 1e-6))
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
     """As queries, with one key and one value head beside them."""
     num_tokens, num_heads, head_dim = x.shape
     qkv = torch.cat((x.flatten(1), torch.randn(num_tokens, 2 * head_dim)), dim=1)
@@ -36,7 +38,12 @@ def test_heads_are_normed_before_they_turn() -> None:
     q, k = rotate_qk(qkv, 4, 2, *angles, q_weight, k_weight, 1e-6)
     heads = qkv.view(3, 8, 8)
     normed = torch.cat(
-        (rms_norm(heads[:, :4], q_weight, 1e-6), rms_norm(heads[:, 4:6], k_weight, 1e-6), heads[:, 6:]), dim=1
+        (
+            rms_norm(heads[:, :4], q_weight, 1e-6),
+            rms_norm(heads[:, 4:6], k_weight, 1e-6),
+            heads[:, 6:],
+        ),
+        dim=1,
     )
     expected_q, expected_k = rotate_qk(normed.flatten(1), 4, 2, *angles)
     torch.testing.assert_close(q, expected_q)
@@ -48,8 +55,12 @@ def test_rotary_turns_pairs_and_keeps_their_length() -> None:
     inv_freq = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
     turned = rotate(x, positions, inv_freq)
     torch.testing.assert_close(turned[0], x[0])
-    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[:, None, None] * inv_freq)
-    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4)
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(
+        1j * positions[:, None, None] * inv_freq
+    )
+    torch.testing.assert_close(
+        turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_rotary_scale_multiplies_queries_and_keys() -> None:
@@ -64,7 +75,9 @@ def test_rotary_scores_depend_on_distance_only() -> None:
     inv_freq = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)
 
     def score(q_position: int, k_position: int) -> float:
-        turned = [rotate(x, torch.tensor([p]), inv_freq) for x, p in ((q, q_position), (k, k_position))]
+        turned = [
+            rotate(x, torch.tensor([p]), inv_freq) for x, p in ((q, q_position), (k, k_position))
+        ]
         return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)

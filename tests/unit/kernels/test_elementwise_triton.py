@@ -28,7 +28,9 @@ def assert_alike(actual: Tensor, expected: Tensor, summands: float = 0.0) -> Non
         summands: how large they are, where the result is a sum of what was rounded: it may be far smaller.
     """
     two_roundings = max(2 * torch.finfo(actual.dtype).eps, 1.3e-6)
-    torch.testing.assert_close(actual, expected, rtol=two_roundings, atol=max(summands * two_roundings, 1e-5))
+    torch.testing.assert_close(
+        actual, expected, rtol=two_roundings, atol=max(summands * two_roundings, 1e-5)
+    )
 
 
 def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -37,7 +39,9 @@ def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 def poisoned(x: Tensor) -> Tensor:
     """The same values as a view whose rows are followed by NaN."""
-    padded = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
+    padded = torch.full(
+        (*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device
+    )
     padded[..., :-3] = x
     return padded[..., :-3]
 
@@ -72,7 +76,8 @@ def test_add_rms_norm(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"), [(1, 4, 4, 16), (3, 6, 2, 24), (2, 7, 1, 64), (0, 4, 2, 8)]
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [(1, 4, 4, 16), (3, 6, 2, 24), (2, 7, 1, 64), (0, 4, 2, 8)],
 )
 def test_rotate_qk(
     num_tokens: int,
@@ -83,12 +88,18 @@ def test_rotate_qk(
     dtype: torch.dtype,
     triton_device: str,
 ) -> None:
-    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=triton_device)
+    qkv = random(
+        num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=triton_device
+    )
     positions = torch.randint(5000, (num_tokens,), device=triton_device)
     angles = rotary_angles(positions, torch.rand(head_dim // 2, device=triton_device), 1.2)
-    weights = [random(head_dim, dtype=dtype, device=triton_device) if norm else None for _ in range(2)]
+    weights = [
+        random(head_dim, dtype=dtype, device=triton_device) if norm else None for _ in range(2)
+    ]
     q, k = rotate_qk_triton(poisoned(qkv), num_heads, num_kv_heads, *angles, *weights, 1e-6)
-    expected_q, expected_k = rotate_qk_reference(qkv, num_heads, num_kv_heads, *angles, *weights, 1e-6)
+    expected_q, expected_k = rotate_qk_reference(
+        qkv, num_heads, num_kv_heads, *angles, *weights, 1e-6
+    )
     for turned, expected in ((q, expected_q), (k, expected_k)):
         assert_alike(turned, expected, summands=8.0 if norm else 0.0)
 

@@ -10,7 +10,9 @@ import pytest
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parents[2] / "benchmarks" / "kernels"
-OURS = {file.stem for folder in (FOLDER, BENCHMARKS) for file in folder.glob("*.py")} | {"baton_kernels"}
+OURS = {file.stem for folder in (FOLDER, BENCHMARKS) for file in folder.glob("*.py")} | {
+    "baton_kernels"
+}
 THERE = {"torch", "triton", "numpy", "pytest"}
 
 

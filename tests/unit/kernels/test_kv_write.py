@@ -27,7 +27,9 @@ def write_kv_without_compiler(*arguments: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [write_kv, write_kv_without_compiler, write_kv_triton])
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize(("num_tokens", "num_kv_heads", "head_dim"), [(1, 1, 16), (13, 2, 24), (31, 3, 40)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_kv_heads", "head_dim"), [(1, 1, 16), (13, 2, 24), (31, 3, 40)]
+)
 def test_rows_land_in_their_slots(
     write: Callable[..., None],
     dtype: torch.dtype,
@@ -36,7 +38,9 @@ def test_rows_land_in_their_slots(
     head_dim: int,
     triton_device: str,
 ) -> None:
-    kv_cache = torch.full((NUM_BLOCKS, num_kv_heads, 3, 2, BLOCK_SIZE, head_dim), float("nan"), dtype=dtype)
+    kv_cache = torch.full(
+        (NUM_BLOCKS, num_kv_heads, 3, 2, BLOCK_SIZE, head_dim), float("nan"), dtype=dtype
+    )
     kv_cache = kv_cache.to(triton_device)
     # Strided views, as they come out of a fused QKV projection.
     qkv = torch.randn(num_tokens, 3, num_kv_heads, head_dim, device=triton_device).to(dtype)
@@ -68,7 +72,9 @@ def test_an_fp8_cache_holds_scaled_and_saturated_rows(
         powers = torch.tensor([0.5, 4.0, 1.0], device=triton_device)
         scales = {"key_scale": powers, "value_scale": powers.flip(0)}
     key, value = 30 * torch.randn(2, num_tokens, num_kv_heads, head_dim, device=triton_device)
-    if triton_device == "cpu":  # the interpreter rounds wrongly and knows no NaN: give it what needs no rounding
+    if (
+        triton_device == "cpu"
+    ):  # the interpreter rounds wrongly and knows no NaN: give it what needs no rounding
         key, value = to_fp8(key, None).float(), to_fp8(value, None).float()
     else:
         value[1, 1, 1] = float("nan")
@@ -87,5 +93,10 @@ def test_an_fp8_cache_holds_scaled_and_saturated_rows(
 def test_writing_no_tokens_is_nothing(triton_device: str) -> None:
     kv_cache = torch.zeros(NUM_BLOCKS, 2, 1, 2, BLOCK_SIZE, 16, device=triton_device)
     none = torch.empty(0, 2, 16, device=triton_device)
-    write_kv_triton(none, none, *layer_views(kv_cache, 0), torch.empty(0, dtype=torch.int64, device=triton_device))
+    write_kv_triton(
+        none,
+        none,
+        *layer_views(kv_cache, 0),
+        torch.empty(0, dtype=torch.int64, device=triton_device),
+    )
     assert not kv_cache.any()

@@ -25,9 +25,13 @@ def large_cache(num_elements: int, *block: int, dtype: torch.dtype, device: str)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_seqlen_q", "config"), [(20, None, None), (300, 1, SPLIT)], ids=["whole", "split"]
+    ("tokens", "max_seqlen_q", "config"),
+    [(20, None, None), (300, 1, SPLIT)],
+    ids=["whole", "split"],
 )
-def test_attention(tokens: int, max_seqlen_q: int | None, config: Configuration | None, triton_device: str) -> None:
+def test_attention(
+    tokens: int, max_seqlen_q: int | None, config: Configuration | None, triton_device: str
+) -> None:
     case = paged_case([(1, tokens)], 16, 8, 128, dtype=torch.float16)
     cache = large_cache(2**31, 8, 1, 2, 16, 128, dtype=torch.float16, device=triton_device)
     blocks = case.block_tables[0, : -(-tokens // 16)].tolist()
@@ -38,7 +42,9 @@ def test_attention(tokens: int, max_seqlen_q: int | None, config: Configuration 
     moved = case.to(triton_device)
     moved.key_cache, moved.value_cache = layer_views(cache, layer=0)
     moved.block_tables = table.to(triton_device)
-    assert_attends(paged_attention_triton(*moved.arguments(), max_seqlen_q=max_seqlen_q, config=config), case)
+    assert_attends(
+        paged_attention_triton(*moved.arguments(), max_seqlen_q=max_seqlen_q, config=config), case
+    )
 
 
 def test_kv_write(triton_device: str) -> None:

@@ -63,7 +63,9 @@ def test_products_of_int8_weights_are_as_exact_as_bfloat16(
     native_bf16: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_module, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32)
+    monkeypatch.setattr(
+        linear_module, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32
+    )
     monkeypatch.setattr(linear_module, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
     torch.manual_seed(0)
     weight = Int8Weight(torch.randn(outputs, inputs) / inputs**0.5)
@@ -93,15 +95,24 @@ def test_int8_weights_take_inputs_of_any_shape() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_that_float16_holds_do_not_overflow_on_the_way(has_bias: bool, num_rows: int) -> None:
-    weight, x = Int8Weight(torch.full((3, 64), 0.01)), torch.full((num_rows, 64), 100.0, dtype=torch.float16)
+def test_products_that_float16_holds_do_not_overflow_on_the_way(
+    has_bias: bool, num_rows: int
+) -> None:
+    weight, x = (
+        Int8Weight(torch.full((3, 64), 0.01)),
+        torch.full((num_rows, 64), 100.0, dtype=torch.float16),
+    )
     bias = torch.zeros(3, dtype=torch.float16) if has_bias else None
-    torch.testing.assert_close(linear(x, weight, bias), torch.full_like(x[:, :3], 64), atol=0, rtol=1e-2)
+    torch.testing.assert_close(
+        linear(x, weight, bias), torch.full_like(x[:, :3], 64), atol=0, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_are_not_hidden_by_eight_bits(broken: float, num_rows: int) -> None:
+def test_weights_that_are_no_numbers_are_not_hidden_by_eight_bits(
+    broken: float, num_rows: int
+) -> None:
     weight = torch.rand(3, 32)
     weight[1, 5] = broken
     y = linear(torch.rand(num_rows, 32), Int8Weight(weight))

@@ -13,7 +13,12 @@ from baton_kernels.linear import can_pack, pack_weight
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.cpu import run_experts_cpu
 from baton_kernels.moe.reference import run_experts_reference
-from baton_kernels.moe.triton_kernel import CANDIDATES, default_configuration, run_experts_triton, shape_class
+from baton_kernels.moe.triton_kernel import (
+    CANDIDATES,
+    default_configuration,
+    run_experts_triton,
+    shape_class,
+)
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -41,7 +46,9 @@ def packed(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids
     """Each expert's weights alone, in the order in which a CPU multiplies by them, if it does."""
 
     def separate(stacked: Tensor) -> list[Tensor]:
-        return [pack_weight(weight.contiguous()) if can_pack(weight) else weight for weight in stacked]
+        return [
+            pack_weight(weight.contiguous()) if can_pack(weight) else weight for weight in stacked
+        ]
 
     return run_experts(x, separate(gate_up), separate(down), weights, expert_ids)
 
@@ -51,7 +58,11 @@ ON_CPU = [packed, run_experts_cpu]
 
 
 def make_case(
-    num_tokens: int, top_k: int = 2, hidden: int = 40, intermediate: int = 36, dtype: torch.dtype = torch.float32
+    num_tokens: int,
+    top_k: int = 2,
+    hidden: int = 40,
+    intermediate: int = 36,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, gate_up, down, weights and expert ids; a token's experts are distinct."""
     x = torch.randn(num_tokens, hidden).to(dtype)
@@ -61,7 +72,12 @@ def make_case(
     return x, gate_up, down, weights.to(dtype), expert_ids
 
 
-def check(run: Callable[..., Tensor], case: tuple[Tensor, ...], triton_device: str, tolerance: float = 1e-4) -> None:
+def check(
+    run: Callable[..., Tensor],
+    case: tuple[Tensor, ...],
+    triton_device: str,
+    tolerance: float = 1e-4,
+) -> None:
     expected = run_experts_reference(*case)
     device = triton_device if run in TRITON else "cpu"
     actual = run(*(tensor.to(device) for tensor in case)).cpu()
@@ -76,7 +92,10 @@ def test_the_reference_is_the_formula(
 ) -> None:
     hidden, intermediate = 12, 7
     x, logits = torch.randn(num_tokens, hidden), torch.randn(num_tokens, num_experts)
-    gate_up, down = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
+    gate_up, down = (
+        torch.randn(num_experts, 2 * intermediate, hidden),
+        torch.randn(num_experts, hidden, intermediate),
+    )
 
     weights, expert_ids = route_top_k(logits, top_k, renormalize)
     actual = run(x, gate_up, down, weights, expert_ids)
@@ -88,7 +107,9 @@ def test_the_reference_is_the_formula(
         total = sum(probs[e] for e in chosen) if renormalize else 1.0
         for expert in chosen:
             gate, up = (gate_up[expert] @ x[token]).split(intermediate)
-            expected[token] += probs[expert] / total * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+            expected[token] += (
+                probs[expert] / total * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+            )
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -99,12 +120,16 @@ def test_the_reference_is_the_formula(
         *((run, n) for run in (gemm, swapped_gemm, *ON_CPU) for n in (0, 1, 3, 17, 65)),
     ],
 )
-def test_experts_give_the_weighted_sum(run: Callable[..., Tensor], num_tokens: int, triton_device: str) -> None:
+def test_experts_give_the_weighted_sum(
+    run: Callable[..., Tensor], num_tokens: int, triton_device: str
+) -> None:
     check(run, make_case(num_tokens), triton_device)
 
 
 @pytest.mark.parametrize("run", TRITON)
-@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(32, 64, 1), (63, 17, 3), (100, 33, 5)])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "top_k"), [(32, 64, 1), (63, 17, 3), (100, 33, 5)]
+)
 def test_any_width_works(
     run: Callable[..., Tensor], hidden: int, intermediate: int, top_k: int, triton_device: str
 ) -> None:
@@ -112,7 +137,9 @@ def test_any_width_works(
 
 
 @pytest.mark.parametrize("run", TRITON)
-def test_half_precision_is_summed_in_float32(run: Callable[..., Tensor], triton_device: str) -> None:
+def test_half_precision_is_summed_in_float32(
+    run: Callable[..., Tensor], triton_device: str
+) -> None:
     check(run, make_case(3, dtype=torch.float16), triton_device, tolerance=2e-3)
 
 
@@ -131,7 +158,10 @@ def test_one_expert_may_get_all_tokens(run: Callable[..., Tensor], triton_device
 
 @pytest.mark.parametrize(
     ("run", "num_tokens"),
-    [*((run, n) for run in TRITON for n in (1, 4)), *((run, n) for run in ON_CPU for n in (1, 4, 150))],
+    [
+        *((run, n) for run in TRITON for n in (1, 4)),
+        *((run, n) for run in ON_CPU for n in (1, 4, 150)),
+    ],
 )
 def test_an_expert_that_is_not_here_adds_zeros_whatever_its_weight(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
@@ -149,12 +179,17 @@ def test_without_any_expert_here_the_sum_is_zero(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
 ) -> None:
     x, gate_up, down, weights, expert_ids = make_case(num_tokens)
-    case = (tensor.to(triton_device) for tensor in (x, gate_up, down, weights, torch.full_like(expert_ids, -1)))
+    case = (
+        tensor.to(triton_device)
+        for tensor in (x, gate_up, down, weights, torch.full_like(expert_ids, -1))
+    )
     assert run(*case).eq(0).all()
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])
-def test_weights_of_idle_experts_are_not_touched(run: Callable[..., Tensor], triton_device: str) -> None:
+def test_weights_of_idle_experts_are_not_touched(
+    run: Callable[..., Tensor], triton_device: str
+) -> None:
     x, gate_up, down, weights, expert_ids = make_case(3)
     expert_ids[:, 0], expert_ids[:, 1] = 1, 3
     gate_up[[0, 2, 4]], down[[0, 2, 4]] = float("nan"), float("nan")
@@ -167,7 +202,9 @@ def test_every_output_is_written(config: Configuration, triton_device: str) -> N
     case = make_case(5, hidden=37, intermediate=19)
     case[4][::4, 1] = -1
     out = torch.full_like(case[0], float("nan"), device=triton_device)
-    result = run_experts_triton(*(tensor.to(triton_device) for tensor in case), config=config, out=out)
+    result = run_experts_triton(
+        *(tensor.to(triton_device) for tensor in case), config=config, out=out
+    )
     assert result is out
     torch.testing.assert_close(out.cpu(), run_experts_reference(*case), atol=1e-4, rtol=1e-4)
 
@@ -209,7 +246,9 @@ def test_what_serves_unmeasured_shapes_is_right(num_tokens: int, triton_device: 
 
 def test_every_configuration_names_every_constant() -> None:
     names = set(CANDIDATES[0])
-    defaults = [default_configuration(n, 128, 8, torch.bfloat16) for n in (1, 9, 64, 256, 1024, 8192)]
+    defaults = [
+        default_configuration(n, 128, 8, torch.bfloat16) for n in (1, 9, 64, 256, 1024, 8192)
+    ]
     assert all(set(config) == names for config in [*CANDIDATES, *defaults])
     assert len({tuple(config.items()) for config in CANDIDATES}) == len(CANDIDATES)
     assert all(config in CANDIDATES for config in defaults)
@@ -217,5 +256,9 @@ def test_every_configuration_names_every_constant() -> None:
 
 def test_shape_classes_round_tokens_up() -> None:
     classes = [shape_class(n, 128, 8, 2048, 768, torch.bfloat16) for n in (33, 64, 65)]
-    assert classes[0] == classes[1] == "experts=128/top_k=8/hidden=2048/intermediate=768/bfloat16/tokens=64"
+    assert (
+        classes[0]
+        == classes[1]
+        == "experts=128/top_k=8/hidden=2048/intermediate=768/bfloat16/tokens=64"
+    )
     assert classes[2].endswith("tokens=128")

@@ -15,7 +15,8 @@ ROWS = {"ROWS": 4, "num_warps": 2}
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 4, 2), (13, 8, 3), (5, 6, 6), (3, 129, 8), (2, 512, 16)]
+    ("num_tokens", "num_experts", "top_k"),
+    [(0, 8, 2), (1, 4, 2), (13, 8, 3), (5, 6, 6), (3, 129, 8), (2, 512, 16)],
 )
 def test_routing_is_the_top_k_of_the_softmax(
     num_tokens: int, num_experts: int, top_k: int, renormalize: bool, triton_device: str
@@ -23,7 +24,9 @@ def test_routing_is_the_top_k_of_the_softmax(
     logits = torch.randn(num_tokens, num_experts)
     expected_weights, expected_ids = route_top_k_reference(logits, top_k, renormalize)
     for config in (None, ROWS):
-        weights, expert_ids = route_top_k_triton(logits.to(triton_device), top_k, renormalize, config)
+        weights, expert_ids = route_top_k_triton(
+            logits.to(triton_device), top_k, renormalize, config
+        )
         torch.testing.assert_close(weights.cpu(), expected_weights)
         assert torch.equal(expert_ids.cpu(), expected_ids)
 
@@ -53,7 +56,9 @@ def test_excluded_experts_are_taken_last_and_never_twice(triton_device: str) -> 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_a_broken_logit_spoils_its_token_and_no_other(bad: float, renormalize: bool, triton_device: str) -> None:
+def test_a_broken_logit_spoils_its_token_and_no_other(
+    bad: float, renormalize: bool, triton_device: str
+) -> None:
     logits = torch.randn(3, 6)
     logits[1, 4] = bad
     weights, expert_ids = route_top_k_triton(logits.to(triton_device), 2, renormalize, ROWS)
@@ -82,7 +87,9 @@ def test_alignment_gives_every_expert_whole_tiles_in_order(
     num_tokens: int, num_experts: int, top_k: int, block_m: int, triton_device: str
 ) -> None:
     expert_ids = torch.randint(-1, num_experts + 1, (num_tokens, top_k))
-    sorted_pairs, tile_experts, num_padded = align_pairs(expert_ids.to(triton_device), num_experts, block_m)
+    sorted_pairs, tile_experts, num_padded = align_pairs(
+        expert_ids.to(triton_device), num_experts, block_m
+    )
     expected_pairs: list[int] = []
     expected_experts: list[int] = []
     for expert in range(num_experts):
@@ -93,7 +100,11 @@ def test_alignment_gives_every_expert_whole_tiles_in_order(
     assert num_padded.tolist() == [len(expected_pairs)]
     assert sorted_pairs[: len(expected_pairs)].tolist() == expected_pairs
     assert tile_experts[: len(expected_experts)].tolist() == expected_experts
-    assert len(tile_experts) == max_num_tiles(num_tokens * top_k, num_experts, block_m) >= len(expected_experts)
+    assert (
+        len(tile_experts)
+        == max_num_tiles(num_tokens * top_k, num_experts, block_m)
+        >= len(expected_experts)
+    )
 
 
 def test_no_tile_is_kept_for_experts_that_cannot_all_be_chosen() -> None:

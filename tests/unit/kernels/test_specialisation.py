@@ -15,7 +15,12 @@ from baton_kernels.attention.triton_kernel import _paged_attention_kernel
 from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel, block_sums_triton
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel, copy_blocks_triton
 from baton_kernels.moe.gemm_triton import _combine_kernel, _down_kernel, _gate_up_kernel
-from baton_kernels.moe.routing_triton import _count_kernel, _place_kernel, _route_kernel, route_top_k_triton
+from baton_kernels.moe.routing_triton import (
+    _count_kernel,
+    _place_kernel,
+    _route_kernel,
+    route_top_k_triton,
+)
 from baton_kernels.moe.triton_kernel import run_experts_triton
 from baton_kernels.norm.triton_kernel import _rms_norm_kernel, add_rms_norm_triton
 from baton_kernels.sampling import triton_kernel as sampling
@@ -56,13 +61,25 @@ def sample(size: int) -> None:
 
 
 def experts(size: int) -> None:
-    config = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP_M": 2, "SWAP": 0, "num_warps": 4, "num_stages": 2}
+    config = {
+        "BLOCK_M": 16,
+        "BLOCK_N": 64,
+        "BLOCK_K": 32,
+        "GROUP_M": 2,
+        "SWAP": 0,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
     routed = route_top_k_triton(random(size, 4), 2, True)
-    run_experts_triton(random(size, 32), random(4, 64, 32), random(4, 32, 32), *routed, config=config)
+    run_experts_triton(
+        random(size, 32), random(4, 64, 32), random(4, 32, 32), *routed, config=config
+    )
 
 
 def attend(size: int) -> None:
-    triton_output(paged_case([(1, 700 + size)] * size, 4, 2, 16), "cuda", max_seqlen_q=1)  # long enough to be split
+    triton_output(
+        paged_case([(1, 700 + size)] * size, 4, 2, 16), "cuda", max_seqlen_q=1
+    )  # long enough to be split
 
 
 @pytest.mark.parametrize(
@@ -71,14 +88,29 @@ def attend(size: int) -> None:
         (norm, [_rms_norm_kernel]),
         (copy, [_copy_blocks_kernel]),
         (checksum, [_block_sums_kernel]),
-        (sample, [sampling._block_maxima_kernel, sampling._bounds_kernel, sampling._collect_kernel]),
+        (
+            sample,
+            [sampling._block_maxima_kernel, sampling._bounds_kernel, sampling._collect_kernel],
+        ),
         (sample, [sampling._draw_kernel, _greedy_tiles_kernel, _greedy_kernel]),
-        (experts, [_route_kernel, _count_kernel, _place_kernel, _gate_up_kernel, _down_kernel, _combine_kernel]),
+        (
+            experts,
+            [
+                _route_kernel,
+                _count_kernel,
+                _place_kernel,
+                _gate_up_kernel,
+                _down_kernel,
+                _combine_kernel,
+            ],
+        ),
         (attend, [_paged_attention_kernel, join_segments_kernel]),
     ],
     ids=["norm", "block copy", "block checksum", "sampling", "drawing", "experts", "attention"],
 )
-def test_batches_of_other_sizes_compile_nothing(launch: Callable[[int], None], kernels: list[Any]) -> None:
+def test_batches_of_other_sizes_compile_nothing(
+    launch: Callable[[int], None], kernels: list[Any]
+) -> None:
     def compiled() -> list[int]:
         torch.cuda.synchronize()
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from baton_kernels import configurations
-from baton_kernels.configurations import Configuration, answering, configuration, read_table, table_file, write_table
+from baton_kernels.configurations import (
+    Configuration,
+    answering,
+    configuration,
+    read_table,
+    table_file,
+    write_table,
+)
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CPU = torch.device("cpu")
@@ -50,7 +57,11 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 def subject(selection, kernel: FakeKernel, candidates: list[Configuration]):
     return selection.Subject(
-        "fake", kernel.launch, kernel.correct, kernel.seconds, lambda operation, shape_class: candidates
+        "fake",
+        kernel.launch,
+        kernel.correct,
+        kernel.seconds,
+        lambda operation, shape_class: candidates,
     )
 
 
@@ -60,7 +71,9 @@ def tiles(*sizes: int) -> list[Configuration]:
 
 def test_the_fastest_correct_candidate_wins(selection) -> None:
     kernel = FakeKernel({16: 1.0, 8: 0.1, 32: 0.7, 64: 0.6, 128: 0.8})
-    (choice,) = selection.choose(subject(selection, kernel, tiles(8, 32, 64, 128, 512)), deadline=float("inf"))
+    (choice,) = selection.choose(
+        subject(selection, kernel, tiles(8, 32, 64, 128, 512)), deadline=float("inf")
+    )
     assert (choice.operation, choice.shape_class) == ("fake", "large")
     assert choice.config == {"tile": 64, "num_warps": 4}
     assert (choice.seconds, choice.default_seconds) == (0.6, 1.0)
@@ -77,7 +90,9 @@ def test_a_candidate_within_the_noise_does_not_replace_the_default(selection) ->
 
 def test_candidates_of_another_kernel_of_the_operation_are_not_tried(selection) -> None:
     kernel = FakeKernel({16: 1.0})
-    (choice,) = selection.choose(subject(selection, kernel, [{"rows": 4}, DEFAULT]), deadline=float("inf"))
+    (choice,) = selection.choose(
+        subject(selection, kernel, [{"rows": 4}, DEFAULT]), deadline=float("inf")
+    )
     assert choice.num_tried == 0
 
 
@@ -91,7 +106,9 @@ def test_a_wrong_default_is_an_error(selection) -> None:
 def test_nothing_is_tried_after_the_deadline(selection) -> None:
     kernel = FakeKernel({16: 1.0, 32: 0.5, 64: 0.1})
     times = iter([0.0, 2.0])
-    (choice,) = selection.choose(subject(selection, kernel, tiles(32, 64)), deadline=1.0, now=lambda: next(times))
+    (choice,) = selection.choose(
+        subject(selection, kernel, tiles(32, 64)), deadline=1.0, now=lambda: next(times)
+    )
     assert (choice.num_tried, choice.num_untried) == (1, 1)
     assert choice.config == {"tile": 32, "num_warps": 4}
 
@@ -112,7 +129,9 @@ def test_two_kernels_of_one_call_are_tuned_one_after_the_other(selection) -> Non
         second = configuration("fake", "second", CPU, DEFAULT)["tile"]
         return cost[first] + cost[second]
 
-    work = selection.Subject("fake", launch, lambda: True, launch, lambda operation, shape_class: tiles(32))
+    work = selection.Subject(
+        "fake", launch, lambda: True, launch, lambda operation, shape_class: tiles(32)
+    )
     first, second = selection.choose(work, deadline=float("inf"))
     assert (first.seconds, first.default_seconds) == (6, 8)
     assert (second.seconds, second.default_seconds) == (4, 6)
@@ -124,7 +143,9 @@ def test_an_answer_holds_within_its_block_only() -> None:
     assert configuration("fake", "large", CPU, DEFAULT) == DEFAULT
 
 
-def test_a_launch_finds_its_class_in_the_devices_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launch_finds_its_class_in_the_devices_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     write_table(tmp_path / "cpu.json", {"fake": {"large": {"tile": 64}}})
     monkeypatch.setattr(configurations, "table_file", lambda key: tmp_path / f"{key}.json")
     configurations._table.cache_clear()

@@ -74,7 +74,9 @@ async def serving(server: Any) -> AsyncIterator[KubeClient]:
         await runner.cleanup()
 
 
-async def streamed(request: web.Request, *chunks: str, cut: bool = False, hang: bool = False) -> web.StreamResponse:
+async def streamed(
+    request: web.Request, *chunks: str, cut: bool = False, hang: bool = False
+) -> web.StreamResponse:
     """Answer with `chunks`; then end, or abort the connection, or send nothing more."""
     response = web.StreamResponse()
     await response.prepare(request)
@@ -94,7 +96,9 @@ def event(kind: str, obj: Object) -> str:
 
 
 def pod(name: str, version: int) -> Object:
-    return {"metadata": {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}}
+    return {
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
+    }
 
 
 async def until(check: Callable[[], bool], what: str) -> None:

@@ -30,7 +30,9 @@ async def kube(server: ApiServer) -> AsyncIterator[KubeClient]:
         yield kube
 
 
-def answers(server: ApiServer, *bodies: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+def answers(
+    server: ApiServer, *bodies: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> None:
     """Answer one request after the other with `bodies`, the last of them from then on."""
     left = list(bodies)
 
@@ -50,7 +52,9 @@ def hangs(server: ApiServer) -> None:
     server.handler = handler
 
 
-async def watched(kube: KubeClient, silence_s: float = 60.0, **selectors: str) -> list[tuple[str, str]]:
+async def watched(
+    kube: KubeClient, silence_s: float = 60.0, **selectors: str
+) -> list[tuple[str, str]]:
     seen = []
     watch = kube.watch(PODS, "7", timeout_s=30.0, silence_s=silence_s, **selectors)
     async with aclosing(watch) as events:
@@ -65,7 +69,10 @@ async def watched(kube: KubeClient, silence_s: float = 60.0, **selectors: str) -
 async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeClient) -> None:
     first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
     answers(server, first, {"metadata": {"resourceVersion": "7"}, "items": [pod("b", 2)]})
-    assert await kube.list(PODS, label_selector="a in (b,c)", field_selector="x=y") == ([pod("a", 1), pod("b", 2)], "7")
+    assert await kube.list(PODS, label_selector="a in (b,c)", field_selector="x=y") == (
+        [pod("a", 1), pod("b", 2)],
+        "7",
+    )
     selectors = {"labelSelector": "a in (b,c)", "fieldSelector": "x=y"}
     assert [asked.query for asked in server.asked] == [
         {**selectors, "limit": "500"},
@@ -73,7 +80,9 @@ async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeC
     ]
 
 
-async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(server: ApiServer, kube: KubeClient) -> None:
+async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(
+    server: ApiServer, kube: KubeClient
+) -> None:
     first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
     answers(server, first, {"metadata": {"resourceVersion": "7"}, "items": None})
     assert await kube.list(PODS, not_older_than="0") == ([pod("a", 1)], "7")
@@ -83,7 +92,9 @@ async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(server
     ]
 
 
-async def test_each_write_has_its_verb_type_and_options(server: ApiServer, kube: KubeClient) -> None:
+async def test_each_write_has_its_verb_type_and_options(
+    server: ApiServer, kube: KubeClient
+) -> None:
     answers(server, {"kind": "Pod"})
     verbs: list[tuple[str, str, int]] = []
     kube.on_request = lambda verb, path, code: verbs.append((verb, path, code))
@@ -96,18 +107,38 @@ async def test_each_write_has_its_verb_type_and_options(server: ApiServer, kube:
     await kube.delete(path)
     await kube.get(path, metadata_only=True, query=[("a", "b")])
     options = {"apiVersion": "v1", "kind": "DeleteOptions"}
-    full = {**options, "preconditions": {"uid": "u"}, "gracePeriodSeconds": 0, "propagationPolicy": "Background"}
-    assert [(asked.method, asked.content_type, asked.query, asked.body) for asked in server.asked] == [
+    full = {
+        **options,
+        "preconditions": {"uid": "u"},
+        "gracePeriodSeconds": 0,
+        "propagationPolicy": "Background",
+    }
+    assert [
+        (asked.method, asked.content_type, asked.query, asked.body) for asked in server.asked
+    ] == [
         ("POST", "application/json", {"fieldManager": "me"}, {"n": 1}),
         ("PUT", "application/json", {}, {"n": 2}),
         ("PATCH", "application/merge-patch+json", {}, {"n": None}),
-        ("PATCH", "application/apply-patch+yaml", {"fieldManager": "me", "force": "true"}, {"n": 4}),
+        (
+            "PATCH",
+            "application/apply-patch+yaml",
+            {"fieldManager": "me", "force": "true"},
+            {"n": 4},
+        ),
         ("DELETE", "application/json", {}, full),
         ("DELETE", "application/json", {}, options),
         ("GET", "application/json", {"a": "b"}, None),
     ]
     assert server.asked[-1].accept.startswith("application/json;as=PartialObjectMetadata;")
-    assert [verb for verb, _, _ in verbs] == ["create", "update", "patch", "apply", "delete", "delete", "get"]
+    assert [verb for verb, _, _ in verbs] == [
+        "create",
+        "update",
+        "patch",
+        "apply",
+        "delete",
+        "delete",
+        "get",
+    ]
     assert verbs[0][1:] == (PODS, 200)
 
 
@@ -116,7 +147,11 @@ async def test_a_refusal_has_code_reason_and_message(server: ApiServer, kube: Ku
     answers(server, status, status=409)
     with pytest.raises(KubeError, match=r'^pods "a" already exists$') as caught:
         await kube.create(PODS, {})
-    assert (caught.value.status, caught.value.reason, caught.value.retry_after_s) == (409, "AlreadyExists", None)
+    assert (caught.value.status, caught.value.reason, caught.value.retry_after_s) == (
+        409,
+        "AlreadyExists",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,23 +159,39 @@ async def test_a_refusal_has_code_reason_and_message(server: ApiServer, kube: Ku
     [
         ({"message": "slow down"}, {"Retry-After": "3"}, "slow down", 3.0),
         ({"message": "slow down", "details": {"retryAfterSeconds": 2}}, {}, "slow down", 2.0),
-        ({"message": "later", "details": "odd"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, "later", None),
+        (
+            {"message": "later", "details": "odd"},
+            {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"},
+            "later",
+            None,
+        ),
         ("<html>busy</html>", {"Retry-After": "1"}, "<html>busy</html>", 1.0),
         ("[]", {}, "[]", None),
         ("", {}, "HTTP 429", None),
     ],
 )
 async def test_any_refusal_can_be_read(
-    server: ApiServer, kube: KubeClient, body: Any, headers: dict[str, str], message: str, retry_after_s: float | None
+    server: ApiServer,
+    kube: KubeClient,
+    body: Any,
+    headers: dict[str, str],
+    message: str,
+    retry_after_s: float | None,
 ) -> None:
     answers(server, body, status=429, headers=headers)
     with pytest.raises(KubeError) as caught:
         await kube.get(PODS)
-    assert (caught.value.status, str(caught.value), caught.value.retry_after_s) == (429, message, retry_after_s)
+    assert (caught.value.status, str(caught.value), caught.value.retry_after_s) == (
+        429,
+        message,
+        retry_after_s,
+    )
 
 
 @pytest.mark.parametrize("body", ["<html>maintenance</html>", "[1]", ""])
-async def test_an_answer_that_is_no_object_counts_as_no_answer(server: ApiServer, kube: KubeClient, body: str) -> None:
+async def test_an_answer_that_is_no_object_counts_as_no_answer(
+    server: ApiServer, kube: KubeClient, body: str
+) -> None:
     answers(server, body)
     with pytest.raises(ConnectionError, match=r"not JSON|not a JSON object"):
         await kube.get(PODS)
@@ -157,7 +208,9 @@ async def test_a_server_that_is_away_is_a_connection_error() -> None:
     assert codes == [0, 0]
 
 
-async def test_a_request_has_a_deadline(server: ApiServer, kube: KubeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_has_a_deadline(
+    server: ApiServer, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 0.2)
     hangs(server)
     with pytest.raises(TimeoutError, match=r"GET .*: no answer within 0.2 s"):
@@ -184,8 +237,12 @@ async def test_writes_take_no_longer_than_allowed_and_are_not_sent_when_forbidde
 # Watches -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_watch_yields_events_and_bookmarks_until_its_end(server: ApiServer, kube: KubeClient) -> None:
-    server.handler = lambda request: streamed(request, event("ADDED", pod("a", 8)) + event("BOOKMARK", pod("", 9)))
+async def test_a_watch_yields_events_and_bookmarks_until_its_end(
+    server: ApiServer, kube: KubeClient
+) -> None:
+    server.handler = lambda request: streamed(
+        request, event("ADDED", pod("a", 8)) + event("BOOKMARK", pod("", 9))
+    )
     seen: list[tuple[str, str, int]] = []
     kube.on_request = lambda verb, path, code: seen.append((verb, path, code))
     assert await watched(kube, label_selector="a=b") == [("ADDED", "8"), ("BOOKMARK", "9")]
@@ -199,13 +256,22 @@ async def test_a_watch_yields_events_and_bookmarks_until_its_end(server: ApiServ
     assert seen == [("watch", PODS, 200)]
 
 
-async def test_an_error_event_and_a_refused_watch_are_refusals(server: ApiServer, kube: KubeClient) -> None:
-    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+async def test_an_error_event_and_a_refused_watch_are_refusals(
+    server: ApiServer, kube: KubeClient
+) -> None:
+    gone = {
+        "kind": "Status",
+        "code": 410,
+        "reason": "Expired",
+        "message": "too old resource version",
+    }
     server.handler = lambda request: streamed(request, event("ERROR", gone))
     with pytest.raises(KubeError, match="too old") as caught:
         await watched(kube)
     assert (caught.value.status, caught.value.reason) == (410, "Expired")
-    answers(server, {"reason": "Forbidden", "message": "no"}, status=403, headers={"Retry-After": "1"})
+    answers(
+        server, {"reason": "Forbidden", "message": "no"}, status=403, headers={"Retry-After": "1"}
+    )
     with pytest.raises(KubeError, match="no") as caught:
         await watched(kube)
     assert (caught.value.status, caught.value.retry_after_s) == (403, 1.0)
@@ -218,7 +284,9 @@ async def test_a_silent_watch_times_out(server: ApiServer, kube: KubeClient) -> 
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_half_an_event_is_a_broken_connection(server: ApiServer, kube: KubeClient, cut: bool) -> None:
+async def test_half_an_event_is_a_broken_connection(
+    server: ApiServer, kube: KubeClient, cut: bool
+) -> None:
     line = event("ADDED", pod("a", 8))
     server.handler = lambda request: streamed(request, line[: len(line) // 2], cut=cut)
     with pytest.raises(ConnectionError):
@@ -234,25 +302,35 @@ async def test_an_event_may_be_as_large_as_an_object(server: ApiServer, kube: Ku
 # Connections ---------------------------------------------------------------------------------------------------------
 
 
-async def test_rotated_tokens_are_used_by_requests_and_sessions(server: ApiServer, kube: KubeClient) -> None:
+async def test_rotated_tokens_are_used_by_requests_and_sessions(
+    server: ApiServer, kube: KubeClient
+) -> None:
     answers(server, {})
     configuration = kube._api.configuration
     configuration.api_key["BearerToken"] = "Bearer 0"
     rotations = iter(range(1, 10))
-    configuration.refresh_api_key_hook = lambda c: c.api_key.update(BearerToken=f"Bearer {next(rotations)}")
+    configuration.refresh_api_key_hook = lambda c: c.api_key.update(
+        BearerToken=f"Bearer {next(rotations)}"
+    )
     order: list[str] = []
 
-    async def seen(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    async def seen(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
         order.append(request.headers.get("Authorization", ""))
         return await handler(request)
 
     await kube.get(PODS)
     async with kube.http_session(seen) as session:
         for _ in range(2):
-            async with session.get(kube.server + PODS, headers={"Authorization": "theirs"}) as response:
+            async with session.get(
+                kube.server + PODS, headers={"Authorization": "theirs"}
+            ) as response:
                 assert response.status == 200
     assert [asked.token for asked in server.asked] == ["Bearer 1", "Bearer 2", "Bearer 3"]
-    assert order == ["theirs", "theirs"], "the given middlewares are outside of the one that sets the token"
+    assert order == ["theirs", "theirs"], (
+        "the given middlewares are outside of the one that sets the token"
+    )
 
 
 async def test_a_token_that_cannot_be_read_counts_as_no_answer(kube: KubeClient) -> None:
@@ -273,7 +351,11 @@ async def test_the_proxy_of_the_environment_is_used_for_all_requests(
     cluster = {"name": "c", "cluster": {"server": "http://kube.invalid"}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
     users = [{"name": "u", "user": {}}]
-    path.write_text(json.dumps({"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}))
+    path.write_text(
+        json.dumps(
+            {"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}
+        )
+    )
     monkeypatch.setenv("http_proxy", kube.server)
     async with connect(path) as proxied, proxied.http_session() as session:
         await proxied.get(PODS)
@@ -288,7 +370,9 @@ async def test_the_proxy_of_the_environment_is_used_for_all_requests(
 
 
 @pytest.mark.parametrize("server", ["https://[::1]:6443", "https://10.96.0.1:443"])
-async def test_a_server_without_proxy_is_named_by_its_address(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_without_proxy_is_named_by_its_address(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "")
     assert client._environment_proxy(server) == "http://proxy:3128"
@@ -304,7 +388,11 @@ async def test_the_password_of_a_proxy_is_in_no_error(
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
     cluster = {"name": "c", "cluster": {"server": "https://kube.invalid"}}
     users = [{"name": "u", "user": {}}]
-    path.write_text(json.dumps({"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}))
+    path.write_text(
+        json.dumps(
+            {"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users}
+        )
+    )
     monkeypatch.setenv("https_proxy", kube.server.replace("//", "//user:secret@"))
     async with connect(path) as proxied:
         with pytest.raises(ConnectionError) as raised:
@@ -312,8 +400,12 @@ async def test_the_password_of_a_proxy_is_in_no_error(
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"])
-async def test_a_kubeconfig_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"]
+)
+async def test_a_kubeconfig_that_is_missing_or_broken_is_named(
+    tmp_path: Path, content: str | None
+) -> None:
     path = tmp_path / "kubeconfig"
     if content is not None:
         path.write_text(content)

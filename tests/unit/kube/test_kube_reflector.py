@@ -49,12 +49,16 @@ class Pods:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.refusals:
-            return web.json_response({}, status=self.refusals.pop(0), headers={"Retry-After": self.retry_after})
+            return web.json_response(
+                {}, status=self.refusals.pop(0), headers={"Retry-After": self.retry_after}
+            )
         if "watch" in request.query:
             return await self._watch(request)
         self.lists.append(dict(request.query))
         items = list(self.objects.values())
-        return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+        return web.json_response(
+            {"metadata": {"resourceVersion": str(self.version)}, "items": items}
+        )
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         since, cut = int(request.query["resourceVersion"]), self.cut
@@ -74,7 +78,9 @@ class Pods:
                     since = version
             if self.bookmarks and self.version > since:
                 since = self.version
-                await response.write(event("BOOKMARK", {"metadata": {"resourceVersion": str(since)}}).encode())
+                await response.write(
+                    event("BOOKMARK", {"metadata": {"resourceVersion": str(since)}}).encode()
+                )
             await asyncio.sleep(0.01)
         assert request.transport
         request.transport.abort()
@@ -90,7 +96,9 @@ class Mirror:
         mirror.subscribe(lambda old, new: self.heard.append((_version(old), _version(new))))
 
     async def shows(self, *names: str) -> None:
-        await until(lambda: set(self.mirror.objects) == {f"ns/{name}" for name in names}, f"{names}")
+        await until(
+            lambda: set(self.mirror.objects) == {f"ns/{name}" for name in names}, f"{names}"
+        )
 
 
 def _version(obj: Object | None) -> str | None:
@@ -128,7 +136,9 @@ async def test_changes_arrive_and_listeners_get_each_once() -> None:
         await mirror.shows("a")
     assert mirror.heard == [(None, "2"), (None, "3"), ("2", "4"), ("3", None)]
     selectors = {"labelSelector": "x=y", "fieldSelector": "spec.nodeName=n"}
-    assert mirror.pods.lists == [{**selectors, "resourceVersion": "0", "resourceVersionMatch": "NotOlderThan"}]
+    assert mirror.pods.lists == [
+        {**selectors, "resourceVersion": "0", "resourceVersionMatch": "NotOlderThan"}
+    ]
 
 
 async def test_a_watch_that_is_cut_continues_from_the_last_version() -> None:
@@ -174,7 +184,9 @@ async def test_a_lost_deletion_heals_at_the_relist() -> None:
     assert mirror.pods.lists[1] == {"limit": "500"}
 
 
-async def test_a_server_that_never_ends_a_watch_cannot_stop_the_relist(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_never_ends_a_watch_cannot_stop_the_relist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reflector, "END_GRACE_S", 0.1)
     async with mirrored(relist_s=0.5) as mirror:
         mirror.pods.endless = True

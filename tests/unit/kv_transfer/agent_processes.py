@@ -38,7 +38,9 @@ class OwnerMethods:
         self.words = np.arange(NUM_BLOCKS * BLOCK_WORDS, dtype=np.int64)
         self.spare = np.arange(BLOCK_WORDS, dtype=np.int64)
         self.agent = create_agent(name, transport)
-        self.registered = self.agent.register_memory([(self.words.ctypes.data, self.words.nbytes, 0, "kv")])
+        self.registered = self.agent.register_memory(
+            [(self.words.ctypes.data, self.words.nbytes, 0, "kv")]
+        )
         self.spare_registered = False
         self.posted: XferHandle | None = None
 
@@ -160,7 +162,9 @@ class Side:
         local = self.agent.prep_xfer_dlist(INIT_AGENT, block_rows(self.words.ctypes.data))
         return local, self.agent.prep_xfer_dlist("owner", block_rows(self.base))
 
-    def make(self, op: str, ours: Sequence[int], theirs: Sequence[int], notif: bytes = b"") -> XferHandle:
+    def make(
+        self, op: str, ours: Sequence[int], theirs: Sequence[int], notif: bytes = b""
+    ) -> XferHandle:
         return self.agent.make_prepped_xfer(op, self.local, ours, self.remote, theirs, notif)
 
     def make_everything(self, op: str, notif: bytes = b"", times: int = 1) -> XferHandle:

@@ -11,7 +11,14 @@ import zmq
 
 from baton_kv_transfer import auth, checksum, side_channel
 from baton_kv_transfer.agent import INIT_AGENT, DlistHandle, XferHandle
-from baton_kv_transfer.connector import BlockLoad, ConnectorStats, HeadRange, KVCacheLayout, LoadResult, RankAddress
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    ConnectorStats,
+    HeadRange,
+    KVCacheLayout,
+    LoadResult,
+    RankAddress,
+)
 from baton_kv_transfer.consumer import ConsumerSide
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import HostKVMemory, KVMemory, slot_rows
@@ -27,7 +34,9 @@ WAIT_MS = 60_000
 KEY = ServiceKey(b"the key of these producers")
 NUM_HEADS = 4
 ALL_HEADS = HeadRange(0, NUM_HEADS)
-WHOLE = KVCacheLayout(num_blocks=24, num_kv_heads=NUM_HEADS, num_layers=1, block_size=2, head_dim=4, dtype="float32")
+WHOLE = KVCacheLayout(
+    num_blocks=24, num_kv_heads=NUM_HEADS, num_layers=1, block_size=2, head_dim=4, dtype="float32"
+)
 HEAD_NBYTES = WHOLE.head_nbytes
 BLOCK_NBYTES = WHOLE.block_nbytes
 
@@ -216,7 +225,11 @@ class Worker:
         return slots
 
     def published(
-        self, subscribe: Subscribe, indices: Sequence[int], last: bool = False, written: bool = False
+        self,
+        subscribe: Subscribe,
+        indices: Sequence[int],
+        last: bool = False,
+        written: bool = False,
     ) -> Publish:
         """What an honest producer says of these blocks."""
         slots = self.fill(subscribe.transfer_id, indices)
@@ -230,7 +243,9 @@ class Worker:
                 chain_hash=chain_hash(subscribe.transfer_id, index),
                 heads=subscribe.heads,
             )
-            blocks.append(PublishedBlock(index, slot, chain_hash(subscribe.transfer_id, index), proof))
+            blocks.append(
+                PublishedBlock(index, slot, chain_hash(subscribe.transfer_id, index), proof)
+            )
         return Publish(subscribe.transfer_id, subscribe.generation, blocks, last, written)
 
     def write(
@@ -243,16 +258,32 @@ class Worker:
         """Pushes published blocks; returns the state of the transfer."""
         ours, theirs = self.push_lists(subscribe.heads, consumer_layout)
         assert subscribe.push_slots is not None
-        slots = [subscribe.push_slots[block.index - subscribe.first_block_index] for block in blocks]
-        handle = self.agent.make_prepped_xfer("WRITE", ours, [block.slot for block in blocks], theirs, slots)
-        notif = side_channel.encode(notification) if isinstance(notification, Publish) else notification
+        slots = [
+            subscribe.push_slots[block.index - subscribe.first_block_index] for block in blocks
+        ]
+        handle = self.agent.make_prepped_xfer(
+            "WRITE", ours, [block.slot for block in blocks], theirs, slots
+        )
+        notif = (
+            side_channel.encode(notification) if isinstance(notification, Publish) else notification
+        )
         return self.agent.transfer(handle, notif)
 
-    def push_lists(self, heads: HeadRange, consumer_layout: KVCacheLayout) -> tuple[DlistHandle, DlistHandle]:
+    def push_lists(
+        self, heads: HeadRange, consumer_layout: KVCacheLayout
+    ) -> tuple[DlistHandle, DlistHandle]:
         assert self.described is not None
         name = self.agent.add_remote_agent(self.described.agent_metadata)
-        here = slot_rows(self.memory.base_address, self.memory.num_slots, self.layout, heads, device_id=0)
-        there = slot_rows(self.described.base_address, self.described.num_slots, consumer_layout, heads, device_id=0)
+        here = slot_rows(
+            self.memory.base_address, self.memory.num_slots, self.layout, heads, device_id=0
+        )
+        there = slot_rows(
+            self.described.base_address,
+            self.described.num_slots,
+            consumer_layout,
+            heads,
+            device_id=0,
+        )
         return self.agent.prep_xfer_dlist(INIT_AGENT, here), self.agent.prep_xfer_dlist(name, there)
 
 
@@ -285,7 +316,11 @@ class Rig:
         self.clock = Clock()
         self.layout = layout_of(heads)
         self.blocks = np.full((WHOLE.num_blocks, self.layout.block_nbytes), 0xEE, dtype=np.uint8)
-        self.memory = memory(self.blocks, self.layout) if memory else HostKVMemory(self.blocks.ctypes.data, self.layout)
+        self.memory = (
+            memory(self.blocks, self.layout)
+            if memory
+            else HostKVMemory(self.blocks.ctypes.data, self.layout)
+        )
         self.agent = HeldAgent("D/0")
         self.agent.register_memory(
             [(self.memory.base_address, self.memory.num_slots * self.layout.block_nbytes, 0, "")]
@@ -314,16 +349,33 @@ class Rig:
             self.clock,
         )
         self.consumer = ConsumerSide(
-            self.context, finished=self._finished, fenced=lambda: self.fenced.append(self.agent.num_fences)
+            self.context,
+            finished=self._finished,
+            fenced=lambda: self.fenced.append(self.agent.num_fences),
         )
 
     def close(self) -> None:
         self.consumer.close()
         self.agent.close()
 
-    def begin(self, transfer_id: str, worker: Worker, block_ids: Sequence[int], first: int = 0, port: int = 0) -> None:
+    def begin(
+        self,
+        transfer_id: str,
+        worker: Worker,
+        block_ids: Sequence[int],
+        first: int = 0,
+        port: int = 0,
+    ) -> None:
         hashes = [chain_hash(transfer_id, first + position) for position in range(len(block_ids))]
-        wish = BlockLoad(transfer_id, HOST, port or worker.port, worker.instance_id, first, list(block_ids), hashes)
+        wish = BlockLoad(
+            transfer_id,
+            HOST,
+            port or worker.port,
+            worker.instance_id,
+            first,
+            list(block_ids),
+            hashes,
+        )
         self.wishes[transfer_id] = wish
         self.consumer.begin(wish)
 
@@ -349,7 +401,9 @@ class Rig:
         worker.described = worker.receive(side_channel.Describe).memory
         self.tell(worker, worker.description())
 
-    def subscribed(self, transfer_id: str, worker: Worker, block_ids: Sequence[int], first: int = 0) -> Subscribe:
+    def subscribed(
+        self, transfer_id: str, worker: Worker, block_ids: Sequence[int], first: int = 0
+    ) -> Subscribe:
         """A load from a single worker, up to its SUBSCRIBE; greets if that was not done."""
         greeted = any(peer.ready for peer in self.consumer.peers())
         self.begin(transfer_id, worker, block_ids, first)
@@ -362,7 +416,9 @@ class Rig:
         wish, heads = self.wishes[transfer_id], self.layout.heads
         for position in range(num_blocks):
             whole = content(transfer_id, wish.first_block_index + position)
-            if (self.blocks[wish.block_ids[position]] != whole[heads.first : heads.end].reshape(-1)).any():
+            if (
+                self.blocks[wish.block_ids[position]] != whole[heads.first : heads.end].reshape(-1)
+            ).any():
                 return False
         return True
 
@@ -404,6 +460,10 @@ class Staging:
             blocks[list(block_ids), columns] = self._slots[list(slots), columns]
 
         self.memory = StagedKVMemory(
-            self._slots.ctypes.data, self.num_slots, layout, copy_out=lambda *_: None, copy_in=copy_in
+            self._slots.ctypes.data,
+            self.num_slots,
+            layout,
+            copy_out=lambda *_: None,
+            copy_in=copy_in,
         )
         return self.memory

@@ -19,7 +19,14 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.connector import BlockLoad, BlockSave, ConnectorMetadata, HeadRange, KVCacheLayout, LoadResult
+from baton_kv_transfer.connector import (
+    BlockLoad,
+    BlockSave,
+    ConnectorMetadata,
+    HeadRange,
+    KVCacheLayout,
+    LoadResult,
+)
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import library
@@ -29,7 +36,9 @@ library.load()  # here, for the fork server: it takes longer than most tests. Wh
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
-LAYOUT = KVCacheLayout(num_blocks=64, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32")
+LAYOUT = KVCacheLayout(
+    num_blocks=64, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32"
+)
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
@@ -46,7 +55,9 @@ def _fork_server() -> ForkServerContext:
     """Forks from a process that has imported this module."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it is not told where modules are
+    with mock.patch.dict(
+        os.environ, PYTHONPATH=os.pathsep.join(sys.path)
+    ):  # it is not told where modules are
         forkserver.ensure_running()
     return context
 
@@ -142,7 +153,12 @@ class _EngineMethods:
         self.memory.damaged[block_id] = self.words[block_id]
 
     def holds(self, block_id: int, value: int) -> bool:
-        return bool((self.words[block_id] == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)).all())
+        return bool(
+            (
+                self.words[block_id]
+                == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
+            ).all()
+        )
 
     def poll(self) -> tuple[set[str], dict[str, LoadResult]]:
         output = self.connector.get_finished()
@@ -161,7 +177,9 @@ class _EngineMethods:
         self.connector.shutdown()
 
 
-def _run_engine(pipe: Connection, config: KVTransferConfig, instance_id: str, compatibility_hash: str) -> None:
+def _run_engine(
+    pipe: Connection, config: KVTransferConfig, instance_id: str, compatibility_hash: str
+) -> None:
     logging.basicConfig(level=logging.INFO)
     methods = _EngineMethods(config, instance_id, compatibility_hash)
     _serve(pipe, methods, methods.connector.port)
@@ -183,7 +201,12 @@ class Engine(_Process):
         transport: str = "ucx",
     ) -> None:
         config = KVTransferConfig(
-            role=role, port=port, lease_s=lease_s, load_timeout_s=load_timeout_s, mode=mode, transport=transport
+            role=role,
+            port=port,
+            lease_s=lease_s,
+            load_timeout_s=load_timeout_s,
+            mode=mode,
+            transport=transport,
         )
         super().__init__(_run_engine, config, instance_id, compatibility_hash)
         self.instance_id = instance_id
@@ -192,10 +215,14 @@ class Engine(_Process):
     def offer(self, transfer_id: str, consumer: str) -> None:
         self.call("start", ConnectorMetadata(offers={transfer_id: consumer}))
 
-    def load(self, transfer_id: str, producer: Engine, block_ids: list[int], first: int = 0, of: str = "") -> None:
+    def load(
+        self, transfer_id: str, producer: Engine, block_ids: list[int], first: int = 0, of: str = ""
+    ) -> None:
         """Loads blocks first, first + 1, ... of transfer_id (or, wrongly, of another one's tokens)."""
         hashes = [chain_hash(of or transfer_id, first + i) for i in range(len(block_ids))]
-        load = BlockLoad(transfer_id, HOST, producer.port, producer.instance_id, first, block_ids, hashes)
+        load = BlockLoad(
+            transfer_id, HOST, producer.port, producer.instance_id, first, block_ids, hashes
+        )
         self.call("start", ConnectorMetadata(loads=[load]))
 
     def cancel(self, transfer_id: str) -> None:
@@ -214,7 +241,11 @@ class Engine(_Process):
         return self.call("poll")[1][transfer_id]
 
     def wait_sent(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> None:
-        wait_for(f"finished_sending of {transfer_id}", lambda: transfer_id in self.call("poll")[0], timeout_s)
+        wait_for(
+            f"finished_sending of {transfer_id}",
+            lambda: transfer_id in self.call("poll")[0],
+            timeout_s,
+        )
 
     def sent(self, transfer_id: str) -> bool:
         return transfer_id in self.call("poll")[0]

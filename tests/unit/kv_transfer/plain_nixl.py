@@ -42,21 +42,32 @@ class PlainMethods:
                 case side_channel.Hello() as hello:
                     consumer_id, consumer_nonce = hello.instance_id, hello.nonce
                     proof = self._proof(auth.PRODUCER, consumer_nonce, nonce, consumer_id, NAME)
-                    answer = side_channel.Welcome(hello.version, hello.compatibility_hash, NAME, nonce, proof)
+                    answer = side_channel.Welcome(
+                        hello.version, hello.compatibility_hash, NAME, nonce, proof
+                    )
                 case side_channel.Describe() as describe:
-                    assert describe.proof == self._proof(auth.CONSUMER, consumer_nonce, nonce, consumer_id, NAME)
+                    assert describe.proof == self._proof(
+                        auth.CONSUMER, consumer_nonce, nonce, consumer_id, NAME
+                    )
                     theirs = describe.memory
                     ranks = [RankAddress(HOST, self.port, LAYOUT.heads)]
                     answer = side_channel.Description(LAYOUT, self._memory(), 15.0, ranks)
                 case side_channel.Subscribe() as wish:
                     blocks = [
-                        PublishedBlock(i, block_id, chain_hash(transfer_id, i), self._checksum(wish, i, block_id))
+                        PublishedBlock(
+                            i,
+                            block_id,
+                            chain_hash(transfer_id, i),
+                            self._checksum(wish, i, block_id),
+                        )
                         for i, block_id in enumerate(block_ids)
                     ]
                     push = wish.push_slots is not None
                     if push:
                         self._move("WRITE", theirs, wish.push_slots, block_ids)
-                    answer = side_channel.Publish(transfer_id, wish.generation, blocks, last=True, written=push)
+                    answer = side_channel.Publish(
+                        transfer_id, wish.generation, blocks, last=True, written=push
+                    )
                 case side_channel.Release() as release:
                     if theirs is not None:
                         released = side_channel.Released(transfer_id, release.generation)
@@ -66,7 +77,9 @@ class PlainMethods:
                     continue
             self.router.send_multipart([identity, side_channel.encode(answer)])
 
-    def consume(self, port: int, producer_id: str, transfer_id: str, block_ids: list[int], push: bool) -> None:
+    def consume(
+        self, port: int, producer_id: str, transfer_id: str, block_ids: list[int], push: bool
+    ) -> None:
         """Fetches a transfer's blocks into these, or has them written there."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
@@ -78,10 +91,17 @@ class PlainMethods:
             return side_channel.decode_to_consumer(socket.recv())
 
         welcome = ask(side_channel.Hello(side_channel.VERSION, "same", NAME, producer_id, nonce))
-        proofs = [self._proof(role, nonce, welcome.nonce, NAME, producer_id) for role in (auth.PRODUCER, auth.CONSUMER)]
+        proofs = [
+            self._proof(role, nonce, welcome.nonce, NAME, producer_id)
+            for role in (auth.PRODUCER, auth.CONSUMER)
+        ]
         assert welcome.proof == proofs[0]
-        theirs = ask(side_channel.Describe(proofs[1], LAYOUT, self._memory() if push else None)).memory
-        wish = side_channel.Subscribe(transfer_id, 77, LAYOUT.heads, 0, 1, 0, block_ids if push else None)
+        theirs = ask(
+            side_channel.Describe(proofs[1], LAYOUT, self._memory() if push else None)
+        ).memory
+        wish = side_channel.Subscribe(
+            transfer_id, 77, LAYOUT.heads, 0, 1, 0, block_ids if push else None
+        )
         publish = ask(wish)
         assert publish.last
         assert publish.written is push
@@ -89,20 +109,35 @@ class PlainMethods:
             self._move("READ", theirs, [block.slot for block in publish.blocks], block_ids)
         for block, block_id in zip(publish.blocks, block_ids, strict=True):
             assert block.checksum == self._checksum(wish, block.index, block_id)
-        socket.send(side_channel.encode(side_channel.Release(transfer_id, 77, 0, 1, completed=True)))
+        socket.send(
+            side_channel.encode(side_channel.Release(transfer_id, 77, 0, 1, completed=True))
+        )
         socket.close(linger=1000)
 
     def holds(self, block_id: int, value: int) -> bool:
-        return bool((self.words[block_id] == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)).all())
+        return bool(
+            (
+                self.words[block_id]
+                == np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
+            ).all()
+        )
 
     def stop(self) -> None:
         self.router.close()
 
     def _memory(self) -> MemoryDescription:
         address, metadata = self.words.ctypes.data, self.agent.get_agent_metadata()
-        return MemoryDescription(metadata, address, LAYOUT.num_blocks, LAYOUT.block_nbytes, "DRAM", 0)
+        return MemoryDescription(
+            metadata, address, LAYOUT.num_blocks, LAYOUT.block_nbytes, "DRAM", 0
+        )
 
-    def _move(self, op: str, theirs: MemoryDescription | None, slots: list[int] | None, block_ids: list[int]) -> None:
+    def _move(
+        self,
+        op: str,
+        theirs: MemoryDescription | None,
+        slots: list[int] | None,
+        block_ids: list[int],
+    ) -> None:
         assert theirs is not None
         assert slots is not None
         peer = self.agent.add_remote_agent(theirs.agent_metadata).decode()
@@ -122,18 +157,26 @@ class PlainMethods:
             state = self.agent.check_xfer_state(handle)
         assert state == "DONE"
         self.agent.release_xfer_handle(handle)
-        self.agent.remove_remote_agent(peer)  # NIXL takes no successor of the same name while it knows this one
+        self.agent.remove_remote_agent(
+            peer
+        )  # NIXL takes no successor of the same name while it knows this one
 
     def _checksum(self, wish: side_channel.Subscribe, index: int, block_id: int) -> int:
         address = self.words.ctypes.data + block_id * LAYOUT.block_nbytes
         (total,) = checksum.sum_runs(np.array([address]), LAYOUT.block_nbytes).tolist()
         tokens = chain_hash(wish.transfer_id, index)
         return checksum.bind(
-            total, transfer_id=wish.transfer_id, generation=wish.generation, chain_hash=tokens, heads=wish.heads
+            total,
+            transfer_id=wish.transfer_id,
+            generation=wish.generation,
+            chain_hash=tokens,
+            heads=wish.heads,
         )
 
     @staticmethod
-    def _proof(role: str, consumer_nonce: bytes, producer_nonce: bytes, consumer_id: str, producer_id: str) -> bytes:
+    def _proof(
+        role: str, consumer_nonce: bytes, producer_nonce: bytes, consumer_id: str, producer_id: str
+    ) -> bytes:
         return auth.proof(
             b"",
             role,

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent import XferHandle
-from baton_kv_transfer.connector import BlockSave, ConnectorStats, HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.connector import (
+    BlockSave,
+    ConnectorStats,
+    HeadRange,
+    KVCacheLayout,
+    RankAddress,
+)
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import HostKVMemory
 from baton_kv_transfer.producer import ProducerSide, open_router
@@ -28,11 +34,17 @@ ALL_HEADS = HeadRange(0, 4)
 _serial = itertools.count()
 
 
-def layout(first: int = 0, count: int = 4, num_blocks: int = NUM_BLOCKS, **changes: Any) -> KVCacheLayout:
+def layout(
+    first: int = 0, count: int = 4, num_blocks: int = NUM_BLOCKS, **changes: Any
+) -> KVCacheLayout:
     """Of a worker that holds `count` of the model's 4 KV heads."""
     shape: dict[str, Any] = {"num_layers": 1, "block_size": 2, "head_dim": 4, "dtype": "float32"}
     return KVCacheLayout(
-        num_blocks=num_blocks, num_kv_heads=count, first_kv_head=first, total_kv_heads=4, **(shape | changes)
+        num_blocks=num_blocks,
+        num_kv_heads=count,
+        first_kv_head=first,
+        total_kv_heads=4,
+        **(shape | changes),
     )
 
 
@@ -107,7 +119,11 @@ class Producer:
     """Instance P over messages inside this process: every step is the test's."""
 
     def __init__(
-        self, *, service_key: ServiceKey | None = None, max_inflight_bytes: int = 2**20, heads: HeadRange = ALL_HEADS
+        self,
+        *,
+        service_key: ServiceKey | None = None,
+        max_inflight_bytes: int = 2**20,
+        heads: HeadRange = ALL_HEADS,
     ) -> None:
         self.now = 100.0
         self.stats = ConnectorStats()
@@ -116,9 +132,13 @@ class Producer:
         self.router = open_router(self.address, None)  # within a process nobody is kept out
         self.agent = HeldAgent("P/0")
         self.memory = CountedMemory(layout(heads.first, heads.count))
-        self.memory.bytes[:] = np.random.default_rng(0).integers(0, 255, self.memory.bytes.shape, dtype=np.uint8)
+        self.memory.bytes[:] = np.random.default_rng(0).integers(
+            0, 255, self.memory.bytes.shape, dtype=np.uint8
+        )
         self.agent.register_memory([(self.memory.base_address, self.memory.bytes.nbytes, 0, "kv")])
-        config = KVTransferConfig(role=KVRole.PRODUCER, lease_s=LEASE_S, max_inflight_bytes=max_inflight_bytes)
+        config = KVTransferConfig(
+            role=KVRole.PRODUCER, lease_s=LEASE_S, max_inflight_bytes=max_inflight_bytes
+        )
         context = ConnectorContext(
             config,
             "P",
@@ -143,9 +163,13 @@ class Producer:
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
         self.side.transfers.offer(transfer_id, peer)
 
-    def save(self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t") -> None:
+    def save(
+        self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t"
+    ) -> None:
         hashes = [chain_hash(first + row) for row in range(len(block_ids))]
-        self.side.transfers.save(BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last))
+        self.side.transfers.save(
+            BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last)
+        )
         self.advance()
 
     def let_writes_end(self) -> None:
@@ -211,10 +235,16 @@ class Consumer:
 
     def proof(self, welcome: side_channel.Welcome, role: str = auth.CONSUMER) -> bytes:
         ids = {"consumer_id": self.instance_id, "producer_id": "P"}
-        return auth.proof(self.token, role, consumer_nonce=self.nonce, producer_nonce=welcome.nonce, **ids)
+        return auth.proof(
+            self.token, role, consumer_nonce=self.nonce, producer_nonce=welcome.nonce, **ids
+        )
 
     def greet(self) -> None:
-        (welcome,) = (message for message in self.say(self.hello()) if isinstance(message, side_channel.Welcome))
+        (welcome,) = (
+            message
+            for message in self.say(self.hello())
+            if isinstance(message, side_channel.Welcome)
+        )
         assert welcome.proof == self.proof(welcome, auth.PRODUCER)
         memory = self.memory() if self.push else None
         (description,) = self.say(side_channel.Describe(self.proof(welcome), self.layout, memory))
@@ -224,7 +254,9 @@ class Consumer:
     def say(self, *messages: side_channel.ToProducer | bytes) -> list[Any]:
         """Sends, lets the producer handle it, and returns what it said meanwhile."""
         for message in messages:
-            self.socket.send(message if isinstance(message, bytes) else side_channel.encode(message))
+            self.socket.send(
+                message if isinstance(message, bytes) else side_channel.encode(message)
+            )
         self.producer.advance()
         return self.heard()
 
@@ -253,9 +285,13 @@ class Consumer:
         heads: HeadRange | None = None,
     ) -> list[Any]:
         heads = heads or self.layout.heads.overlap(self.producer.memory.layout.heads)
-        return self.say(side_channel.Subscribe(transfer_id, generation, heads, worker, of, first, slots))
+        return self.say(
+            side_channel.Subscribe(transfer_id, generation, heads, worker, of, first, slots)
+        )
 
-    def release(self, transfer_id: str = "t", generation: int = 7, *, worker: int = 0, of: int = 1) -> list[Any]:
+    def release(
+        self, transfer_id: str = "t", generation: int = 7, *, worker: int = 0, of: int = 1
+    ) -> list[Any]:
         return self.say(side_channel.Release(transfer_id, generation, worker, of, completed=True))
 
     def heartbeat(self, *transfer_ids: str) -> list[Any]:

@@ -28,7 +28,9 @@ LENGTH = FRAME_BYTES // 8
 
 def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
     """[n, 3] of (first word, number of words)."""
-    return np.array([[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64)
+    return np.array(
+        [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
+    )
 
 
 class LaneHere:
@@ -38,7 +40,11 @@ class LaneHere:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
         self.context = LaneContext(
-            self.thread, name, host, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+            self.thread,
+            name,
+            host,
+            lambda sender, message: self.notifs.append((sender, message)),
+            lambda: None,
         )
         self.lane = TCPLane(self.context)
         self.thread.start(self.lane.end)
@@ -56,7 +62,12 @@ class LaneHere:
         self.thread.mailbox.call(lambda: self.lane.forget_region(self.region))
 
     def post(
-        self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""
+        self,
+        op: str,
+        peer: str,
+        local: NDArray[np.int64],
+        remote: NDArray[np.int64],
+        notif: bytes = b"",
     ) -> Transfer:
         transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
         self.lane.begin(transfer)

@@ -136,11 +136,17 @@ def test_descriptors_of_any_size_and_number_overlapping_at_the_source(side: Side
     starts = random.integers(0, theirs.size - max(lengths), len(lengths)).tolist()
     ends = np.cumsum([length + 3 for length in lengths]).tolist()  # a gap of 3 bytes after each
     base = side.words.ctypes.data
-    local = [(base + end - length - 3, length, 0) for length, end in zip(lengths, ends, strict=True)]
+    local = [
+        (base + end - length - 3, length, 0) for length, end in zip(lengths, ends, strict=True)
+    ]
     remote = [(side.base + start, length, 0) for length, start in zip(lengths, starts, strict=True)]
     ours = side.agent.prep_xfer_dlist(INIT_AGENT, local)
     handle = side.agent.make_prepped_xfer(
-        "READ", ours, range(len(local)), side.agent.prep_xfer_dlist("owner", remote), range(len(local))
+        "READ",
+        ours,
+        range(len(local)),
+        side.agent.prep_xfer_dlist("owner", remote),
+        range(len(local)),
     )
     assert handle.num_descs == len(lengths)
     assert side.run(handle) == "DONE"
@@ -254,7 +260,9 @@ def test_a_released_list_makes_no_transfers_but_old_ones_stay(side: Side) -> Non
 
 
 @between_processes
-def test_an_active_handle_is_neither_posted_nor_released_and_asking_does_not_block(side: Side) -> None:
+def test_an_active_handle_is_neither_posted_nor_released_and_asking_does_not_block(
+    side: Side,
+) -> None:
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"  # connected
     assert isinstance(side.owner, OwnerProcess)
     handle = side.make_everything("WRITE", times=8)
@@ -301,10 +309,13 @@ def test_descriptors_outside_registered_memory_are_refused(side: Side, offset: i
         with pytest.raises(ValueError, match="outside the memory"):
             side.agent.prep_xfer_dlist(agent_name, [(base, 8, 0), (base + offset, 16, 0)])
     local, remote = (
-        side.agent.get_xfer_descs([(base + offset, 16, 0)]) for base in (side.words.ctypes.data, side.base)
+        side.agent.get_xfer_descs([(base + offset, 16, 0)])
+        for base in (side.words.ctypes.data, side.base)
     )
     with pytest.raises(ValueError, match="outside the memory"):
-        side.agent.initialize_xfer("READ", local, side.agent.get_xfer_descs([(side.base, 16, 0)]), "owner")
+        side.agent.initialize_xfer(
+            "READ", local, side.agent.get_xfer_descs([(side.base, 16, 0)]), "owner"
+        )
     with pytest.raises(ValueError, match="outside the memory"):
         side.agent.initialize_xfer(
             "READ", side.agent.get_xfer_descs([(side.words.ctypes.data, 16, 0)]), remote, "owner"
@@ -477,7 +488,9 @@ def test_removing_a_peer_ends_its_transfers(side: Side) -> None:
 
 
 @pytest.mark.parametrize("kind", ANSWERED_BY_THE_OWNER, indirect=True)
-def test_a_transfer_that_its_peers_removal_ended_brings_no_more_bytes(kind: str, own_side: Side) -> None:
+def test_a_transfer_that_its_peers_removal_ended_brings_no_more_bytes(
+    kind: str, own_side: Side
+) -> None:
     side = own_side
     assert side.run(side.make("READ", [0], [1])) == "DONE"  # connected
     assert isinstance(side.owner, OwnerProcess)
@@ -555,7 +568,9 @@ def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
 
 @pytest.mark.parametrize("kind", OURS, indirect=True)
 @pytest.mark.parametrize("sleeper", ["owner", "initiator", "nobody"])
-def test_an_owner_lives_on_when_whoever_it_serves_dies(own_side: Side, initiator: OwnerProcess, sleeper: str) -> None:
+def test_an_owner_lives_on_when_whoever_it_serves_dies(
+    own_side: Side, initiator: OwnerProcess, sleeper: str
+) -> None:
     side, order = own_side, list(range(NUM_BLOCKS)) * 40
     assert isinstance(side.owner, OwnerProcess)
     with contextlib.ExitStack() as asleep:
@@ -566,7 +581,9 @@ def test_an_owner_lives_on_when_whoever_it_serves_dies(own_side: Side, initiator
         initiator.call("post", "WRITE", "owner", order[::-1], side.base, order)
         if sleeper == "initiator":
             asleep.enter_context(initiator.frozen())
-            assert side.run(side.make("WRITE", [0], [0])) == "DONE"  # the owner serves others meanwhile
+            assert (
+                side.run(side.make("WRITE", [0], [0])) == "DONE"
+            )  # the owner serves others meanwhile
         initiator.kill()
     assert side.run(side.make("READ", [2], [3])) == "DONE"
     assert side.run(side.make("WRITE", [4], [5], b"still here")) == "DONE"
@@ -668,7 +685,9 @@ def test_an_idle_agent_that_knows_a_peer_sleeps(side: Side) -> None:
 
 
 def test_unknown_transports_are_refused_naming_the_options() -> None:
-    with pytest.raises(ValueError, match="must be ucx, tcp, shm, auto, inproc or nixl, got 'pigeon'"):
+    with pytest.raises(
+        ValueError, match="must be ucx, tcp, shm, auto, inproc or nixl, got 'pigeon'"
+    ):
         create_agent("me", "pigeon")
 
 

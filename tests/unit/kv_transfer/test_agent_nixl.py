@@ -54,7 +54,9 @@ def content(value: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_our_consumer_takes_blocks_from_a_plain_nixl_program(plain: PlainProgram, mode: str) -> None:
+def test_our_consumer_takes_blocks_from_a_plain_nixl_program(
+    plain: PlainProgram, mode: str
+) -> None:
     ours = Connector(KVRole.CONSUMER, mode)
     try:
         for i, block_id in enumerate([9, 4, 5]):
@@ -74,13 +76,17 @@ def test_our_consumer_takes_blocks_from_a_plain_nixl_program(plain: PlainProgram
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_plain_nixl_program_takes_blocks_from_our_producer(plain: PlainProgram, mode: str) -> None:
+def test_a_plain_nixl_program_takes_blocks_from_our_producer(
+    plain: PlainProgram, mode: str
+) -> None:
     ours = Connector(KVRole.PRODUCER)
     try:
         for i, block_id in enumerate([3, 7]):
             ours.words[block_id] = content(i + 5)
         ours.worker.start(ConnectorMetadata(offers={"u": "plain"}))
-        save = BlockSave("u", 0, [3, 7], [chain_hash("u", i) for i in range(2)], 2 * LAYOUT.block_size, last=True)
+        save = BlockSave(
+            "u", 0, [3, 7], [chain_hash("u", i) for i in range(2)], 2 * LAYOUT.block_size, last=True
+        )
         ours.worker.save(ConnectorMetadata(saves=[save]))
         plain.call("consume", ours.worker.port, "ours", "u", [20, 1], mode == "push")
         assert plain.call("holds", 20, 5)
@@ -90,7 +96,9 @@ def test_a_plain_nixl_program_takes_blocks_from_our_producer(plain: PlainProgram
         ours.worker.shutdown()
 
 
-def test_the_library_merges_as_many_descriptors_as_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_merges_as_many_descriptors_as_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     agent = create_agent("me", "nixl")
     try:
         assert isinstance(agent, NixlAgent)
@@ -102,7 +110,9 @@ def test_the_library_merges_as_many_descriptors_as_are_counted(monkeypatch: pyte
         # What the library itself says of a transfer needs telemetry, which is off: here it is on.
         config = agent._api.nixl_agent_config
         monkeypatch.setattr(
-            agent._api, "nixl_agent_config", lambda **options: config(**options, capture_telemetry=True)
+            agent._api,
+            "nixl_agent_config",
+            lambda **options: config(**options, capture_telemetry=True),
         )
         agent.fence()
         for _ in range(10):
@@ -117,7 +127,9 @@ def test_the_library_merges_as_many_descriptors_as_are_counted(monkeypatch: pyte
         agent.close()
 
 
-def test_it_is_imported_when_asked_for_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_imported_when_asked_for_and_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     create_agent("me", "inproc").close()
     with pytest.raises(ValueError, match=r"pip install 'baton\[nixl\]' \(package nixl-cu12\)"):

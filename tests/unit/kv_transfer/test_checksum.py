@@ -26,7 +26,9 @@ def factor(k: int) -> int:
 
 
 def formula(words: list[int]) -> int:
-    terms = ((x ^ (x >> 32)) * factor(i % 8192) * factor(2**32 + i // 8192) for i, x in enumerate(words))
+    terms = (
+        (x ^ (x >> 32)) * factor(i % 8192) * factor(2**32 + i // 8192) for i, x in enumerate(words)
+    )
     return sum(terms) & MASK
 
 
@@ -36,7 +38,10 @@ def word_sum(words: list[int], sum_runs: checksum.SumRuns = checksum.sum_runs) -
 
 
 def random_words(num_words: int) -> list[int]:
-    return [int(word) for word in np.frombuffer(np.random.default_rng(0).bytes(8 * num_words), dtype=np.uint64)]
+    return [
+        int(word)
+        for word in np.frombuffer(np.random.default_rng(0).bytes(8 * num_words), dtype=np.uint64)
+    ]
 
 
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=100))
@@ -54,8 +59,12 @@ def test_sums_of_kernels_are_those_of_the_connector(num_words: int) -> None:
     assert word_sum(words, sum_runs_reference) == expected
 
 
-@given(st.integers(0, 600), st.integers(1, 400), st.lists(st.integers(0, 1000), min_size=1, max_size=5))
-def test_runs_anywhere_have_equal_sums_in_both(start: int, num_words: int, offsets: list[int]) -> None:
+@given(
+    st.integers(0, 600), st.integers(1, 400), st.lists(st.integers(0, 1000), min_size=1, max_size=5)
+)
+def test_runs_anywhere_have_equal_sums_in_both(
+    start: int, num_words: int, offsets: list[int]
+) -> None:
     data = np.array(random_words(1000), dtype=np.uint64)
     addresses = data.ctypes.data + start + np.array(offsets)
     expected = checksum.sum_runs(addresses, 8 * num_words)
@@ -79,8 +88,18 @@ def test_words_a_period_apart_have_other_weights() -> None:
 
 
 def test_binding_separates_transfers_loads_tokens_and_heads() -> None:
-    base = {"transfer_id": "transfer", "generation": 2**63 - 1, "chain_hash": HASH, "heads": HeadRange(0, 2)}
-    others = {"transfer_id": "other", "generation": 1, "chain_hash": b"g" * 16, "heads": HeadRange(1, 2)}
+    base = {
+        "transfer_id": "transfer",
+        "generation": 2**63 - 1,
+        "chain_hash": HASH,
+        "heads": HeadRange(0, 2),
+    }
+    others = {
+        "transfer_id": "other",
+        "generation": 1,
+        "chain_hash": b"g" * 16,
+        "heads": HeadRange(1, 2),
+    }
 
     def bound(word_sum: int = 7, **changes: object) -> int:
         return checksum.bind(word_sum, **(base | changes))  # type: ignore[arg-type]

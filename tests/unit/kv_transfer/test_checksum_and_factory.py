@@ -20,18 +20,27 @@ from baton_protocol.config import KVRole, KVTransferConfig
 
 def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
     code = "import sys, baton_kv_transfer; print([m for m in ('ucxx', 'libucx', 'torch', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_unknown_transports_are_refused_naming_the_options() -> None:
     config = KVTransferConfig(role=KVRole.BOTH, transport="carrier-pigeon", port=0)
-    with pytest.raises(ValueError, match="ucx, tcp, shm, auto, inproc or nixl, got 'carrier-pigeon'"):
+    with pytest.raises(
+        ValueError, match="ucx, tcp, shm, auto, inproc or nixl, got 'carrier-pigeon'"
+    ):
         TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
 
 
 def test_role_none_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match="role is none"):
-        TransferConnector(KVTransferConfig(transport="inproc"), instance_id="i", compatibility_hash="c", host=HOST)
+        TransferConnector(
+            KVTransferConfig(transport="inproc"), instance_id="i", compatibility_hash="c", host=HOST
+        )
     config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
     first = TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
     try:
@@ -43,7 +52,9 @@ def test_role_none_and_taken_ports_are_refused() -> None:
 
 
 def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engine() -> None:
-    memory = {name: np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8) for name in "PD"}
+    memory = {
+        name: np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8) for name in "PD"
+    }
     memory["P"][3] = np.frombuffer(random.Random(1).randbytes(LAYOUT.block_nbytes), dtype=np.uint8)
     woken: list[str] = []
     config = KVTransferConfig(role=KVRole.BOTH, transport="inproc", port=0)
@@ -63,13 +74,21 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
         for frame in (b"", b"\xc1garbage", no_text, nested, release):
             intruder.send(frame)
             assert intruder.poll(5000), "no answer to an intruder"
-            assert isinstance(side_channel.decode_to_consumer(intruder.recv()), side_channel.Refused)
+            assert isinstance(
+                side_channel.decode_to_consumer(intruder.recv()), side_channel.Refused
+            )
 
         hashes = [b"h" * 16]
         with pytest.raises(ValueError, match="outside"):
-            engines["P"].save(ConnectorMetadata(saves=[BlockSave("t", 0, [LAYOUT.num_blocks], hashes, 16, last=True)]))
+            engines["P"].save(
+                ConnectorMetadata(
+                    saves=[BlockSave("t", 0, [LAYOUT.num_blocks], hashes, 16, last=True)]
+                )
+            )
         engines["P"].start(ConnectorMetadata(offers={"t": "D"}))
-        engines["D"].start(ConnectorMetadata(loads=[BlockLoad("t", HOST, engines["P"].port, "P", 0, [9], hashes)]))
+        engines["D"].start(
+            ConnectorMetadata(loads=[BlockLoad("t", HOST, engines["P"].port, "P", 0, [9], hashes)])
+        )
         engines["P"].save(ConnectorMetadata(saves=[BlockSave("t", 0, [3], hashes, 16, last=True)]))
         wait_for("both wake-ups", lambda: set(woken) == {"P", "D"})
         assert engines["D"].get_finished().load_results["t"].num_valid_blocks == 1

@@ -107,7 +107,9 @@ def test_a_subscription_waits_for_the_offer(pair: tuple[Engine, Engine]) -> None
     assert consumer.result("t").num_valid_blocks == 1
 
 
-def test_blocks_of_the_consumers_prefix_cache_are_not_fetched(either: tuple[Engine, Engine]) -> None:
+def test_blocks_of_the_consumers_prefix_cache_are_not_fetched(
+    either: tuple[Engine, Engine],
+) -> None:
     producer, consumer = either
     producer.offer("t", "D")
     consumer.load("t", producer, [11, 12], first=3)
@@ -118,7 +120,9 @@ def test_blocks_of_the_consumers_prefix_cache_are_not_fetched(either: tuple[Engi
 
 
 @pytest.mark.parametrize("offered_first", [True, False])
-def test_a_load_of_nothing_frees_the_producer(pair: tuple[Engine, Engine], offered_first: bool) -> None:
+def test_a_load_of_nothing_frees_the_producer(
+    pair: tuple[Engine, Engine], offered_first: bool
+) -> None:
     producer, consumer = pair
     if offered_first:
         producer.offer("t", "D")
@@ -184,8 +188,13 @@ def test_unreachable_producer_fails_the_load(engine: Callable[..., Engine]) -> N
     assert "failed" in consumer.result("t").error
 
 
-def test_killed_consumer_costs_the_producer_one_lease(engine: Callable[..., Engine], mode: str) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=2.0), engine("D", KVRole.CONSUMER, mode=mode)
+def test_killed_consumer_costs_the_producer_one_lease(
+    engine: Callable[..., Engine], mode: str
+) -> None:
+    producer, consumer = (
+        engine("P", KVRole.PRODUCER, lease_s=2.0),
+        engine("D", KVRole.CONSUMER, mode=mode),
+    )
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=False)
@@ -197,11 +206,16 @@ def test_killed_consumer_costs_the_producer_one_lease(engine: Callable[..., Engi
 
 
 def test_heartbeats_keep_the_lease(engine: Callable[..., Engine]) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER, lease_s=1.5), engine("D", KVRole.CONSUMER, load_timeout_s=4.5)
+    producer, consumer = (
+        engine("P", KVRole.PRODUCER, lease_s=1.5),
+        engine("D", KVRole.CONSUMER, load_timeout_s=4.5),
+    )
     producer.offer("t", "D")
     consumer.load("t", producer, [1])
     consumer.load("never-offered", producer, [2])
-    assert "no progress" in consumer.result("never-offered").error  # for three leases nothing happens
+    assert (
+        "no progress" in consumer.result("never-offered").error
+    )  # for three leases nothing happens
     producer.save("t", 0, [5], last=True)
     assert consumer.result("t").error == ""
     producer.wait_sent("t")
@@ -209,7 +223,10 @@ def test_heartbeats_keep_the_lease(engine: Callable[..., Engine]) -> None:
 
 
 def test_a_transfer_never_offered_is_refused_by_deadline(engine: Callable[..., Engine]) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER), engine("D", KVRole.CONSUMER, load_timeout_s=1.0)
+    producer, consumer = (
+        engine("P", KVRole.PRODUCER),
+        engine("D", KVRole.CONSUMER, load_timeout_s=1.0),
+    )
     consumer.load("t", producer, [1])
     assert consumer.result("t").error
 
@@ -231,7 +248,9 @@ def test_only_the_offered_peer_gets_the_blocks(engine: Callable[..., Engine]) ->
     assert consumer.result("t").error == ""
 
 
-def test_incompatible_engines_refuse_each_other_naming_both_hashes(engine: Callable[..., Engine]) -> None:
+def test_incompatible_engines_refuse_each_other_naming_both_hashes(
+    engine: Callable[..., Engine],
+) -> None:
     producer = engine("P", KVRole.PRODUCER, compatibility_hash="model-a")
     consumer = engine("D", KVRole.CONSUMER, compatibility_hash="model-b")
     consumer.load("t", producer, [1])
@@ -262,10 +281,14 @@ def test_producer_cancels(either: tuple[Engine, Engine]) -> None:
     producer.cancel("t")
     assert "cancelled by the producer" in consumer.result("t").error
     producer.wait_sent("t")
-    assert producer.call("stats").leases_expired == 0, "the consumer's acknowledgement ends it, not the lease"
+    assert producer.call("stats").leases_expired == 0, (
+        "the consumer's acknowledgement ends it, not the lease"
+    )
 
 
-def test_cancel_before_anyone_subscribed_ends_at_once_and_is_told_later(pair: tuple[Engine, Engine]) -> None:
+def test_cancel_before_anyone_subscribed_ends_at_once_and_is_told_later(
+    pair: tuple[Engine, Engine],
+) -> None:
     producer, consumer = pair
     producer.offer("t", "D")
     producer.cancel("t")
@@ -288,7 +311,9 @@ def test_many_small_transfers_leak_nothing(either: tuple[Engine, Engine]) -> Non
     assert (producer.call("num_open_files"), consumer.call("num_open_files")) == before
 
 
-def test_a_producer_restarted_on_the_same_address_is_a_new_peer(engine: Callable[..., Engine]) -> None:
+def test_a_producer_restarted_on_the_same_address_is_a_new_peer(
+    engine: Callable[..., Engine],
+) -> None:
     first, consumer = engine("P1", KVRole.PRODUCER), engine("D", KVRole.CONSUMER)
     hand_over(first, consumer, "a")
     first.kill()

@@ -35,7 +35,9 @@ class Side:
         config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
         self.instance_id = instance_id
         self.memory = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8)
-        self.connector = TransferConnector(config, instance_id=instance_id, compatibility_hash="c", host=HOST)
+        self.connector = TransferConnector(
+            config, instance_id=instance_id, compatibility_hash="c", host=HOST
+        )
         self.connector.register_kv_cache(HostKVMemory(self.memory.ctypes.data, LAYOUT))
         self.results: dict[str, LoadResult] = {}
 
@@ -43,7 +45,9 @@ class Side:
         self.connector.start(ConnectorMetadata(offers={transfer_id: consumer}))
 
     def save(self, transfer_id: str) -> None:
-        blocks = BlockSave(transfer_id, 0, [3], [chain_hash(transfer_id, 0)], LAYOUT.block_size, last=True)
+        blocks = BlockSave(
+            transfer_id, 0, [3], [chain_hash(transfer_id, 0)], LAYOUT.block_size, last=True
+        )
         self.connector.save(ConnectorMetadata(saves=[blocks]))
 
     def load(self, transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> None:
@@ -82,7 +86,9 @@ def hand_over(producer: Side, consumer: Side, transfer_id: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["no address", "%%%"])
-def test_a_host_that_is_no_address_fails_its_load_only(side: Callable[..., Side], host: str) -> None:
+def test_a_host_that_is_no_address_fails_its_load_only(
+    side: Callable[..., Side], host: str
+) -> None:
     producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER)
     consumer.load("t", 5558, host=host)
     assert "connect" in consumer.result("t").error
@@ -107,7 +113,10 @@ def test_the_lease_begins_when_there_are_blocks_to_keep(side: Callable[..., Side
     producer.offer("unfetched")
     producer.save("unfetched")
     sent: set[str] = set()
-    wait_for("end of a lease", lambda: sent.update(producer.connector.get_finished().finished_sending) or sent)
+    wait_for(
+        "end of a lease",
+        lambda: sent.update(producer.connector.get_finished().finished_sending) or sent,
+    )
     assert sent == {"unfetched"}
     consumer.load("queued", producer.connector.port)
     producer.save("queued")
@@ -147,7 +156,9 @@ class LyingProducer:
                 case side_channel.Hello(nonce=theirs, instance_id=consumer):
                     ours = auth.new_nonce()
                     ids = {"consumer_id": consumer, "producer_id": "L"}
-                    proof = auth.proof(b"", auth.PRODUCER, consumer_nonce=theirs, producer_nonce=ours, **ids)
+                    proof = auth.proof(
+                        b"", auth.PRODUCER, consumer_nonce=theirs, producer_nonce=ours, **ids
+                    )
                     answer: Any = side_channel.Welcome(side_channel.VERSION, "c", "L", ours, proof)
                 case side_channel.Describe():
                     answer = self._describe(**self.description)
@@ -168,8 +179,12 @@ class LyingProducer:
     ) -> side_channel.Description:
         metadata = self.agent.get_agent_metadata() if agent_metadata is None else agent_metadata
         base_address = self.memory.ctypes.data if base_address is None else base_address
-        memory = side_channel.MemoryDescription(metadata, base_address, num_slots, slot_nbytes, "DRAM", 0)
-        return side_channel.Description(layout, memory, lease_s, [RankAddress(HOST, self.port, layout.heads)])
+        memory = side_channel.MemoryDescription(
+            metadata, base_address, num_slots, slot_nbytes, "DRAM", 0
+        )
+        return side_channel.Description(
+            layout, memory, lease_s, [RankAddress(HOST, self.port, layout.heads)]
+        )
 
     def close(self) -> None:
         self.thread.join(15)
@@ -221,4 +236,8 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
     assert "a defect" in consumer.result("later").error
     assert "a defect" in consumer.connector.stats().failure
     # An event left unread would make the thread spin.
-    wait_for("sleep", lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0], timeout_s=60)
+    wait_for(
+        "sleep",
+        lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0],
+        timeout_s=60,
+    )

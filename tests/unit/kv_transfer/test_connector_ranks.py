@@ -32,12 +32,17 @@ class Engine:
     def __init__(self, instance_id: str, role: KVRole, num_workers: int, **options: str) -> None:
         config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
         self.connectors = [
-            TransferConnector(config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank)
+            TransferConnector(
+                config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank
+            )
             for rank in range(num_workers)
         ]
         per_worker = NUM_HEADS // num_workers
         parts = [HeadRange(rank * per_worker, per_worker) for rank in range(num_workers)]
-        ranks = [RankAddress(HOST, c.port, heads) for c, heads in zip(self.connectors, parts, strict=True)]
+        ranks = [
+            RankAddress(HOST, c.port, heads)
+            for c, heads in zip(self.connectors, parts, strict=True)
+        ]
         self.memory = []
         for connector, heads in zip(self.connectors, parts, strict=True):
             layout = KVCacheLayout(
@@ -105,7 +110,10 @@ def engine() -> Iterator[Callable[..., Engine]]:
 def test_every_head_arrives_whatever_the_number_of_workers(
     engine: Callable[..., Engine], ours: int, theirs: int, mode: str
 ) -> None:
-    producer, consumer = engine("P", KVRole.PRODUCER, ours), engine("D", KVRole.CONSUMER, theirs, mode=mode)
+    producer, consumer = (
+        engine("P", KVRole.PRODUCER, ours),
+        engine("D", KVRole.CONSUMER, theirs, mode=mode),
+    )
     rng = np.random.default_rng(ours * 10 + theirs)
     for memory in producer.memory:
         memory[:] = rng.integers(0, 255, memory.shape, dtype=np.uint8)
@@ -113,7 +121,9 @@ def test_every_head_arrives_whatever_the_number_of_workers(
     producer.start(ConnectorMetadata(offers={"t": "D"}))
     port = producer.connectors[0].port
     # The consumer has block 0 in its prefix cache.
-    consumer.start(ConnectorMetadata(loads=[BlockLoad("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])]))
+    consumer.start(
+        ConnectorMetadata(loads=[BlockLoad("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])])
+    )
     producer.save(BlockSave("t", 0, [2, 3], hashes[:2], 8, last=False))
     producer.save(BlockSave("t", 2, [4, 1], hashes[2:], 14, last=True))
     results = wait_for("results of all workers", lambda: consumer.all_results("t"))
@@ -121,14 +131,20 @@ def test_every_head_arrives_whatever_the_number_of_workers(
     assert (consumer.heads()[[7, 6, 0]] == producer.heads()[[3, 4, 1]]).all()
     assert not consumer.heads()[1:6].any()
     wait_for("end at all workers", lambda: producer.all_sent("t"))
-    assert [connector.stats().descriptors_refused for connector in producer.connectors] == [0] * ours
+    assert [connector.stats().descriptors_refused for connector in producer.connectors] == [
+        0
+    ] * ours
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_load_of_nothing_frees_all_the_producers_workers(engine: Callable[..., Engine], mode: str) -> None:
+def test_a_load_of_nothing_frees_all_the_producers_workers(
+    engine: Callable[..., Engine], mode: str
+) -> None:
     producer, consumer = engine("P", KVRole.PRODUCER, 2), engine("D", KVRole.CONSUMER, 1, mode=mode)
     producer.start(ConnectorMetadata(offers={"t": "D"}))
-    consumer.start(ConnectorMetadata(loads=[BlockLoad("t", HOST, producer.connectors[0].port, "P", 0, [], [])]))
+    consumer.start(
+        ConnectorMetadata(loads=[BlockLoad("t", HOST, producer.connectors[0].port, "P", 0, [], [])])
+    )
     assert wait_for("result", lambda: consumer.all_results("t")) == [LoadResult(0)]
     wait_for("end at all workers", lambda: producer.all_sent("t"))
 
@@ -137,7 +153,13 @@ def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
     config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
     connector = TransferConnector(config, instance_id="P", compatibility_hash="c", host=HOST)
     layout = KVCacheLayout(
-        num_blocks=1, num_kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype="float32", total_kv_heads=2
+        num_blocks=1,
+        num_kv_heads=1,
+        num_layers=1,
+        block_size=4,
+        head_dim=8,
+        dtype="float32",
+        total_kv_heads=2,
     )
     memory = np.zeros(layout.block_nbytes, dtype=np.uint8)
     ranks = [RankAddress(HOST, 1, HeadRange(rank // 2, 1)) for rank in range(4)]

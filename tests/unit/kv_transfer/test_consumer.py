@@ -36,7 +36,9 @@ def test_blocks_are_read_as_they_are_published(rig: Rig, worker: Worker) -> None
     assert (rig.stats.bytes_received, rig.stats.transfers_completed) == (3 * BLOCK_NBYTES, 1)
 
 
-def test_what_one_transfer_brought_is_proved_in_one_call(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_what_one_transfer_brought_is_proved_in_one_call(
+    made: Callable[[Any], Any], worker: Worker
+) -> None:
     class Counting(HostKVMemory):
         calls: list[int] = []  # noqa: RUF012
 
@@ -52,7 +54,9 @@ def test_what_one_transfer_brought_is_proved_in_one_call(made: Callable[[Any], A
     assert rig.stats.descriptors_posted == 1, "adjacent on both sides"
 
 
-def test_blocks_of_the_prefix_cache_and_past_the_wanted_are_left_alone(rig: Rig, worker: Worker) -> None:
+def test_blocks_of_the_prefix_cache_and_past_the_wanted_are_left_alone(
+    rig: Rig, worker: Worker
+) -> None:
     subscribe = rig.subscribed("t", worker, [4, 5], first=2)
     assert subscribe.first_block_index == 2
     rig.tell(worker, worker.published(subscribe, range(6), last=True))
@@ -93,7 +97,9 @@ def test_a_cancelled_load_ends_when_its_reads_did(rig: Rig, worker: Worker) -> N
     rig.consumer.cancel("t")
     rig.advance()
     assert not rig.results
-    assert not any(isinstance(message, Release) for message in worker.poll()), "its blocks are still being read"
+    assert not any(isinstance(message, Release) for message in worker.poll()), (
+        "its blocks are still being read"
+    )
     rig.agent.land(rig.agent.held[0])
     rig.advance()
     assert rig.results["t"].error == "cancelled"
@@ -136,7 +142,10 @@ def test_loads_of_one_peer_take_turns_in_its_window(
     rig.agent.hold = True
     rig.tell(worker, worker.published(long, range(12), last=True))
     rig.tell(worker, worker.published(short, [0], last=True))
-    assert (rig.stats.inflight_bytes, rig.stats.queued_bytes) == (4 * BLOCK_NBYTES, 9 * BLOCK_NBYTES)
+    assert (rig.stats.inflight_bytes, rig.stats.queued_bytes) == (
+        4 * BLOCK_NBYTES,
+        9 * BLOCK_NBYTES,
+    )
     turns = 0
     while "short" not in rig.results:
         rig.agent.land(rig.agent.held[0])
@@ -151,7 +160,9 @@ def test_loads_of_one_peer_take_turns_in_its_window(
     assert (rig.stats.inflight_bytes, rig.stats.queued_bytes) == (0, 0)
 
 
-def test_a_failed_load_leaves_the_queue(rig: Rig, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_leaves_the_queue(
+    rig: Rig, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton_kv_transfer.reads.BATCH_BYTES", 2**20)
     subscribe = rig.subscribed("t", worker, range(8))
     rig.agent.hold = True
@@ -168,7 +179,9 @@ def test_a_failed_load_leaves_the_queue(rig: Rig, worker: Worker, monkeypatch: p
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_a_load_larger_than_the_slots_comes_in_parts(made: Callable[[Any], Any], worker: Worker, push: bool) -> None:
+def test_a_load_larger_than_the_slots_comes_in_parts(
+    made: Callable[[Any], Any], worker: Worker, push: bool
+) -> None:
     staging = Staging(3)
     rig = made(Rig(memory=staging, push=push))
     subscribe = rig.subscribed("t", worker, range(10, 18))
@@ -178,7 +191,9 @@ def test_a_load_larger_than_the_slots_comes_in_parts(made: Callable[[Any], Any],
     assert staging.memory.num_free_slots == 3
 
 
-def test_a_pushed_load_waits_for_slots_and_gives_them_back(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_a_pushed_load_waits_for_slots_and_gives_them_back(
+    made: Callable[[Any], Any], worker: Worker
+) -> None:
     staging = Staging(4)
     rig = made(Rig(memory=staging, push=True))
     first = rig.subscribed("a", worker, [10, 11, 12])
@@ -198,7 +213,9 @@ def test_a_pushed_load_waits_for_slots_and_gives_them_back(made: Callable[[Any],
     assert staging.memory.num_free_slots == 4
 
 
-def test_a_load_that_gets_no_slots_ends_by_its_deadline(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_a_load_that_gets_no_slots_ends_by_its_deadline(
+    made: Callable[[Any], Any], worker: Worker
+) -> None:
     staging = Staging(2)
     rig = made(Rig(memory=staging, push=True))
     rig.subscribed("holds", worker, [1, 2])
@@ -236,7 +253,9 @@ def test_pending_keeps_a_load_waiting_but_not_for_ever(rig: Rig, worker: Worker)
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-def test_saying_that_it_was_the_last_again_and_again_is_no_progress(rig: Rig, worker: Worker) -> None:
+def test_saying_that_it_was_the_last_again_and_again_is_no_progress(
+    rig: Rig, worker: Worker
+) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     rig.agent.hold = True
     rig.tell(worker, worker.published(subscribe, [0], last=True))
@@ -249,7 +268,9 @@ def test_saying_that_it_was_the_last_again_and_again_is_no_progress(rig: Rig, wo
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-def test_after_a_defect_every_load_ends_and_no_slot_is_kept(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_after_a_defect_every_load_ends_and_no_slot_is_kept(
+    made: Callable[[Any], Any], worker: Worker
+) -> None:
     staging = Staging(8)
     rig = made(Rig(memory=staging))
     subscribe = rig.subscribed("t", worker, [1, 2])

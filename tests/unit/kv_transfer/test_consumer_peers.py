@@ -56,7 +56,9 @@ def test_a_producer_with_another_token_is_refused(pushed: Rig, worker: Worker) -
     assert "another token" in error
 
 
-@pytest.mark.parametrize("theirs", [None, ServiceKey(b"the key of another service")], ids=["none", "another"])
+@pytest.mark.parametrize(
+    "theirs", [None, ServiceKey(b"the key of another service")], ids=["none", "another"]
+)
 def test_a_producer_without_the_service_key_hears_not_even_hello(
     make: Callable[..., Any], pushed: Rig, theirs: ServiceKey | None
 ) -> None:
@@ -67,7 +69,9 @@ def test_a_producer_without_the_service_key_hears_not_even_hello(
     assert not worker.poll()
 
 
-def test_memory_is_described_only_if_it_is_to_be_written(rig: Rig, pushed: Rig, worker: Worker) -> None:
+def test_memory_is_described_only_if_it_is_to_be_written(
+    rig: Rig, pushed: Rig, worker: Worker
+) -> None:
     rig.subscribed("t", worker, [1])
     assert worker.described is None
     pushed.subscribed("t", worker, [1])
@@ -78,7 +82,11 @@ def test_memory_is_described_only_if_it_is_to_be_written(rig: Rig, pushed: Rig, 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("layout", layout_of(HeadRange(0, 4)).__class__(**{**WHOLE_FIELDS, "block_size": 4}), FailureReason.REFUSED)
+        (
+            "layout",
+            layout_of(HeadRange(0, 4)).__class__(**{**WHOLE_FIELDS, "block_size": 4}),
+            FailureReason.REFUSED,
+        )
         for WHOLE_FIELDS in [msgspec.structs.asdict(WHOLE)]
     ]
     + [
@@ -110,7 +118,12 @@ def test_memory_is_described_only_if_it_is_to_be_written(rig: Rig, pushed: Rig, 
     ],
 )
 def test_a_description_that_cannot_be_fails_its_loads_only(
-    rig: Rig, worker: Worker, made: Callable[[Any], Any], field: str, value: Any, reason: FailureReason
+    rig: Rig,
+    worker: Worker,
+    made: Callable[[Any], Any],
+    field: str,
+    value: Any,
+    reason: FailureReason,
 ) -> None:
     rig.begin("t", worker, [1])
     rig.tell(worker, worker.welcome(worker.receive(side_channel.Hello)))
@@ -124,7 +137,9 @@ def test_a_description_that_cannot_be_fails_its_loads_only(
     assert rig.results["next"] == LoadResult(1)
 
 
-def test_an_agent_of_another_instance_is_not_taken_for_it(rig: Rig, worker: Worker, made: Callable[[Any], Any]) -> None:
+def test_an_agent_of_another_instance_is_not_taken_for_it(
+    rig: Rig, worker: Worker, made: Callable[[Any], Any]
+) -> None:
     stranger = made(Worker("Q"))
     rig.begin("t", worker, [1])
     rig.tell(worker, worker.welcome(worker.receive(side_channel.Hello)))
@@ -153,7 +168,9 @@ def test_silence_in_the_handshake_has_a_deadline(rig: Rig, worker: Worker) -> No
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-def test_a_successor_at_the_same_address_is_another_peer(rig: Rig, worker: Worker, made: Callable[[Any], Any]) -> None:
+def test_a_successor_at_the_same_address_is_another_peer(
+    rig: Rig, worker: Worker, made: Callable[[Any], Any]
+) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.tell(worker, worker.published(subscribe, [0]))
     worker.close()
@@ -168,7 +185,9 @@ def test_a_successor_at_the_same_address_is_another_peer(rig: Rig, worker: Worke
     assert rig.results["next"] == LoadResult(1)
 
 
-@pytest.mark.parametrize(("succeeded", "reason"), [(True, FailureReason.PEER_LOST), (False, FailureReason.REFUSED)])
+@pytest.mark.parametrize(
+    ("succeeded", "reason"), [(True, FailureReason.PEER_LOST), (False, FailureReason.REFUSED)]
+)
 def test_a_peer_that_restarted_is_lost_and_one_that_does_not_fit_refuses(
     rig: Rig, worker: Worker, succeeded: bool, reason: FailureReason
 ) -> None:
@@ -238,7 +257,9 @@ def test_a_publication_counts_once(rig: Rig, worker: Worker) -> None:
     ],
     ids=str,
 )
-def test_a_publication_that_cannot_be_fails_the_load(rig: Rig, worker: Worker, lie: dict[str, Any]) -> None:
+def test_a_publication_that_cannot_be_fails_the_load(
+    rig: Rig, worker: Worker, lie: dict[str, Any]
+) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
     publish.blocks[0] = msgspec.structs.replace(publish.blocks[0], **lie)
@@ -264,7 +285,9 @@ def test_huge_indices_are_past_what_is_wanted(rig: Rig, worker: Worker) -> None:
     assert rig.results == {"t": LoadResult(1)}
 
 
-def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(rig: Rig, worker: Worker) -> None:
+def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(
+    rig: Rig, worker: Worker
+) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.tell(worker, worker.published(subscribe, [0], last=True))
     assert "1 of 2 blocks" in rig.results["t"].error
@@ -274,7 +297,9 @@ def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(rig: Rig, wor
 def test_a_producer_of_other_tokens_is_told_from_one_that_lies(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
-    publish.blocks[0] = msgspec.structs.replace(publish.blocks[0], chain_hash=chain_hash("other", 0))
+    publish.blocks[0] = msgspec.structs.replace(
+        publish.blocks[0], chain_hash=chain_hash("other", 0)
+    )
     rig.tell(worker, publish)
     assert rig.results["t"].num_valid_blocks == 0
     assert "other tokens" in rig.results["t"].error

@@ -15,7 +15,15 @@ from consumer_rig import (
 )
 
 from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult
-from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Release, Released, Subscribe, encode
+from baton_kv_transfer.side_channel import (
+    Cancelled,
+    Pending,
+    Publish,
+    Release,
+    Released,
+    Subscribe,
+    encode,
+)
 
 # -- push
 
@@ -27,12 +35,16 @@ def test_pushed_blocks_are_proved_where_they_lie(pushed: Rig, worker: Worker) ->
         publish = worker.published(subscribe, indices, last=last, written=True)
         assert worker.write(subscribe, publish.blocks, pushed.layout) == "DONE"
         pushed.tell(worker, publish)
-    assert pushed.results == {"t": LoadResult(3)}, "nothing is left to write: no confirmation is awaited"
+    assert pushed.results == {"t": LoadResult(3)}, (
+        "nothing is left to write: no confirmation is awaited"
+    )
     assert worker.receive(Release).completed
     assert (pushed.stats.bytes_received, pushed.stats.descriptors_posted) == (3 * BLOCK_NBYTES, 0)
 
 
-def test_the_notification_of_a_write_says_that_its_blocks_are_there(pushed: Rig, worker: Worker) -> None:
+def test_the_notification_of_a_write_says_that_its_blocks_are_there(
+    pushed: Rig, worker: Worker
+) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     for index in (0, 1):
         assert not pushed.results
@@ -81,7 +93,9 @@ def test_notifications_of_another_load_of_a_stranger_or_without_sense_are_ignore
     old = Publish("t", subscribe.generation ^ 1, publish.blocks, last=False, written=True)
     worker.write(subscribe, publish.blocks, pushed.layout, old)
     stranger = made(Worker("Q"))
-    stranger.agent.send_notif(stranger.agent.add_remote_agent(pushed.agent.get_agent_metadata()), encode(publish))
+    stranger.agent.send_notif(
+        stranger.agent.add_remote_agent(pushed.agent.get_agent_metadata()), encode(publish)
+    )
     for nonsense in (b"no message", encode(Released("t", subscribe.generation))):
         worker.agent.send_notif("D/0", nonsense)
     pushed.advance()
@@ -117,7 +131,9 @@ def test_all_proved_without_the_end_waits_for_the_confirmation(pushed: Rig, work
     assert pushed.stats.memory_fences == 0
 
 
-def test_a_cancelled_push_ends_when_the_producer_writes_no_more(pushed: Rig, worker: Worker) -> None:
+def test_a_cancelled_push_ends_when_the_producer_writes_no_more(
+    pushed: Rig, worker: Worker
+) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     pushed.consumer.cancel("t")
     pushed.advance()
@@ -130,7 +146,9 @@ def test_a_cancelled_push_ends_when_the_producer_writes_no_more(pushed: Rig, wor
     assert pushed.agent.num_fences == 0
 
 
-def test_a_producer_that_cancels_and_confirms_at_once_is_believed(pushed: Rig, worker: Worker) -> None:
+def test_a_producer_that_cancels_and_confirms_at_once_is_believed(
+    pushed: Rig, worker: Worker
+) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     worker.send(Released("t", subscribe.generation))
     pushed.tell(worker, Cancelled("t", subscribe.generation, "no memory"))
@@ -140,7 +158,9 @@ def test_a_producer_that_cancels_and_confirms_at_once_is_believed(pushed: Rig, w
     assert failures(pushed) == {FailureReason.PRODUCER_CANCELLED: 1}
 
 
-def test_blocks_written_after_the_confirmation_are_not_believed(pushed: Rig, worker: Worker) -> None:
+def test_blocks_written_after_the_confirmation_are_not_believed(
+    pushed: Rig, worker: Worker
+) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     pushed.tell(worker, Released("t", subscribe.generation))
     pushed.tell(worker, worker.published(subscribe, [0], last=True, written=True))
@@ -173,7 +193,9 @@ def test_a_fence_ends_loads_of_other_peers_after_the_agent_let_go(
     reading = other.receive(Subscribe)
     pushed.agent.hold = True
     pushed.tell(other, other.published(reading, [0], last=True, written=False))
-    pushed.on_result = lambda transfer_id, result: None if pushed.agent.num_fences else pytest.fail("too early")
+    pushed.on_result = lambda transfer_id, result: (
+        None if pushed.agent.num_fences else pytest.fail("too early")
+    )
     worker.close()
     pushed.hear()
     assert not pushed.results, "the other load is given the time to end"
@@ -192,7 +214,9 @@ def test_a_fence_ends_loads_of_other_peers_after_the_agent_let_go(
     assert pushed.results["v"] == LoadResult(1)
 
 
-def test_a_lost_producer_is_fenced_at_once_if_nobody_else_is_harmed(pushed: Rig, worker: Worker) -> None:
+def test_a_lost_producer_is_fenced_at_once_if_nobody_else_is_harmed(
+    pushed: Rig, worker: Worker
+) -> None:
     pushed.subscribed("t", worker, [9])
     worker.close()
     pushed.hear()
@@ -205,7 +229,9 @@ def test_a_lost_producer_is_fenced_at_once_if_nobody_else_is_harmed(pushed: Rig,
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("push", [False, True])
-def test_heads_come_from_all_of_the_producers_workers(made: Callable[[Any], Any], size: int, push: bool) -> None:
+def test_heads_come_from_all_of_the_producers_workers(
+    made: Callable[[Any], Any], size: int, push: bool
+) -> None:
     rig, workers = made(Rig(push=push)), made(tensor_parallel(size))
     rig.begin("t", workers[0], [5, 3])
     for worker in workers:
@@ -224,7 +250,9 @@ def test_heads_come_from_all_of_the_producers_workers(made: Callable[[Any], Any]
     assert (rig.stats.blocks_received, rig.stats.bytes_received) == (2, 2 * BLOCK_NBYTES)
 
 
-def test_a_consumers_worker_takes_its_own_heads_of_a_larger_worker(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_a_consumers_worker_takes_its_own_heads_of_a_larger_worker(
+    made: Callable[[Any], Any], worker: Worker
+) -> None:
     rig = made(Rig(heads=HeadRange(2, 2), engine=[HeadRange(0, 2), HeadRange(2, 2)]))
     subscribe = rig.subscribed("t", worker, [5, 3])
     assert subscribe.heads == HeadRange(2, 2)
@@ -242,7 +270,11 @@ def test_only_workers_with_heads_in_common_take_part(made: Callable[[Any], Any])
         rig.shake_hands(worker)
     for worker in workers[2:]:
         subscribe = worker.receive(Subscribe)
-        assert (subscribe.heads, subscribe.subscriber, subscribe.num_subscribers) == (worker.layout.heads, 0, 1)
+        assert (subscribe.heads, subscribe.subscriber, subscribe.num_subscribers) == (
+            worker.layout.heads,
+            0,
+            1,
+        )
         rig.tell(worker, worker.published(subscribe, [0], last=True))
     assert rig.results == {"t": LoadResult(1)}
     assert not workers[0].poll()
@@ -284,7 +316,9 @@ def test_a_leg_that_gave_everything_may_be_lost(made: Callable[[Any], Any]) -> N
     assert rig.results == {"t": LoadResult(2)}
 
 
-def test_the_life_of_one_leg_does_not_hide_the_silence_of_another(made: Callable[[Any], Any]) -> None:
+def test_the_life_of_one_leg_does_not_hide_the_silence_of_another(
+    made: Callable[[Any], Any],
+) -> None:
     rig, workers, _ = two_legs(made)
     for _ in range(2):
         rig.advance(4.0)
@@ -307,7 +341,9 @@ def test_a_load_of_nothing_releases_every_worker(made: Callable[[Any], Any]) -> 
         assert (release.completed, release.num_subscribers) == (True, 1)
 
 
-def test_replicated_heads_are_refused_naming_both_numbers(made: Callable[[Any], Any], rig: Rig, worker: Worker) -> None:
+def test_replicated_heads_are_refused_naming_both_numbers(
+    made: Callable[[Any], Any], rig: Rig, worker: Worker
+) -> None:
     with pytest.raises(ValueError, match=r"5 workers share 4 KV heads"):
         made(Rig(engine=[HeadRange(0, 1)] * 5))
     worker.ranks = worker.ranks * 5

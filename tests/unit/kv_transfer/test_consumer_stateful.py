@@ -47,7 +47,9 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(push=self.push, on_result=self._ended, memory=self._staged if self.staged else None)
+        self.rig = Rig(
+            push=self.push, on_result=self._ended, memory=self._staged if self.staged else None
+        )
         self.rig.agent.hold = True
         self.workers = tensor_parallel(2, "P0")
         self.dead: list[Worker] = []
@@ -65,11 +67,17 @@ class ConsumerMachine(RuleBasedStateMachine):
             columns = slice(heads.first * HEAD_NBYTES, heads.end * HEAD_NBYTES)
             blocks[list(block_ids), columns] = self._slots[list(slots), columns]
 
-        return StagedKVMemory(self._slots.ctypes.data, 5, layout, copy_out=lambda *_: None, copy_in=copy_in)
+        return StagedKVMemory(
+            self._slots.ctypes.data, 5, layout, copy_out=lambda *_: None, copy_in=copy_in
+        )
 
     # -- the engine
 
-    @rule(transfer_id=st.sampled_from(TRANSFER_IDS), num_blocks=st.integers(0, MAX_BLOCKS), first=st.integers(0, 2))
+    @rule(
+        transfer_id=st.sampled_from(TRANSFER_IDS),
+        num_blocks=st.integers(0, MAX_BLOCKS),
+        first=st.integers(0, 2),
+    )
     def begin(self, transfer_id: str, num_blocks: int, first: int) -> None:
         if transfer_id in self.under_way:
             return
@@ -146,7 +154,9 @@ class ConsumerMachine(RuleBasedStateMachine):
     def publish(self, choice: int, count: int, damage: str, written: bool, notified: bool) -> None:
         self._publish(self._choose(choice, self._more), count, damage, written, notified)
 
-    def _publish(self, part: Part, count: int, damage: str, written: bool, notified: bool = False) -> None:
+    def _publish(
+        self, part: Part, count: int, damage: str, written: bool, notified: bool = False
+    ) -> None:
         """Args:
         notified: the write's notification says the same as the message, and comes first.
         """
@@ -154,7 +164,9 @@ class ConsumerMachine(RuleBasedStateMachine):
         count = min(count, self._more(part))
         last = count == self._more(part)
         part.num_published += count
-        publish = part.worker.published(part.subscribe, range(start, start + count), last, written and self.push)
+        publish = part.worker.published(
+            part.subscribe, range(start, start + count), last, written and self.push
+        )
         if damage == "flipped":
             part.worker.blocks[publish.blocks[-1].slot, 3] ^= 0x10
         elif damage == "other block":
@@ -165,8 +177,12 @@ class ConsumerMachine(RuleBasedStateMachine):
         if publish.written:
             notification = b""
             if notified:
-                notification = Publish(publish.transfer_id, publish.generation, publish.blocks, False, True)
-            assert part.worker.write(part.subscribe, publish.blocks, self.rig.layout, notification) in ("DONE", "ERR")
+                notification = Publish(
+                    publish.transfer_id, publish.generation, publish.blocks, False, True
+                )
+            assert part.worker.write(
+                part.subscribe, publish.blocks, self.rig.layout, notification
+            ) in ("DONE", "ERR")
             if notified:
                 self.rig.advance()
                 self._catch_up()
@@ -180,7 +196,9 @@ class ConsumerMachine(RuleBasedStateMachine):
         ours, theirs = part.worker.push_lists(part.subscribe.heads, self.rig.layout)
         assert part.subscribe.push_slots is not None
         target = [part.subscribe.push_slots[part.num_published]]
-        part.writes.append(part.worker.agent.make_prepped_xfer("WRITE", ours, slots, theirs, target))
+        part.writes.append(
+            part.worker.agent.make_prepped_xfer("WRITE", ours, slots, theirs, target)
+        )
 
     @precondition(lambda self: self.parts)
     @rule(choice=st.integers(0, 7), rarely=st.integers(0, 3))
@@ -188,7 +206,9 @@ class ConsumerMachine(RuleBasedStateMachine):
         part = self._choose(choice, lambda part: True)
         if not part.stopped and not rarely:
             part.stopped = True
-            part.outbox.append(Cancelled(part.subscribe.transfer_id, part.subscribe.generation, "cancelled there"))
+            part.outbox.append(
+                Cancelled(part.subscribe.transfer_id, part.subscribe.generation, "cancelled there")
+            )
 
     @precondition(lambda self: any(self._confirmable(part) for part in self.parts))
     @rule(choice=st.integers(0, 7))
@@ -226,7 +246,9 @@ class ConsumerMachine(RuleBasedStateMachine):
             return
         ports = [worker.port for worker in self.workers]
         known = {
-            f":{port}" for port in ports if any(peer.name.endswith(f":{port}") for peer in self.rig.consumer.peers())
+            f":{port}"
+            for port in ports
+            if any(peer.name.endswith(f":{port}") for peer in self.rig.consumer.peers())
         }
         for part in self.parts:
             self.stray_writes += [(part.worker, handle) for handle in part.writes]
@@ -239,7 +261,8 @@ class ConsumerMachine(RuleBasedStateMachine):
         while any(peer.name.endswith(tuple(known)) for peer in self.rig.consumer.peers()):
             self.rig.hear()
         self.workers = [
-            Worker(instance_id, rank, worker.layout.heads, worker.port) for rank, worker in enumerate(self.workers)
+            Worker(instance_id, rank, worker.layout.heads, worker.port)
+            for rank, worker in enumerate(self.workers)
         ]
         for worker in self.workers:
             worker.ranks = self.dead[-1].ranks
@@ -298,13 +321,17 @@ class ConsumerMachine(RuleBasedStateMachine):
     def _catch_up(self) -> None:
         """Handshakes and subscriptions that are under way."""
         for worker in self.workers:
-            if any(peer.name.endswith(f":{worker.port}") and not peer.ready for peer in self.rig.consumer.peers()):
+            if any(
+                peer.name.endswith(f":{worker.port}") and not peer.ready
+                for peer in self.rig.consumer.peers()
+            ):
                 self.rig.shake_hands(worker)
         for transfer_id in list(self.under_way):
             for leg in self._legs(transfer_id):
                 worker = self.workers[leg.rank]
                 known = any(
-                    part.worker is worker and part.subscribe.generation == leg.load.generation for part in self.parts
+                    part.worker is worker and part.subscribe.generation == leg.load.generation
+                    for part in self.parts
                 )
                 if leg.state is LegState.OPEN and not known and leg.load.num_blocks:
                     subscribe = worker.receive(Subscribe)
@@ -319,16 +346,24 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     def _confirmable(self, part: Part) -> bool:
         """RELEASE was, or will have been, received; or it was cancelled there."""
-        legs = [leg for leg in self._legs(part.subscribe.transfer_id) if leg.rank == part.worker.rank]
+        legs = [
+            leg for leg in self._legs(part.subscribe.transfer_id) if leg.rank == part.worker.rank
+        ]
         confirmed = any(isinstance(message, Released) for message in part.outbox)
-        return self.push and not confirmed and any(part.stopped or leg.state is LegState.RELEASED for leg in legs)
+        return (
+            self.push
+            and not confirmed
+            and any(part.stopped or leg.state is LegState.RELEASED for leg in legs)
+        )
 
     def _land_all(self, part: Part) -> None:
         while part.writes:
             part.worker.agent.transfer(part.writes.pop(0))
 
     def _part_of(self, message: Released) -> Part | None:
-        return next((part for part in self.parts if part.subscribe.generation == message.generation), None)
+        return next(
+            (part for part in self.parts if part.subscribe.generation == message.generation), None
+        )
 
     def _choose(self, choice: int, which: Callable[[Part], Any]) -> Part:
         parts = [part for part in self.parts if which(part)]
@@ -337,7 +372,8 @@ class ConsumerMachine(RuleBasedStateMachine):
     def _tell(self, worker: Worker, message: side_channel.ToConsumer) -> None:
         """If the consumer is still connected to this worker."""
         if worker in self.workers and any(
-            peer.name == f"{worker.instance_id} at {HOST}:{worker.port}" for peer in self.rig.consumer.peers()
+            peer.name == f"{worker.instance_id} at {HOST}:{worker.port}"
+            for peer in self.rig.consumer.peers()
         ):
             if isinstance(message, Publish | Cancelled | Released):
                 self.history.append((worker, message))

@@ -14,8 +14,12 @@ BLOCK = 64
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=FEW_RUNS))
-def test_few_rows_may_merge_exactly_if_some_are_adjacent_on_both_sides(pairs: list[tuple[int, int]]) -> None:
-    local, remote = (np.array([(block * BLOCK, BLOCK, 0) for block in side]) for side in zip(*pairs, strict=True))
+def test_few_rows_may_merge_exactly_if_some_are_adjacent_on_both_sides(
+    pairs: list[tuple[int, int]],
+) -> None:
+    local, remote = (
+        np.array([(block * BLOCK, BLOCK, 0) for block in side]) for side in zip(*pairs, strict=True)
+    )
     regions = np.zeros(len(pairs), dtype=np.int64)
     merged, _, _ = merge(local.copy(), regions, remote.copy(), regions)
     assert may_merge(local, remote) is (len(merged) < len(pairs))

@@ -83,10 +83,16 @@ def test_rows_arrive_as_they_were_and_nothing_beside_them(
     assert not sender.transfers
 
 
-def test_transfers_take_turns_and_messages_go_before_them(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_transfers_take_turns_and_messages_go_before_them(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
     sender, receiver = ends
     source, target = random_bytes(12 * FRAME_BYTES), np.zeros(12 * FRAME_BYTES, dtype=np.uint8)
-    runs = {1: (0, 8 * FRAME_BYTES), 2: (8 * FRAME_BYTES, 2 * FRAME_BYTES), 3: (10 * FRAME_BYTES, 2 * FRAME_BYTES)}
+    runs = {
+        1: (0, 8 * FRAME_BYTES),
+        2: (8 * FRAME_BYTES, 2 * FRAME_BYTES),
+        3: (10 * FRAME_BYTES, 2 * FRAME_BYTES),
+    }
     for number, run in runs.items():
         receiver.expect(number, rows_of(target, [run]))
         sender.send_rows(number, rows_of(source, [run]))
@@ -96,7 +102,9 @@ def test_transfers_take_turns_and_messages_go_before_them(ends: tuple[FramedSock
     np.testing.assert_array_equal(target, source)
 
 
-def test_what_is_stopped_is_neither_read_nor_stored_and_others_go_on(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_what_is_stopped_is_neither_read_nor_stored_and_others_go_on(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
     sender, receiver = ends
     source, target = random_bytes(6 * FRAME_BYTES), np.zeros(6 * FRAME_BYTES, dtype=np.uint8)
     half = 3 * FRAME_BYTES
@@ -143,7 +151,9 @@ def test_data_that_nobody_expects_is_thrown_away(ends: tuple[FramedSocket, Frame
     assert deliver(sender, receiver) == [(MESSAGE, 1, b"and then")]
 
 
-@pytest.mark.parametrize(("sent", "expected"), [([10], [9]), ([10], [11]), ([10, 10], [20, 5]), ([5, 15], [10, 10])])
+@pytest.mark.parametrize(
+    ("sent", "expected"), [([10], [9]), ([10], [11]), ([10, 10], [20, 5]), ([5, 15], [10, 10])]
+)
 def test_frames_that_do_not_fit_the_rows_end_the_connection(
     ends: tuple[FramedSocket, FramedSocket], sent: list[int], expected: list[int]
 ) -> None:
@@ -191,7 +201,9 @@ def test_data_from_who_may_not_send_any_and_of_no_length_end_the_connection(
     ),
     st.lists(st.integers(1, 6000), min_size=1, max_size=8),
 )
-def test_however_the_bytes_come_in_frames_are_the_same(frames: list[int | list[int]], pieces: list[int]) -> None:
+def test_however_the_bytes_come_in_frames_are_the_same(
+    frames: list[int | list[int]], pieces: list[int]
+) -> None:
     left, right = socket.socketpair()
     left.setblocking(True)
     receiver = FramedSocket(right, takes_data=True)
@@ -201,13 +213,19 @@ def test_however_the_bytes_come_in_frames_are_the_same(frames: list[int | list[i
     for number, frame in enumerate(frames):
         size = frame if isinstance(frame, int) else sum(frame)
         content = os.urandom(size)
-        wire += struct.pack("<IIQ", size, MESSAGE if isinstance(frame, int) else DATA, number) + content
-        expected.append((MESSAGE, number, content) if isinstance(frame, int) else (DATA, number, b""))
+        wire += (
+            struct.pack("<IIQ", size, MESSAGE if isinstance(frame, int) else DATA, number) + content
+        )
+        expected.append(
+            (MESSAGE, number, content) if isinstance(frame, int) else (DATA, number, b"")
+        )
         if not isinstance(frame, int):
             runs, start = [], 0
             for count in frame:
                 runs.append((first, count))
-                stored[first : first + count] = np.frombuffer(content[start : start + count], dtype=np.uint8)
+                stored[first : first + count] = np.frombuffer(
+                    content[start : start + count], dtype=np.uint8
+                )
                 first, start = first + count + 3, start + count
             receiver.expect(number, rows_of(memory, runs))
     received = []

@@ -42,14 +42,20 @@ def consumer(made: Callable[[Any], Any], producer: Producer) -> Consumer:
 # -- the consumer's side
 
 
-def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(made: Callable[[Any], Any]) -> None:
+def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(
+    made: Callable[[Any], Any],
+) -> None:
     """The first one says that the second has the heads that are needed here; the second one says that it has others."""
     right = HeadRange(2, 2)
     rig = made(Rig(heads=right, engine=[HeadRange(0, 2), right]))
     first, second = made([Worker("P", 0, HeadRange(0, 2)), Worker("P", 1, HeadRange(1, 1))])
     addresses = [RankAddress(HOST, worker.port, worker.layout.heads) for worker in (first, second)]
     first.ranks = [addresses[0], RankAddress(HOST, second.port, right)]
-    second.ranks = [RankAddress(HOST, first.port, HeadRange(0, 1)), addresses[1], RankAddress(HOST, 1, right)]
+    second.ranks = [
+        RankAddress(HOST, first.port, HeadRange(0, 1)),
+        addresses[1],
+        RankAddress(HOST, 1, right),
+    ]
     rig.begin("t", first, [3])
     rig.shake_hands(first)
     rig.shake_hands(second)
@@ -57,7 +63,9 @@ def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(mad
     assert "heads" in rig.results["t"].error
 
 
-def test_a_producer_that_did_not_prove_itself_is_not_listened_to_for_long(rig: Rig, worker: Worker) -> None:
+def test_a_producer_that_did_not_prove_itself_is_not_listened_to_for_long(
+    rig: Rig, worker: Worker
+) -> None:
     rig.begin("t", worker, [3])
     worker.receive(side_channel.Hello)
     worker.send(Pending(["x"] * side_channel.MAX_GREETING_BYTES))
@@ -122,7 +130,9 @@ def test_a_large_read_takes_the_slots_there_are(made: Callable[[Any], Any], work
     taken = staging.memory.accept([20])
     subscribe = rig.subscribed("t", worker, range(10, 18))
     rig.tell(worker, worker.published(subscribe, range(8), last=True))
-    assert rig.results == {"t": LoadResult(8)}, "all of it, though its batches of three never found three slots free"
+    assert rig.results == {"t": LoadResult(8)}, (
+        "all of it, though its batches of three never found three slots free"
+    )
     assert taken is not None
     staging.memory.release(taken)
     assert staging.memory.num_free_slots == 3
@@ -156,7 +166,9 @@ def test_strangers_may_say_little_at_once(made: Callable[[Any], Any], producer: 
     assert stranger.say(much) == []
 
 
-def test_a_transfer_named_often_in_a_heartbeat_is_answered_once(producer: Producer, consumer: Consumer) -> None:
+def test_a_transfer_named_often_in_a_heartbeat_is_answered_once(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe()
     assert consumer.heartbeat("t", "t", "t") == [Pending(["t"])]
@@ -207,7 +219,9 @@ def test_a_worker_that_waits_for_memory_keeps_the_blocks_though_the_other_came(
     assert [type(message) for message in waits.subscribe(worker=1, of=2)] == [Publish]
 
 
-def test_an_early_subscription_goes_with_its_session(made: Callable[[Any], Any], producer: Producer) -> None:
+def test_an_early_subscription_goes_with_its_session(
+    made: Callable[[Any], Any], producer: Producer
+) -> None:
     consumer = made(Consumer(producer, push=True))
     consumer.subscribe(slots=[5], generation=7)
     answers = consumer.say(consumer.hello())
@@ -217,7 +231,9 @@ def test_an_early_subscription_goes_with_its_session(made: Callable[[Any], Any],
     producer.offer()
     producer.save([3], last=True)
     producer.let_writes_end()
-    assert [message.generation for message in consumer.heard() if isinstance(message, Publish)] == [8]
+    assert [message.generation for message in consumer.heard() if isinstance(message, Publish)] == [
+        8
+    ]
 
 
 def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
@@ -237,8 +253,31 @@ def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
 # -- both, and anything at all
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 15, 24, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
-TEXTS = ["", "t", "u", "x" * 600, "DRAM", "VRAM", "float32", "bfloat16", "NHL2BD", "P", "D", "\0", HOST, "tcp://"]
-BYTES = [b"", b"x", bytes(32), bytes(1000), chain_hash(0), chain_hash_there("t", 0), chain_hash_there("t", 1)]
+TEXTS = [
+    "",
+    "t",
+    "u",
+    "x" * 600,
+    "DRAM",
+    "VRAM",
+    "float32",
+    "bfloat16",
+    "NHL2BD",
+    "P",
+    "D",
+    "\0",
+    HOST,
+    "tcp://",
+]
+BYTES = [
+    b"",
+    b"x",
+    bytes(32),
+    bytes(1000),
+    chain_hash(0),
+    chain_hash_there("t", 0),
+    chain_hash_there("t", 1),
+]
 
 
 def anything(rng: random.Random, kind: Any) -> Any:
@@ -252,7 +291,14 @@ def anything(rng: random.Random, kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, UnionType):
         return anything(rng, rng.choice(typing.get_args(kind)))
     floats = [0.0, -1.0, float("nan"), float("inf"), 5.0]
-    values = {int: NUMBERS, str: TEXTS, bytes: BYTES, float: floats, bool: [False, True], type(None): [None]}
+    values = {
+        int: NUMBERS,
+        str: TEXTS,
+        bytes: BYTES,
+        float: floats,
+        bool: [False, True],
+        type(None): [None],
+    }
     return rng.choice(values[kind])
 
 
@@ -264,7 +310,12 @@ def bent(rng: random.Random, message: Any) -> Any:
         value = getattr(message, name)
         if isinstance(value, msgspec.Struct) and rng.random() < 0.8:
             value = bent(rng, value)
-        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct) and rng.random() < 0.7:
+        elif (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], msgspec.Struct)
+            and rng.random() < 0.7
+        ):
             value = [bent(rng, one) if rng.random() < 0.5 else one for one in value]
         else:
             value = anything(rng, kinds[name])
@@ -299,7 +350,9 @@ def test_whatever_a_consumer_says_every_transfer_ends(
         for turn in range(120):
             transfer_id = rng.choice(["t", "u"])
             if turn % 40 == 0:  # a good handshake up to here, and a bent end
-                (welcome,) = [one for one in evil.say(evil.hello()) if isinstance(one, side_channel.Welcome)]
+                (welcome,) = [
+                    one for one in evil.say(evil.hello()) if isinstance(one, side_channel.Welcome)
+                ]
                 describe = side_channel.Describe(evil.proof(welcome), evil.layout, evil.memory())
                 yield describe if rng.random() < 0.6 else bent(rng, describe)
             elif turn % 10 == 0:
@@ -308,7 +361,11 @@ def test_whatever_a_consumer_says_every_transfer_ends(
             elif turn % 17 == 0:
                 producer.let_writes_end()
             else:
-                message = sensible(transfer_id) if rng.random() < 0.7 else anything(rng, rng.choice(kinds))
+                message = (
+                    sensible(transfer_id)
+                    if rng.random() < 0.7
+                    else anything(rng, rng.choice(kinds))
+                )
                 yield bent(rng, message) if rng.random() < 0.5 else message
 
     for frame in frames(rng, said()):
@@ -338,7 +395,9 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
             3 * number + block for block in range(rng.randrange(1, 4))
         ]  # its own: loads before it may still go on
         rig.begin(transfer_id, evil, blocks, first=rng.randrange(2))
-        with contextlib.suppress(AssertionError):  # the handshake may be lost by what was said before
+        with contextlib.suppress(
+            AssertionError
+        ):  # the handshake may be lost by what was said before
             if not any(peer.ready for peer in rig.consumer.peers()):
                 rig.shake_hands(evil)
         subscriptions = [message for message in evil.poll() if isinstance(message, Subscribe)]
@@ -350,10 +409,15 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
                     subscribe = subscriptions[-1]
                     if rng.random() < 0.7:
                         some = rng.sample(range(4), rng.randrange(3))
-                        message = evil.published(subscribe, some, rng.random() < 0.3, rng.random() < 0.5)
+                        message = evil.published(
+                            subscribe, some, rng.random() < 0.3, rng.random() < 0.5
+                        )
                         message = bent(rng, message) if rng.random() < 0.5 else message
                     elif hasattr(message, "generation"):
-                        message.transfer_id, message.generation = subscribe.transfer_id, subscribe.generation
+                        message.transfer_id, message.generation = (
+                            subscribe.transfer_id,
+                            subscribe.generation,
+                        )
                 yield message
 
         for frame in frames(rng, said()):

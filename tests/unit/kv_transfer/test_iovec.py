@@ -36,12 +36,18 @@ def test_regions_hold_a_run_whole_or_not_at_all(copies: int) -> None:
         (INT64_MAX, 1),
     ]
     regions = [Region(100, 50), Region(200, 10)]
-    assert [iovec.count_outside(pack(run) * copies, regions) // copies for run in runs] == [0, 0, *[1] * 8]
+    assert [iovec.count_outside(pack(run) * copies, regions) // copies for run in runs] == [
+        0,
+        0,
+        *[1] * 8,
+    ]
     assert iovec.count_outside(pack(*runs) * copies, regions) == 8 * copies
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 1000)), min_size=1, max_size=2 * FEW_RUNS),
+    st.lists(
+        st.tuples(st.integers(0, 2**40), st.integers(1, 1000)), min_size=1, max_size=2 * FEW_RUNS
+    ),
     st.integers(1, 1000),
 )
 def test_sums_and_pieces_are_those_of_plain_numbers(runs: Runs, max_bytes: int) -> None:
@@ -49,7 +55,9 @@ def test_sums_and_pieces_are_those_of_plain_numbers(runs: Runs, max_bytes: int) 
     assert packed == iovec.pack(np.array([(*run, 7) for run in runs], dtype=np.int64))
     assert iovec.total_bytes(packed) == sum(length for _, length in runs)
     assert list(iovec.lengths_of(packed)) == [length for _, length in runs]
-    assert list(iovec.ends_of(packed)) == [sum(length for _, length in runs[: n + 1]) for n in range(len(runs))]
+    assert list(iovec.ends_of(packed)) == [
+        sum(length for _, length in runs[: n + 1]) for n in range(len(runs))
+    ]
     pieces = [
         (address + first, min(max_bytes, length - first))
         for address, length in runs

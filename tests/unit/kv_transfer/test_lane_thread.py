@@ -42,7 +42,9 @@ class Lane:
     def send(self, *numbers: int) -> None:
         os.write(self._in, bytes(numbers))
 
-    def wait(self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def wait(
+        self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None
+    ) -> bool:
         """As a user does; false if there was nothing to wait for here, as the thread works."""
         with self.thread.waiting() as fd:
             if fd is None:
@@ -53,7 +55,9 @@ class Lane:
             self.woken = bool(poller.poll(timeout_s * 1000))
         return True
 
-    def wait_as_worker(self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def wait_as_worker(
+        self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         """As soon as that is possible."""
         wait_for("the thread always works", lambda: self.wait(timeout_s, meanwhile), DEADLINE_S)
 
@@ -112,7 +116,9 @@ def test_nobody_is_woken_for_what_its_only_user_finds_on_leaving(lane: Lane) -> 
     assert woken == [False]
 
 
-def test_a_user_that_waits_beside_is_woken_for_what_the_other_finds_however_often_that_one_waits(lane: Lane) -> None:
+def test_a_user_that_waits_beside_is_woken_for_what_the_other_finds_however_often_that_one_waits(
+    lane: Lane,
+) -> None:
     woken: list[bool] = []
     lane.act = lambda number: woken.append(lane.thread.on_news())
     with contextlib.ExitStack() as beside:
@@ -151,7 +157,9 @@ def test_of_two_users_one_waits(lane: Lane) -> None:
 
 def test_what_others_submit_wakes_the_user(lane: Lane) -> None:
     ran: list[int] = []
-    lane.wait_as_worker(meanwhile=lambda: lane.thread.mailbox.submit(lambda: ran.append(threading.get_ident())))
+    lane.wait_as_worker(
+        meanwhile=lambda: lane.thread.mailbox.submit(lambda: ran.append(threading.get_ident()))
+    )
     assert ran == [threading.get_ident()]
 
 
@@ -160,7 +168,9 @@ def test_a_user_asks_of_the_thread_between_two_waits(lane: Lane) -> None:
     assert lane.thread.mailbox.call(threading.get_ident) != threading.get_ident()
 
 
-def test_what_is_due_is_done_while_a_user_waits(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_due_is_done_while_a_user_waits(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lane_thread, "MAX_PARKED_S", 0.05)
     due = threading.Event()
     lane.act = lambda number: lane.thread.call_later(0.02, due.set)

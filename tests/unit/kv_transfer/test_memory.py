@@ -63,7 +63,11 @@ class Device:
 def test_blocks_in_host_memory_are_their_own_slots() -> None:
     blocks = random_blocks()
     memory = HostKVMemory(blocks.ctypes.data, LAYOUT)
-    assert (memory.base_address, memory.num_slots, memory.mem_type) == (blocks.ctypes.data, 6, "DRAM")
+    assert (memory.base_address, memory.num_slots, memory.mem_type) == (
+        blocks.ctypes.data,
+        6,
+        "DRAM",
+    )
     assert memory.expose([4, 1]) == memory.accept([4, 1]) == [4, 1]
     before = blocks.copy()
     memory.commit([4, 1], [4, 1], ALL_HEADS)
@@ -95,7 +99,9 @@ def test_what_computes_sums_may_be_chosen() -> None:
 
 
 def test_heads_that_do_not_divide_into_words_are_refused() -> None:
-    odd = KVCacheLayout(num_blocks=1, num_kv_heads=1, num_layers=1, block_size=1, head_dim=3, dtype="bfloat16")
+    odd = KVCacheLayout(
+        num_blocks=1, num_kv_heads=1, num_layers=1, block_size=1, head_dim=3, dtype="bfloat16"
+    )
     with pytest.raises(ValueError, match="multiple of 8 bytes, this layout's has 12"):
         HostKVMemory(0, odd)
     with pytest.raises(ValueError, match="multiple of 8 bytes"):

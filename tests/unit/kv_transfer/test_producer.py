@@ -10,7 +10,14 @@ import pytest
 from kv_processes import wait_for
 from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
 
-from baton_kv_transfer import auth, checksum, producer_early, producer_sessions, producer_transfers, side_channel
+from baton_kv_transfer import (
+    auth,
+    checksum,
+    producer_early,
+    producer_sessions,
+    producer_transfers,
+    side_channel,
+)
 from baton_kv_transfer.connector import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
 from baton_protocol.service_key import ServiceKey
@@ -28,7 +35,12 @@ def num_sessions(producer: Producer) -> int:
 
 
 def indices(messages: list[Any]) -> list[int]:
-    return [block.index for message in messages if isinstance(message, Publish) for block in message.blocks]
+    return [
+        block.index
+        for message in messages
+        if isinstance(message, Publish)
+        for block in message.blocks
+    ]
 
 
 # The handshake
@@ -74,8 +86,12 @@ def test_only_who_proves_the_token_learns_about_memory(
         stranger.say(stranger.hello())
         (refused,) = stranger.say(side_channel.Describe(proof, stranger.layout, stranger.memory()))
         assert "token" in refused.reason
-        assert all(not key or key.hex() not in refused.reason for key in map(auth.token_of, (ours, theirs)))
-    assert not [name for name in producer.agent._peers if name.startswith("D")], "nor is its memory looked at"
+        assert all(
+            not key or key.hex() not in refused.reason for key in map(auth.token_of, (ours, theirs))
+        )
+    assert not [name for name in producer.agent._peers if name.startswith("D")], (
+        "nor is its memory looked at"
+    )
 
 
 def test_a_proof_of_an_earlier_handshake_does_not_hold(make: Callable[..., Any]) -> None:
@@ -97,16 +113,27 @@ def test_a_proof_of_an_earlier_handshake_does_not_hold(make: Callable[..., Any])
         layout(first=2),
         layout(count=0),
     ],
-    ids=["block size", "dtype", "no blocks", "heads before the first", "heads after the last", "no heads"],
+    ids=[
+        "block size",
+        "dtype",
+        "no blocks",
+        "heads before the first",
+        "heads after the last",
+        "no heads",
+    ],
 )
-def test_layouts_that_do_not_fit_are_refused(make: Callable[..., Any], producer: Producer, theirs: Any) -> None:
+def test_layouts_that_do_not_fit_are_refused(
+    make: Callable[..., Any], producer: Producer, theirs: Any
+) -> None:
     consumer = make(Consumer, producer, greet=False)
     (welcome,) = consumer.say(consumer.hello())
     (refused,) = consumer.say(side_channel.Describe(consumer.proof(welcome), theirs, None))
     assert isinstance(refused, Refused)
 
 
-def test_transfers_may_be_asked_for_only_after_the_handshake(make: Callable[..., Any], producer: Producer) -> None:
+def test_transfers_may_be_asked_for_only_after_the_handshake(
+    make: Callable[..., Any], producer: Producer
+) -> None:
     consumer = make(Consumer, producer, greet=False)
     producer.offer()
     for _ in range(2):
@@ -118,7 +145,8 @@ def test_transfers_may_be_asked_for_only_after_the_handshake(make: Callable[...,
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", b"\x00" * 1000, msgspec.msgpack.encode(["Subscribe", "t"]), b"\x91" * 2000]
+    "frame",
+    [b"", b"\xc1", b"\x00" * 1000, msgspec.msgpack.encode(["Subscribe", "t"]), b"\x91" * 2000],
 )
 def test_malformed_messages_are_refused_and_cost_only_their_sender(
     make: Callable[..., Any], producer: Producer, consumer: Consumer, frame: bytes
@@ -133,13 +161,18 @@ def test_malformed_messages_are_refused_and_cost_only_their_sender(
 
 
 def test_thousands_of_greetings_evict_no_consumer_at_work(
-    make: Callable[..., Any], producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any],
+    producer: Producer,
+    consumer: Consumer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(producer_sessions, "MAX_GREETED", 8)
     monkeypatch.setattr(producer_sessions, "MAX_OPEN", 8)
     producer.offer()
     for number in range(30):
-        make(Consumer, producer, instance_id=f"greeting-{number}", greet=False).say(consumer.hello())
+        make(Consumer, producer, instance_id=f"greeting-{number}", greet=False).say(
+            consumer.hello()
+        )
     assert num_sessions(producer) == 9
     assert consumer.subscribe() == []
     for number in range(30):
@@ -168,7 +201,9 @@ def test_a_consumer_whose_connection_is_gone_is_found_out_and_forgotten(
 # Subscriptions
 
 
-def test_blocks_are_published_to_the_subscriber_with_proofs_of_its_load(producer: Producer, consumer: Consumer) -> None:
+def test_blocks_are_published_to_the_subscriber_with_proofs_of_its_load(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     assert consumer.subscribe(generation=9, first=1) == []
     producer.save([3, 4])
@@ -179,7 +214,9 @@ def test_blocks_are_published_to_the_subscriber_with_proofs_of_its_load(producer
     assert (first.last, second.last) == (False, True)
     heads = HeadRange(0, 4)
     (word_sum,) = producer.memory.block_sums([4], heads).tolist()
-    expected = checksum.bind(word_sum, transfer_id="t", generation=9, chain_hash=chain_hash(1), heads=heads)
+    expected = checksum.bind(
+        word_sum, transfer_id="t", generation=9, chain_hash=chain_hash(1), heads=heads
+    )
     assert first.blocks[0].checksum == expected
     assert consumer.release(generation=9) == []
     assert producer.finished == ["t"]
@@ -193,7 +230,9 @@ def test_who_comes_late_gets_everything_at_once_and_sums_are_computed_once_in_on
     producer.save([3, 4])
     producer.save([5], first=2, last=True)
     assert producer.memory.sum_calls == [], "nobody asked for any heads yet"
-    left, right = (make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1))
+    left, right = (
+        make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1)
+    )
     (publish,) = left.subscribe(worker=0, of=2)
     assert (indices([publish]), publish.last) == ([0, 1, 2], True)
     assert producer.memory.sum_calls == [(3, HeadRange(0, 2))]
@@ -216,7 +255,9 @@ def test_many_blocks_are_published_in_parts_and_the_last_part_says_so(
 def test_a_transfer_ends_when_all_workers_of_the_consumer_released_it(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    left, right = (make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1))
+    left, right = (
+        make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1)
+    )
     producer.offer()
     left.subscribe(worker=0, of=2)
     producer.save([3], last=True)
@@ -227,7 +268,9 @@ def test_a_transfer_ends_when_all_workers_of_the_consumer_released_it(
     assert producer.finished == ["t"]
 
 
-def test_a_load_that_wants_nothing_releases_without_subscribing(producer: Producer, consumer: Consumer) -> None:
+def test_a_load_that_wants_nothing_releases_without_subscribing(
+    producer: Producer, consumer: Consumer
+) -> None:
     consumer.release("early")
     producer.offer("early")
     assert producer.finished == ["early"]
@@ -248,7 +291,9 @@ def test_a_subscription_before_the_offer_waits_for_it_and_one_after_the_end_is_r
     assert cancelled == Cancelled("t", 8, "transfer t has ended: released")
 
 
-def test_a_subscription_that_was_never_offered_is_refused_after_a_lease(producer: Producer, consumer: Consumer) -> None:
+def test_a_subscription_that_was_never_offered_is_refused_after_a_lease(
+    producer: Producer, consumer: Consumer
+) -> None:
     consumer.subscribe()
     producer.advance(LEASE_S / 2)
     consumer.heartbeat()
@@ -296,7 +341,9 @@ def test_early_subscriptions_have_a_limit(
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_for_is_refused(producer: Producer, consumer: Consumer, lie: dict[str, Any]) -> None:
+def test_what_cannot_be_asked_for_is_refused(
+    producer: Producer, consumer: Consumer, lie: dict[str, Any]
+) -> None:
     producer.offer()
     (cancelled, *_) = consumer.subscribe(**lie)
     assert isinstance(cancelled, Cancelled)
@@ -338,7 +385,9 @@ def test_a_second_worker_of_the_same_number_is_refused_and_the_first_stands(
 def test_a_worker_with_another_number_of_workers_is_refused_naming_both(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    left, right = (make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1))
+    left, right = (
+        make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1)
+    )
     producer.offer()
     left.subscribe(worker=0, of=2)
     (cancelled,) = right.subscribe(worker=1, of=3)
@@ -346,7 +395,9 @@ def test_a_worker_with_another_number_of_workers_is_refused_naming_both(
     assert right.subscribe(worker=1, of=2) == []
 
 
-def test_a_release_of_another_generation_counts_for_nothing(producer: Producer, consumer: Consumer) -> None:
+def test_a_release_of_another_generation_counts_for_nothing(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(generation=7)
     producer.save([3], last=True)
@@ -367,7 +418,9 @@ def test_a_released_load_does_not_come_back(make: Callable[..., Any], producer: 
     assert producer.finished == []
 
 
-def test_a_release_before_the_offer_ends_the_transfer_when_it_comes(producer: Producer, consumer: Consumer) -> None:
+def test_a_release_before_the_offer_ends_the_transfer_when_it_comes(
+    producer: Producer, consumer: Consumer
+) -> None:
     consumer.subscribe(generation=7)
     consumer.release(generation=6)
     consumer.release(generation=7)
@@ -390,7 +443,9 @@ def test_strangers_neither_get_nor_end_a_transfer(
 # Leases
 
 
-def test_a_consumer_that_never_comes_costs_one_lease_after_the_last_save(producer: Producer) -> None:
+def test_a_consumer_that_never_comes_costs_one_lease_after_the_last_save(
+    producer: Producer,
+) -> None:
     producer.offer()
     producer.advance(5 * LEASE_S)
     assert producer.finished == [], "it waits for its turn, no block is kept"
@@ -404,7 +459,9 @@ def test_a_consumer_that_never_comes_costs_one_lease_after_the_last_save(produce
     assert producer.stats.leases_expired == 1
 
 
-def test_a_subscriber_that_never_heartbeats_costs_one_lease(producer: Producer, consumer: Consumer) -> None:
+def test_a_subscriber_that_never_heartbeats_costs_one_lease(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     producer.save([3], last=True)
     consumer.subscribe()
@@ -412,10 +469,14 @@ def test_a_subscriber_that_never_heartbeats_costs_one_lease(producer: Producer, 
     assert producer.finished == []
     producer.advance(1)
     assert producer.finished == ["t"]
-    assert any("lease" in message.reason for message in consumer.heard() if isinstance(message, Cancelled))
+    assert any(
+        "lease" in message.reason for message in consumer.heard() if isinstance(message, Cancelled)
+    )
 
 
-def test_heartbeats_keep_blocks_and_are_answered_while_more_is_to_come(producer: Producer, consumer: Consumer) -> None:
+def test_heartbeats_keep_blocks_and_are_answered_while_more_is_to_come(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe()
     for _ in range(3):
@@ -448,7 +509,9 @@ def test_a_worker_that_does_not_come_costs_one_lease_whatever_the_other_says(
     producer.offer()
     left.subscribe(worker=0, of=2)
     producer.save([3], last=True)
-    heard = [message for _ in range(3) for message in (producer.advance(LEASE_S / 2), *left.heartbeat())]
+    heard = [
+        message for _ in range(3) for message in (producer.advance(LEASE_S / 2), *left.heartbeat())
+    ]
     assert Cancelled("t", 7, "its lease expired") in heard
     assert producer.finished == []
     left.release(worker=0, of=2)
@@ -474,7 +537,9 @@ def test_what_was_sent_while_the_thread_stood_still_is_read_before_a_lease_ends(
 # The producer's own scheduler
 
 
-def test_a_cancelled_transfer_ends_when_the_consumer_acknowledged_it(producer: Producer, consumer: Consumer) -> None:
+def test_a_cancelled_transfer_ends_when_the_consumer_acknowledged_it(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe()
     producer.save([3])
@@ -529,7 +594,9 @@ def test_publishing_waits_for_slots_and_the_transfer_that_holds_some_goes_first(
     assert producer.memory.exposed == []
 
 
-def test_small_transfers_do_not_overtake_a_large_one_that_waits_for_slots(producer: Producer) -> None:
+def test_small_transfers_do_not_overtake_a_large_one_that_waits_for_slots(
+    producer: Producer,
+) -> None:
     producer.memory.free = 2
     for transfer_id, block_ids in (("large", [1, 2, 3]), ("small", [4])):
         producer.offer(transfer_id)
@@ -541,7 +608,9 @@ def test_small_transfers_do_not_overtake_a_large_one_that_waits_for_slots(produc
     assert producer.memory.exposed == [1, 2, 3]
 
 
-def test_a_transfer_for_which_no_slot_becomes_free_ends_with_a_reason(producer: Producer, consumer: Consumer) -> None:
+def test_a_transfer_for_which_no_slot_becomes_free_ends_with_a_reason(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.memory.free = 1
     producer.offer()
     consumer.subscribe()
@@ -553,7 +622,9 @@ def test_a_transfer_for_which_no_slot_becomes_free_ends_with_a_reason(producer: 
     assert producer.finished == ["t"]
 
 
-def test_a_transfer_that_can_never_fit_is_cancelled_at_once(producer: Producer, consumer: Consumer) -> None:
+def test_a_transfer_that_can_never_fit_is_cancelled_at_once(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe()
     producer.memory.num_slots = 3

@@ -41,7 +41,9 @@ def test_a_write_tells_of_its_blocks_and_the_last_word_names_all_that_were_writt
     (publish,) = consumer.heard()
     assert (publish.written, publish.last) == (True, True)
     assert [(block.index, block.slot) for block in publish.blocks] == [(1, 4), (2, 5), (3, 6)]
-    assert [block for message in [first, *consumer.notified()] for block in message.blocks] == publish.blocks
+    assert [
+        block for message in [first, *consumer.notified()] for block in message.blocks
+    ] == publish.blocks
     assert (consumer.bytes[[8, 7]] == producer.memory.bytes[[5, 6]]).all()
     assert [slot for slot in range(NUM_BLOCKS) if consumer.bytes[slot].any()] == [7, 8, 9], (
         "what has no slot is not wanted"
@@ -89,7 +91,13 @@ def test_heads_go_where_the_consumers_worker_has_them(
 
 @pytest.mark.parametrize(
     ("slots", "num_refused"),
-    [([0, NUM_BLOCKS], 1), ([-1], 1), ([2**63, 2**64 - 1], 2), ([3, 3], 1), (list(range(-9, 0)), 9)],
+    [
+        ([0, NUM_BLOCKS], 1),
+        ([-1], 1),
+        ([2**63, 2**64 - 1], 2),
+        ([3, 3], 1),
+        (list(range(-9, 0)), 9),
+    ],
 )
 def test_slots_outside_the_described_memory_are_refused_and_counted(
     producer: Producer, consumer: Consumer, slots: list[int], num_refused: int
@@ -127,12 +135,16 @@ def test_a_consumer_that_describes_nonsense_is_refused(
 ) -> None:
     liar = make(Consumer, producer, instance_id="L", greet=False)
     (welcome,) = liar.say(liar.hello())
-    (refused,) = liar.say(side_channel.Describe(liar.proof(welcome), liar.layout, liar.memory(**lie)))
+    (refused,) = liar.say(
+        side_channel.Describe(liar.proof(welcome), liar.layout, liar.memory(**lie))
+    )
     assert "described its memory wrongly" in refused.reason
     assert list(producer.agent._peers) == ["D/0"]
 
 
-def test_nobody_describes_the_memory_of_another_instance(make: Callable[..., Any], producer: Producer) -> None:
+def test_nobody_describes_the_memory_of_another_instance(
+    make: Callable[..., Any], producer: Producer
+) -> None:
     honest = make(Consumer, producer, instance_id="D", greet=False)
     liar = make(Consumer, producer, instance_id="E", greet=False)
     (welcome,) = liar.say(liar.hello())
@@ -140,7 +152,9 @@ def test_nobody_describes_the_memory_of_another_instance(make: Callable[..., Any
     assert "its agent is called D/0" in refused.reason
 
 
-def test_pushing_needs_memory_that_was_described(make: Callable[..., Any], producer: Producer) -> None:
+def test_pushing_needs_memory_that_was_described(
+    make: Callable[..., Any], producer: Producer
+) -> None:
     consumer = make(Consumer, producer, push=False)
     producer.offer()
     cancelled, _ = consumer.subscribe(slots=[1])
@@ -160,7 +174,9 @@ def test_each_peer_has_a_window_and_its_transfers_take_turns(make: Callable[...,
     assert (producer.stats.inflight_bytes, producer.stats.queued_bytes) == (3 * nbytes, 5 * nbytes)
     producer.save([8], transfer_id="short", last=True)
     producer.save([9], transfer_id="elsewhere", last=True)
-    assert [handle.peer for handle in producer.agent.held] == ["D/0", "D/1"], "another peer's window is its own"
+    assert [handle.peer for handle in producer.agent.held] == ["D/0", "D/1"], (
+        "another peer's window is its own"
+    )
     ended = []
     while producer.agent.held:
         assert producer.stats.inflight_bytes <= 4 * nbytes
@@ -182,7 +198,9 @@ def test_a_block_larger_than_the_window_is_written_by_itself(make: Callable[...,
     assert consumer.heard()[-1].last
 
 
-def test_a_release_is_confirmed_and_the_blocks_are_freed_once_no_write_is_in_flight(make: Callable[..., Any]) -> None:
+def test_a_release_is_confirmed_and_the_blocks_are_freed_once_no_write_is_in_flight(
+    make: Callable[..., Any],
+) -> None:
     producer = make(Producer, max_inflight_bytes=256)
     consumer = make(Consumer, producer, push=True)
     producer.offer()
@@ -199,7 +217,9 @@ def test_a_release_is_confirmed_and_the_blocks_are_freed_once_no_write_is_in_fli
     assert producer.stats.queued_bytes == 0
 
 
-def test_a_cancel_stops_writing_and_says_when_it_has_stopped(producer: Producer, consumer: Consumer) -> None:
+def test_a_cancel_stops_writing_and_says_when_it_has_stopped(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(slots=[0, 1])
     producer.save([3])
@@ -228,7 +248,9 @@ def test_every_push_that_is_not_let_in_is_told_that_nothing_will_be_written(
     assert released == Released("t", 7)
 
 
-def test_an_early_push_that_is_given_up_is_confirmed_at_once(producer: Producer, consumer: Consumer) -> None:
+def test_an_early_push_that_is_given_up_is_confirmed_at_once(
+    producer: Producer, consumer: Consumer
+) -> None:
     consumer.subscribe(slots=[0])
     assert consumer.release() == [Released("t", 7)]
     producer.offer()
@@ -237,7 +259,9 @@ def test_an_early_push_that_is_given_up_is_confirmed_at_once(producer: Producer,
     assert producer.agent.held == []
 
 
-def test_the_end_of_the_lease_waits_for_writes_that_end(producer: Producer, consumer: Consumer) -> None:
+def test_the_end_of_the_lease_waits_for_writes_that_end(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(slots=[0])
     producer.save([3], last=True)
@@ -248,7 +272,9 @@ def test_the_end_of_the_lease_waits_for_writes_that_end(producer: Producer, cons
     assert Released("t", 7) in consumer.heard()
 
 
-def test_the_end_of_the_lease_cuts_off_writes_that_do_not_end(producer: Producer, consumer: Consumer) -> None:
+def test_the_end_of_the_lease_cuts_off_writes_that_do_not_end(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(slots=[0])
     producer.save([3], last=True)
@@ -278,7 +304,13 @@ def test_a_write_that_fails_ends_what_is_pushed_to_this_consumer_and_it_may_gree
     producer.agent.let_go(fail=True)
     producer.advance()
     heard = consumer.heard()
-    assert [type(message) for message in heard] == [Cancelled, Released, Cancelled, Released, Refused]
+    assert [type(message) for message in heard] == [
+        Cancelled,
+        Released,
+        Cancelled,
+        Released,
+        Refused,
+    ]
     assert "writing to the consumer failed" in heard[0].reason
     producer.save([4], transfer_id="c", last=True)
     assert len(pulling.heard()) == 1
@@ -292,7 +324,9 @@ def test_a_write_that_fails_ends_what_is_pushed_to_this_consumer_and_it_may_gree
     assert sorted(producer.finished) == ["a", "again", "b", "c"]
 
 
-def test_a_consumer_that_greets_anew_is_written_to_no_more(producer: Producer, consumer: Consumer) -> None:
+def test_a_consumer_that_greets_anew_is_written_to_no_more(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(slots=[0, 1])
     producer.save([3])
@@ -328,7 +362,9 @@ def test_memory_registered_anew_is_not_reached_by_what_was_agreed_about_the_olde
     assert (after.bytes[0] == producer.memory.bytes[5]).all()
 
 
-def test_when_this_side_fenced_its_memory_who_is_pushed_to_greets_anew(producer: Producer, consumer: Consumer) -> None:
+def test_when_this_side_fenced_its_memory_who_is_pushed_to_greets_anew(
+    producer: Producer, consumer: Consumer
+) -> None:
     producer.offer()
     consumer.subscribe(slots=[0])
     producer.save([3], last=True)
@@ -353,7 +389,9 @@ def test_a_transport_that_refuses_to_post_is_a_failed_write(
     assert (producer.stats.queued_bytes, producer.stats.inflight_bytes) == (0, 0)
 
 
-def test_two_workers_may_take_a_block_in_different_ways(make: Callable[..., Any], producer: Producer) -> None:
+def test_two_workers_may_take_a_block_in_different_ways(
+    make: Callable[..., Any], producer: Producer
+) -> None:
     pushed = make(Consumer, producer, rank=0, heads=HeadRange(0, 2), push=True)
     reading = make(Consumer, producer, rank=1, heads=HeadRange(2, 2))
     producer.offer()

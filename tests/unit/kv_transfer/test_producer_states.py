@@ -19,7 +19,14 @@ from baton_kv_transfer.side_channel import Cancelled, Publish, Refused, Released
 TRANSFERS = st.sampled_from(["a", "a", "a", "b"])
 WORKERS = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
 """Two of the consumer D, and now and then one of E, to whom nothing is offered."""
-REFUSALS = ("came already", "has ended", "is offered to", "subscribers, not", "was not offered", "released transfer")
+REFUSALS = (
+    "came already",
+    "has ended",
+    "is offered to",
+    "subscribers, not",
+    "was not offered",
+    "released transfer",
+)
 """Reasons of CANCELLED given to who was never let in."""
 RARELY = st.sampled_from([False, False, False, True])
 
@@ -27,7 +34,9 @@ RARELY = st.sampled_from([False, False, False, True])
 class Load:
     """A subscription as its consumer sees it."""
 
-    def __init__(self, transfer_id: str, slots: list[int] | None, last_sign: float, number: int, of: int) -> None:
+    def __init__(
+        self, transfer_id: str, slots: list[int] | None, last_sign: float, number: int, of: int
+    ) -> None:
         self.transfer_id = transfer_id
         self.slots = slots
         self.last_sign = last_sign
@@ -78,7 +87,11 @@ class ProducerMachine(RuleBasedStateMachine):
     def save(self, transfer_id: str, count: int, last: bool) -> None:
         if transfer_id not in self.blocks:
             self.offer(transfer_id)
-        if transfer_id not in self.blocks or transfer_id in self.last or count > len(self.free_blocks):
+        if (
+            transfer_id not in self.blocks
+            or transfer_id in self.last
+            or count > len(self.free_blocks)
+        ):
             return
         chosen = [self.free_blocks.pop() for _ in range(count)]
         first = len(self.blocks[transfer_id])
@@ -96,10 +109,21 @@ class ProducerMachine(RuleBasedStateMachine):
 
     # -- the consumers
 
-    @rule(worker=WORKERS, transfer_id=TRANSFERS, push=st.booleans(), lie=RARELY, first=st.integers(0, 2))
+    @rule(
+        worker=WORKERS,
+        transfer_id=TRANSFERS,
+        push=st.booleans(),
+        lie=RARELY,
+        first=st.integers(0, 2),
+    )
     def subscribe(self, worker: int, transfer_id: str, push: bool, lie: bool, first: int) -> None:
         of = self.num_workers if not lie else 3 - self.num_workers
-        used = {slot for load in self.loads[worker].values() if load.released is None for slot in load.slots or ()}
+        used = {
+            slot
+            for load in self.loads[worker].values()
+            if load.released is None
+            for slot in load.slots or ()
+        }
         slots = sorted(set(range(NUM_BLOCKS)) - used)[:4] if push else None
         generation = next(self.generations)
         number = worker % 2 if of == 2 else 0
@@ -109,8 +133,13 @@ class ProducerMachine(RuleBasedStateMachine):
                 other.slots = []  # its slots are in other hands now
         self.loads[worker][generation] = load
         consumer = self.consumers[worker]
-        failed = any(session.agent_name == consumer.agent.name for session in self.producer.side._sessions._failed)
-        said = consumer.subscribe(transfer_id, generation, first=first, slots=slots, worker=number, of=of)
+        failed = any(
+            session.agent_name == consumer.agent.name
+            for session in self.producer.side._sessions._failed
+        )
+        said = consumer.subscribe(
+            transfer_id, generation, first=first, slots=slots, worker=number, of=of
+        )
         # The session had ended, or is about to.
         load.gone = load.stopped = failed or any(isinstance(message, Refused) for message in said)
         self.look(worker, said)
@@ -148,7 +177,9 @@ class ProducerMachine(RuleBasedStateMachine):
             return
         for load in self.loads[worker].values():
             load.stopped = True
-            load.gone = load.gone or load.transfer_id not in self.blocks  # not offered yet: its subscription is dropped
+            load.gone = (
+                load.gone or load.transfer_id not in self.blocks
+            )  # not offered yet: its subscription is dropped
         self.consumers[worker].greet()
         self.look()
 
@@ -214,7 +245,9 @@ class ProducerMachine(RuleBasedStateMachine):
     @invariant()
     def each_offer_ends_at_most_once(self) -> None:
         ended = Counter(self.producer.finished)
-        assert all(ended[name] == self.offers[name] - (name in self.blocks) for name in ended | self.offers)
+        assert all(
+            ended[name] == self.offers[name] - (name in self.blocks) for name in ended | self.offers
+        )
 
     @invariant()
     def writes_touch_only_held_blocks(self) -> None:
@@ -223,8 +256,12 @@ class ProducerMachine(RuleBasedStateMachine):
         assert held <= {block for blocks in self.blocks.values() for block in blocks}
         for handle in self.producer.agent.held:
             first = (handle.local[:, 0] - memory.base_address) // memory.layout.block_nbytes
-            last = (handle.local[:, 0] + handle.local[:, 1] - 1 - memory.base_address) // memory.layout.block_nbytes
-            assert {slot for a, b in zip(first, last, strict=True) for slot in range(a, b + 1)} <= held
+            last = (
+                handle.local[:, 0] + handle.local[:, 1] - 1 - memory.base_address
+            ) // memory.layout.block_nbytes
+            assert {
+                slot for a, b in zip(first, last, strict=True) for slot in range(a, b + 1)
+            } <= held
 
     @invariant()
     def nothing_is_written_after_released(self) -> None:
@@ -247,11 +284,17 @@ class ProducerMachine(RuleBasedStateMachine):
         assert (stats.queued_bytes, stats.inflight_bytes) == (0, 0)
         assert len(self.producer.side.transfers._early) == 0
         for loads in self.loads:
-            assert all(load.released is not None for load in loads.values() if load.slots and not load.stopped)
+            assert all(
+                load.released is not None
+                for load in loads.values()
+                if load.slots and not load.stopped
+            )
         for consumer in self.consumers:
             consumer.close()
         self.producer.close()
 
 
-ProducerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+ProducerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None
+)
 TestProducer = ProducerMachine.TestCase

@@ -38,7 +38,9 @@ def here(cell: Cell) -> Process:
 
 def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
     """[n, 3] of (first word, number of words)."""
-    return np.array([[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64)
+    return np.array(
+        [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
+    )
 
 
 class LaneHere:
@@ -48,7 +50,11 @@ class LaneHere:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
         self.context = LaneContext(
-            self.thread, name, "", lambda sender, message: self.notifs.append((sender, message)), lambda: None
+            self.thread,
+            name,
+            "",
+            lambda sender, message: self.notifs.append((sender, message)),
+            lambda: None,
         )
         self.lane = SHMLane(self.context)
         self.thread.start(self.lane.end)
@@ -107,7 +113,13 @@ def end(operation: Transfer) -> tuple[XferState, str]:
 def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
     source, target, cell = np.arange(100_000), np.zeros(100_000, dtype=np.int64), Cell()
-    runs = [(0, 2500), (2500, 1), (5000, 1000), (7000, 40_001), *[(50_000 + 2 * i, 1) for i in range(2000)]]
+    runs = [
+        (0, 2500),
+        (2500, 1),
+        (5000, 1000),
+        (7000, 40_001),
+        *[(50_000 + 2 * i, 1) for i in range(2000)],
+    ]
     copy = BatchedCopy(here(cell), pack(rows(target, *runs)), pack(rows(source, *runs)))
     num_steps = 0
     while not copy.done:
@@ -140,7 +152,9 @@ def test_a_process_that_died_or_is_another_is_found_out() -> None:
     with pytest.raises(CopyError, match="another process"):
         Process(os.getpid(), cell.address, b"x" * 16)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with pytest.raises(CopyError):  # the same number as one that had the cell, as after a reuse of process ids
+    with pytest.raises(
+        CopyError
+    ):  # the same number as one that had the cell, as after a reuse of process ids
         Process(child.pid, cell.address, cell.value)
     child.communicate()
     with pytest.raises(ProcessLookupError):
@@ -179,7 +193,9 @@ def test_a_frame_longer_than_allowed_ends_the_connection() -> None:
     receiver.close()
 
 
-def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(lanes: Callable[[str], LaneHere]) -> None:
+def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(
+    lanes: Callable[[str], LaneHere],
+) -> None:
     one, other = lanes("one"), lanes("other")
     address = other.address
     assert one.knows(address)
@@ -201,8 +217,12 @@ def test_the_lane_is_agreed_with_processes_of_this_host_that_prove_their_cell(la
     assert not one.lane.send_notif("x", b"hello")
 
 
-@pytest.mark.parametrize("hello", ["none", "wrong cell", "no peer's cell", "garbage", "deep", "nothing but bytes"])
-def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere], hello: str) -> None:
+@pytest.mark.parametrize(
+    "hello", ["none", "wrong cell", "no peer's cell", "garbage", "deep", "nothing but bytes"]
+)
+def test_who_does_not_prove_itself_is_hung_up_on(
+    lanes: Callable[[str], LaneHere], hello: str
+) -> None:
     owner, cell = lanes("owner"), Cell()
     address = owner.address
     end_of_stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -223,7 +243,9 @@ def test_who_does_not_prove_itself_is_hung_up_on(lanes: Callable[[str], LaneHere
             struct.peer_cell = b"0" * 16
         elif hello == "no peer's cell":
             struct.cell = b"1" * 16
-        link.send(lane_link.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct))
+        link.send(
+            lane_link.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct)
+        )
     end_of_stranger.settimeout(10)
     with contextlib.suppress(ConnectionResetError):
         assert end_of_stranger.recv(1) == b""
@@ -242,7 +264,9 @@ def test_writes_are_checked_by_their_target_as_a_whole(lanes: Callable[[str], La
 
     def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
         remote = np.concatenate(targets)
-        return end(writer.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, b"n"))
+        return end(
+            writer.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, b"n")
+        )
 
     state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
     assert state is XferState.ERR
@@ -269,7 +293,9 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
     clients.open()
     context.regions.append(region)
     address = msgspec.msgpack.decode(clients.address, type=HostAddress)
-    request = messages.encode_write(b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22))))
+    request = messages.encode_write(
+        b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22)))
+    )
 
     def connect() -> FramedSocket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -316,7 +342,9 @@ def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side
         assert side.end(write) == "ERR"
         assert "removed" in write.error
     side.meet(side.owner)
-    assert side.run(side.make("WRITE", [0], [3])) == "DONE"  # whatever was asked before it has been looked at
+    assert (
+        side.run(side.make("WRITE", [0], [3])) == "DONE"
+    )  # whatever was asked before it has been looked at
     content = side.owner.call("content").reshape(NUM_BLOCKS, -1)
     np.testing.assert_array_equal(content[2], counting(2))
     np.testing.assert_array_equal(content[3], counting(1))
@@ -340,7 +368,10 @@ def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> Non
 def test_after_a_fence_no_write_of_before_is_done(lanes: Callable[[str], LaneHere]) -> None:
     writer, owner = lanes("writer"), lanes("owner")
     writer.lane.add_peer("owner", owner.lane.address)
-    local, remote = rows(writer.words, *[(0, 1)] * WORDS), rows(owner.words, *[(i, 1) for i in range(WORDS)])
+    local, remote = (
+        rows(writer.words, *[(0, 1)] * WORDS),
+        rows(owner.words, *[(i, 1) for i in range(WORDS)]),
+    )
     writes = [writer.post("WRITE", "owner", local, remote) for _ in range(50)]
     owner.thread.mailbox.call(owner.lane.fence)
     owner.words[:] = -5

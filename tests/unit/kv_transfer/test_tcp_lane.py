@@ -33,10 +33,17 @@ def side() -> Iterator[Side]:
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
-def test_rows_of_all_sizes_move_and_nothing_beside_them(tcp_pair: tuple[LaneHere, LaneHere], op: str) -> None:
+def test_rows_of_all_sizes_move_and_nothing_beside_them(
+    tcp_pair: tuple[LaneHere, LaneHere], op: str
+) -> None:
     one, owner = tcp_pair
     one.words[:] = -1 - one.words
-    runs = [(0, 300_001), (300_002, 1), *[(300_004 + 3 * i, 2) for i in range(20_000)], (400_000, 262_144)]
+    runs = [
+        (0, 300_001),
+        (300_002, 1),
+        *[(300_004 + 3 * i, 2) for i in range(20_000)],
+        (400_000, 262_144),
+    ]
     local, remote = rows(one.words, *runs), rows(owner.words, *runs)
     source, target = (owner.words, one.words) if op == "READ" else (one.words, owner.words)
     expected = target.copy()
@@ -60,7 +67,9 @@ def test_transfers_of_a_peer_take_turns(tcp_lanes: Callable[..., LaneHere]) -> N
     raw.end.close()
 
 
-def test_a_notification_does_not_wait_behind_a_long_transfer(tcp_pair: tuple[LaneHere, LaneHere]) -> None:
+def test_a_notification_does_not_wait_behind_a_long_transfer(
+    tcp_pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = tcp_pair
     everything = [(0, WORDS)] * 64
     write = one.post("WRITE", "owner", rows(one.words, *everything), rows(owner.words, *everything))
@@ -73,7 +82,9 @@ def test_a_notification_does_not_wait_behind_a_long_transfer(tcp_pair: tuple[Lan
 # -- connections
 
 
-def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(tcp_lanes: Callable[..., LaneHere]) -> None:
+def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(
+    tcp_lanes: Callable[..., LaneHere],
+) -> None:
     one = tcp_lanes("one")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -93,7 +104,10 @@ def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(tcp_lanes: Ca
 
 def test_a_host_that_does_not_answer_holds_up_nobody(tcp_pair: tuple[LaneHere, LaneHere]) -> None:
     one, owner = tcp_pair
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as queue:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as server,
+        contextlib.ExitStack() as queue,
+    ):
         for _ in range(4):  # more than it takes
             end_of_other = queue.enter_context(socket.socket())
             end_of_other.setblocking(False)
@@ -166,15 +180,24 @@ def test_the_lane_listens_where_it_is_told_only(
 def test_ipv6_hosts(tcp_lanes: Callable[..., LaneHere]) -> None:
     one, owner = tcp_lanes("one", "::1"), tcp_lanes("owner", "::1")
     one.lane.add_peer("owner", owner.lane.address)
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
     assert one.words[:8].tolist() == list(range(8, 16))
 
 
 @pytest.mark.parametrize(
     "address",
-    [b"", b"\xc1", *(msgspec.msgpack.encode(Address(h, p, b"")) for h, p in (("a.example", 1), ("::", 0)))],
+    [
+        b"",
+        b"\xc1",
+        *(msgspec.msgpack.encode(Address(h, p, b"")) for h, p in (("a.example", 1), ("::", 0))),
+    ],
 )
-def test_addresses_that_are_none_are_refused(tcp_lanes: Callable[..., LaneHere], address: bytes) -> None:
+def test_addresses_that_are_none_are_refused(
+    tcp_lanes: Callable[..., LaneHere], address: bytes
+) -> None:
     one = tcp_lanes("one")
     with pytest.raises((ValueError, msgspec.DecodeError)):
         one.lane.add_peer("x", address)

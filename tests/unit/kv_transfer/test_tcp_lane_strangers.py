@@ -31,9 +31,12 @@ from baton_kv_transfer.transports.tcp.clients import Address, Hello
 
 
 @pytest.mark.parametrize(
-    "hello", ["none", "wrong secret", "no name", "garbage", "deep", "nothing but bytes", "long", "data"]
+    "hello",
+    ["none", "wrong secret", "no name", "garbage", "deep", "nothing but bytes", "long", "data"],
 )
-def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., LaneHere], hello: str) -> None:
+def test_who_does_not_know_the_secret_is_hung_up_on(
+    tcp_lanes: Callable[..., LaneHere], hello: str
+) -> None:
     owner = tcp_lanes("owner")
     raw = Raw.to(owner, "")
     if hello == "none":
@@ -50,7 +53,9 @@ def test_who_does_not_know_the_secret_is_hung_up_on(tcp_lanes: Callable[..., Lan
         raw.send(HELLO, 0, b"\x93\xc4\x00\xa1x" + b"\x91" * 4000 + b"\xc0")
     else:
         secret = b"0" * 16 if hello == "wrong secret" else owner.address.secret
-        raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(secret, "" if hello == "no name" else "raw")))
+        raw.send(
+            HELLO, 0, msgspec.msgpack.encode(Hello(secret, "" if hello == "no name" else "raw"))
+        )
     assert raw.is_cut_off()
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     peer = tcp_lanes("peer")
@@ -73,7 +78,9 @@ def test_who_says_nothing_is_hung_up_on_and_many_of_them_keep_nobody_out(
     assert Raw.to(owner, "").is_cut_off()
 
 
-def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(tcp_pair: tuple[LaneHere, LaneHere]) -> None:
+def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(
+    tcp_pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = tcp_pair
     one.words[:] = -1
     elsewhere = np.zeros(2 * LENGTH, dtype=np.int64)
@@ -92,8 +99,12 @@ def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(tcp_pair: tuple[LaneHe
     assert (owner.words[: 2 * LENGTH] == -1).all()
 
 
-@pytest.mark.parametrize("request_", ["no rows", "half a row", "too much", "number in use", "unknown", "long"])
-def test_requests_that_make_no_sense_end_their_connection(tcp_lanes: Callable[..., LaneHere], request_: str) -> None:
+@pytest.mark.parametrize(
+    "request_", ["no rows", "half a row", "too much", "number in use", "unknown", "long"]
+)
+def test_requests_that_make_no_sense_end_their_connection(
+    tcp_lanes: Callable[..., LaneHere], request_: str
+) -> None:
     owner = tcp_lanes("owner")
     raw = Raw.to(owner)
     some = rows(owner.words, (0, 8))
@@ -126,12 +137,17 @@ def test_a_write_that_breaks_off_is_not_notified_and_its_connection_ends_alone(
     raw.end.sendall(HEADER.pack(FRAME_BYTES, DATA, 1) + b"\xff" * 1000)
     wait_for("the first bytes", lambda: (owner.words[:125] == -1).all())
     raw.end.close()
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (200, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (200, 8))))[0]
+        is XferState.DONE
+    )
     np.testing.assert_array_equal(owner.words[125:], np.arange(125, WORDS))
     assert not owner.notifs
 
 
-def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(tcp_lanes: Callable[..., LaneHere]) -> None:
+def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(
+    tcp_lanes: Callable[..., LaneHere],
+) -> None:
     owner = tcp_lanes("owner")
     raw = Raw.to(owner)
     raw.ask(WRITE, 1, rows(owner.words, (0, 2 * LENGTH)), b"all there")
@@ -147,7 +163,9 @@ def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(tcp_lanes: C
     raw.end.close()
 
 
-def test_memory_deregistered_while_it_is_read_is_not_read_on(tcp_lanes: Callable[..., LaneHere]) -> None:
+def test_memory_deregistered_while_it_is_read_is_not_read_on(
+    tcp_lanes: Callable[..., LaneHere],
+) -> None:
     owner = tcp_lanes("owner")
     raw = Raw.to(owner)
     raw.ask(READ, 1, rows(owner.words, *[(0, WORDS)] * 16))
@@ -200,12 +218,17 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
     assert (owner.words == -5).all()
     assert owner.lane.address != before
     one.lane.add_peer("owner", owner.lane.address)
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0]
+        is XferState.DONE
+    )
     assert (one.words[:8] == -5).all()
 
 
 @pytest.mark.parametrize("answer", ["nothing", "too early", "too much", "another"])
-def test_an_owner_that_answers_wrong_ends_the_transfer_in_err(tcp_lanes: Callable[..., LaneHere], answer: str) -> None:
+def test_an_owner_that_answers_wrong_ends_the_transfer_in_err(
+    tcp_lanes: Callable[..., LaneHere], answer: str
+) -> None:
     one = tcp_lanes("one")
     with socket.create_server(("127.0.0.1", 0)) as server:
         one.lane.add_peer("liar", msgspec.msgpack.encode(Address(*server.getsockname(), b"s")))

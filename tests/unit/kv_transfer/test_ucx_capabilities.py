@@ -61,7 +61,9 @@ def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_rdma_without_verbs_is_refused_naming_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "find_components", lambda: ["self", "tcp", "cma"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
-    with pytest.raises(ValueError, match=r"with self, tcp, cma has none.*RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1"):
+    with pytest.raises(
+        ValueError, match=r"with self, tcp, cma has none.*RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1"
+    ):
         TransferConnector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
 
 
@@ -69,30 +71,40 @@ def test_rdma_without_verbs_is_refused_naming_the_mend(monkeypatch: pytest.Monke
 def test_rdma_without_a_device_is_refused_naming_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "find_components", lambda: ["tcp", "ib"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
-    with pytest.raises(ValueError, match=r"is empty: give the pods the resource of your RDMA device plugin"):
+    with pytest.raises(
+        ValueError, match=r"is empty: give the pods the resource of your RDMA device plugin"
+    ):
         TransferConnector(config, instance_id="D", compatibility_hash="c", host="127.0.0.1")
 
 
-def test_rdma_with_verbs_and_a_device_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rdma_with_verbs_and_a_device_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(capabilities, "RDMA_DEVICES", tmp_path)
     monkeypatch.setattr(capabilities, "find_components", lambda: ["tcp", "ib"])
     capabilities.require_rdma()
 
 
-def test_the_cuda_images_switch_loads_a_ucx_with_verbs_and_moves_bytes_over_it(tmp_path: Path) -> None:
+def test_the_cuda_images_switch_loads_a_ucx_with_verbs_and_moves_bytes_over_it(
+    tmp_path: Path,
+) -> None:
     """As in docker/engine-cuda.Dockerfile: links to NIXL's UCX, and two variables."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("nixl-cu12 is not installed: pip install 'baton[nixl]'")
     links = tmp_path / "ucx"
-    subprocess.run([sys.executable, ROOT / "docker/link_nixl_ucx.py", links], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, ROOT / "docker/link_nixl_ucx.py", links], check=True, timeout=60
+    )
     environment = os.environ | {
         "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "1",
         "LD_LIBRARY_PATH": str(links),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, "-c", SWITCHED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     told, moved, mapped = done.stdout.splitlines()
     assert "nixl_cu12" in told

@@ -40,7 +40,10 @@ def lane_of(side: Side) -> UCXLane:
 
 def wait_for_some_bytes(side: Side) -> None:
     before = sum(side.agent.bytes_moved.values())
-    wait_for("a part of the transfer", lambda: sum(side.agent.bytes_moved.values()) > before + 4 * PIECE_BYTES)
+    wait_for(
+        "a part of the transfer",
+        lambda: sum(side.agent.bytes_moved.values()) > before + 4 * PIECE_BYTES,
+    )
 
 
 def kill_and_time(side: Side, has_ended: Callable[[], bool]) -> float:
@@ -63,14 +66,18 @@ def check_next_peer(side: Side, expected: np.ndarray) -> None:
     assert side.run(side.make("READ", [1], [2])) == "DONE"
     np.testing.assert_array_equal(side.block(1), counting(2))
     assert side.run(side.make("WRITE", [1], [3])) == "DONE"
-    np.testing.assert_array_equal(side.owner.call("content").reshape(NUM_BLOCKS, -1)[3], counting(2))
+    np.testing.assert_array_equal(
+        side.owner.call("content").reshape(NUM_BLOCKS, -1)[3], counting(2)
+    )
     side.block(1)[:] = saved
     np.testing.assert_array_equal(side.words, expected)
 
 
 def judge(role: str, seconds: list[float]) -> None:
     median = statistics.median(seconds)
-    print(f"{role} killed {len(seconds)} times: ended after {1e3 * median:.1f} ms (most {1e3 * max(seconds):.1f} ms)")
+    print(
+        f"{role} killed {len(seconds)} times: ended after {1e3 * median:.1f} ms (most {1e3 * max(seconds):.1f} ms)"
+    )
     assert median < MEDIAN_S
     assert max(seconds) < MOST_S
 
@@ -84,7 +91,9 @@ def test_the_owner_of_the_memory_is_killed(side: Side, op: str) -> None:
         side.agent.transfer(handle)
         wait_for_some_bytes(side)
         assert side.agent.check_xfer_state(handle) == "PROC"
-        seconds.append(kill_and_time(side, lambda handle=handle: side.agent.check_xfer_state(handle) == "ERR"))
+        seconds.append(
+            kill_and_time(side, lambda handle=handle: side.agent.check_xfer_state(handle) == "ERR")
+        )
         side.words[:] = 7
         check_next_peer(side, np.full_like(side.words, 7))
     judge(f"owner, {op},", seconds)
@@ -100,7 +109,11 @@ def test_the_one_that_reads_or_writes_is_killed(side: Side, op: str) -> None:
         side.owner.call("learn", side.agent.get_agent_metadata())
         side.owner.call("post", op, "me", blocks[::-1], side.words.ctypes.data, blocks)
         wait_for_some_bytes(side)
-        seconds.append(kill_and_time(side, lambda: not lane._by_address and not any(c.is_busy for c in lane._cut)))
+        seconds.append(
+            kill_and_time(
+                side, lambda: not lane._by_address and not any(c.is_busy for c in lane._cut)
+            )
+        )
         side.words[:] = 7
         check_next_peer(side, np.full_like(side.words, 7))
     judge(f"initiator, {op},", seconds)

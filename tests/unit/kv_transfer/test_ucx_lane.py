@@ -63,7 +63,11 @@ def side() -> Iterator[Side]:
 
 def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_a_mebibyte() -> None:
     words = np.zeros(8 * MIB_WORDS, dtype=np.int64)
-    runs = [(0, 3 * MIB_WORDS + 5), *[(3 * MIB_WORDS + 10 + 2 * i, 1) for i in range(3000)], (4 * MIB_WORDS, MIB_WORDS)]
+    runs = [
+        (0, 3 * MIB_WORDS + 5),
+        *[(3 * MIB_WORDS + 10 + 2 * i, 1) for i in range(3000)],
+        (4 * MIB_WORDS, MIB_WORDS),
+    ]
     pieces = Pieces(pack(rows(words, *runs)))
     sizes = [pieces[i].nbytes for i in range(len(pieces))]
     assert sum(sizes) == 8 * sum(count for _, count in runs)
@@ -73,10 +77,17 @@ def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_a_mebibyte()
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
-def test_rows_of_all_sizes_move_and_nothing_beside_them(pair: tuple[LaneHere, LaneHere], op: str) -> None:
+def test_rows_of_all_sizes_move_and_nothing_beside_them(
+    pair: tuple[LaneHere, LaneHere], op: str
+) -> None:
     one, owner = pair
     one.words[:] = -1 - one.words
-    runs = [(0, 300_001), (300_002, 1), *[(300_004 + 3 * i, 2) for i in range(20_000)], (400_000, 262_144)]
+    runs = [
+        (0, 300_001),
+        (300_002, 1),
+        *[(300_004 + 3 * i, 2) for i in range(20_000)],
+        (400_000, 262_144),
+    ]
     local, remote = rows(one.words, *runs), rows(owner.words, *runs)
     source, target = (owner.words, one.words) if op == "READ" else (one.words, owner.words)
     expected = target.copy()
@@ -89,7 +100,9 @@ def test_rows_of_all_sizes_move_and_nothing_beside_them(pair: tuple[LaneHere, La
     assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
 
 
-def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     sent = [bytes([i]) * (10 if i % 2 else 300_000) for i in range(20)]
     for message in sent:
@@ -104,7 +117,9 @@ def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.Mon
     agent = create_agent("gpu", "ucx")
     words = np.arange(16, dtype=np.int64)
     agent.register_memory([(words.ctypes.data, words.nbytes, 3, "")], "VRAM")
-    source, target = (agent.get_xfer_descs([(words.ctypes.data + offset, 64, 3)], "VRAM") for offset in (0, 64))
+    source, target = (
+        agent.get_xfer_descs([(words.ctypes.data + offset, 64, 3)], "VRAM") for offset in (0, 64)
+    )
     handle = agent.initialize_xfer("READ", target, source, "gpu")
     agent.transfer(handle)
     wait_for("the end", lambda: agent.check_xfer_state(handle) == "DONE")
@@ -122,12 +137,20 @@ def test_gpu_memory_is_refused_where_ucx_has_no_cuda() -> None:
 # -- whom the owner serves
 
 
-def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     elsewhere = np.zeros(MIB_WORDS, dtype=np.int64)
     for op in ("READ", "WRITE"):
-        remote = np.concatenate([rows(owner.words, (0, MIB_WORDS)), rows(elsewhere, (0, MIB_WORDS))])
-        state, error = end(one.post(op, "owner", rows(one.words, (0, MIB_WORDS), (MIB_WORDS, MIB_WORDS)), remote, b"n"))
+        remote = np.concatenate(
+            [rows(owner.words, (0, MIB_WORDS)), rows(elsewhere, (0, MIB_WORDS))]
+        )
+        state, error = end(
+            one.post(
+                op, "owner", rows(one.words, (0, MIB_WORDS), (MIB_WORDS, MIB_WORDS)), remote, b"n"
+            )
+        )
         assert state is XferState.ERR
         assert "1 of 2 descriptors are outside the memory registered there" in error
     assert owner.context.num_refused == 2
@@ -139,7 +162,9 @@ def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(pa
 
 
 @pytest.mark.parametrize("hello", ["none", "wrong secret", "garbage", "deep", "no message"])
-def test_a_stranger_without_the_secret_is_ignored(pair: tuple[LaneHere, LaneHere], raw: Raw, hello: str) -> None:
+def test_a_stranger_without_the_secret_is_ignored(
+    pair: tuple[LaneHere, LaneHere], raw: Raw, hello: str
+) -> None:
     one, owner = pair
     if hello == "wrong secret":
         raw.tell(messages.Hello(b"0" * 16, raw.session, "raw", raw.worker.address))
@@ -159,30 +184,51 @@ def test_a_stranger_without_the_secret_is_ignored(pair: tuple[LaneHere, LaneHere
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
-def test_data_that_nobody_waits_for_is_thrown_away(pair: tuple[LaneHere, LaneHere], raw: Raw) -> None:
+def test_data_that_nobody_waits_for_is_thrown_away(
+    pair: tuple[LaneHere, LaneHere], raw: Raw
+) -> None:
     one, owner = pair
     for piece in range(50):
         raw.send(messages.data_tag(1, piece), b"x" * (PIECE_BYTES if piece % 2 else 100))
     raw.wait("all was taken", lambda: len(raw.sent) == 50)
     wait_for("nothing is held", lambda: not owner.num_held())
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
 
 
-def test_requests_that_make_no_sense_are_refused_or_ignored(pair: tuple[LaneHere, LaneHere], raw: Raw) -> None:
+def test_requests_that_make_no_sense_are_refused_or_ignored(
+    pair: tuple[LaneHere, LaneHere], raw: Raw
+) -> None:
     owner = pair[1]
     raw.greet(owner)
-    for iovec in (b"", b"x" * 15, pack(np.array([[8, -1, 0]])), pack(np.array([[2**62, 2**61, 0]]))):
+    for iovec in (
+        b"",
+        b"x" * 15,
+        pack(np.array([[8, -1, 0]])),
+        pack(np.array([[2**62, 2**61, 0]])),
+    ):
         raw.tell(messages.Read(raw.session, 1, iovec))
     raw.wait("all were refused", lambda: len(raw.received) == 4)
     assert all(isinstance(answer, messages.Refused) for answer in raw.received)
-    for message in (messages.Go(raw.session, 1), messages.Done(raw.session, 1), messages.Refused(raw.session, 1, "no")):
+    for message in (
+        messages.Go(raw.session, 1),
+        messages.Done(raw.session, 1),
+        messages.Refused(raw.session, 1, "no"),
+    ):
         raw.tell(message)
-    raw.send(messages.CONTROL_TAG, messages.encode(messages.Read(raw.session, -1, pack(rows(owner.words, (0, 8))))))
+    raw.send(
+        messages.CONTROL_TAG,
+        messages.encode(messages.Read(raw.session, -1, pack(rows(owner.words, (0, 8))))),
+    )
     raw.tell(messages.Notif(raw.session, b"still here"))
     raw.wait("the notification", lambda: owner.notifs == [("raw", b"still here")])
 
 
-def test_a_piece_of_another_length_ends_the_connection(pair: tuple[LaneHere, LaneHere], raw: Raw) -> None:
+def test_a_piece_of_another_length_ends_the_connection(
+    pair: tuple[LaneHere, LaneHere], raw: Raw
+) -> None:
     owner = pair[1]
     raw.greet(owner)
     raw.tell(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n"))
@@ -225,11 +271,15 @@ def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
     assert not owner.notifs
 
 
-def test_deregistered_memory_is_not_held_when_the_call_returns(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_deregistered_memory_is_not_held_when_the_call_returns(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     everything = [(0, WORDS)] * 64
     for op in ("READ", "WRITE"):
-        transfer = one.post(op, "owner", rows(one.words, *everything), rows(owner.words, *everything))
+        transfer = one.post(
+            op, "owner", rows(one.words, *everything), rows(owner.words, *everything)
+        )
         wait_for("it began", lambda: any(c.incoming for c in list(owner.lane._by_address.values())))
         owner.deregister()
         held = [connection for connection in owner.lane._cut if connection.is_busy]
@@ -242,11 +292,16 @@ def test_deregistered_memory_is_not_held_when_the_call_returns(pair: tuple[LaneH
     assert end(one.post("WRITE", "owner", some, rows(owner.words, (0, 8))))[0] is XferState.DONE
 
 
-def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     owner.lane.add_peer("one", one.lane.address)
     everything = [(0, WORDS)] * 16
-    assert end(owner.post("READ", "one", rows(owner.words, (0, 8)), rows(one.words, (0, 8))))[0] is XferState.DONE
+    assert (
+        end(owner.post("READ", "one", rows(owner.words, (0, 8)), rows(one.words, (0, 8))))[0]
+        is XferState.DONE
+    )
     read = one.post("READ", "owner", rows(one.words, *everything), rows(owner.words, *everything))
     owner.lane.remove_peer("one")
     assert end(read)[0] is XferState.DONE
@@ -257,11 +312,16 @@ def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(pair
     assert "removed" in error
     one.words[:] = 5
     one.lane.add_peer("owner", owner.lane.address)
-    assert end(one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0]
+        is XferState.DONE
+    )
     assert (one.words == 5).all()
 
 
-def test_a_peer_that_connects_again_replaces_its_connection(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_a_peer_that_connects_again_replaces_its_connection(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     some, theirs = rows(one.words, (0, 8)), rows(owner.words, (8, 8))
     for _ in range(5):
@@ -269,13 +329,20 @@ def test_a_peer_that_connects_again_replaces_its_connection(pair: tuple[LaneHere
         one.lane.remove_peer("owner")
         one.lane.add_peer("owner", owner.lane.address)
     assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
-    wait_for("one connection is left", lambda: len(owner.lane._by_address) == 1 and not owner.num_held())
+    wait_for(
+        "one connection is left", lambda: len(owner.lane._by_address) == 1 and not owner.num_held()
+    )
 
 
-def test_memory_that_ucx_does_not_give_back_costs_the_worker(pair: tuple[LaneHere, LaneHere]) -> None:
+def test_memory_that_ucx_does_not_give_back_costs_the_worker(
+    pair: tuple[LaneHere, LaneHere],
+) -> None:
     one, owner = pair
     before = one.lane.address
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
 
     def hold() -> None:
         (connection,) = one.lane._by_address.values()
@@ -284,7 +351,10 @@ def test_memory_that_ucx_does_not_give_back_costs_the_worker(pair: tuple[LaneHer
 
     one.on_thread(hold)
     wait_for("another worker", lambda: one.lane.address != before)
-    assert end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0] is XferState.DONE
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
 
 
 def test_a_fence_takes_no_longer_because_a_frozen_peer_sent_half_a_message(side: Side) -> None:
@@ -366,7 +436,9 @@ def test_a_host_with_a_further_address_of_a_device() -> None:
 from baton_kv_transfer.agent import create_agent
 create_agent("me", "ucx", "198.18.0.2").close()
 print("served")'"""
-    done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=60
+    )
     if "Operation not permitted" in done.stderr:
         pytest.skip("needs the right to make a network namespace")
     assert done.stdout == "served\n", done.stderr

@@ -50,8 +50,12 @@ class Strangers:
                 stranger.close()
             else:
                 stranger.setblocking(False)
-                rest = bytearray(rng.randbytes(rng.randrange(8, 200) if index % 4 == 1 else FLOOD_BYTES))
-                self._selector.register(stranger, selectors.EVENT_READ | selectors.EVENT_WRITE, rest)
+                rest = bytearray(
+                    rng.randbytes(rng.randrange(8, 200) if index % 4 == 1 else FLOOD_BYTES)
+                )
+                self._selector.register(
+                    stranger, selectors.EVENT_READ | selectors.EVENT_WRITE, rest
+                )
 
     def work(self) -> bool:
         """Sends what can be sent at once; whether all that sent something were disconnected."""

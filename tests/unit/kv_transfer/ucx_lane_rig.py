@@ -25,7 +25,9 @@ HOST = "127.0.0.1"
 
 def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
     """[n, 3] of (first word, number of words)."""
-    return np.array([[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64)
+    return np.array(
+        [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
+    )
 
 
 def end(transfer: Transfer) -> tuple[XferState, str]:
@@ -40,7 +42,11 @@ class LaneHere:
         self.notifs: list[tuple[str, bytes]] = []
         self.thread = LaneThread(f"lane-{name}")
         self.context = LaneContext(
-            self.thread, name, HOST, lambda sender, message: self.notifs.append((sender, message)), lambda: None
+            self.thread,
+            name,
+            HOST,
+            lambda sender, message: self.notifs.append((sender, message)),
+            lambda: None,
         )
         self.lane = UCXLane(self.context)
         self.thread.start(self.lane.end)
@@ -66,7 +72,12 @@ class LaneHere:
         return len(self.lane._worker._requests)
 
     def post(
-        self, op: str, peer: str, local: NDArray[np.int64], remote: NDArray[np.int64], notif: bytes = b""
+        self,
+        op: str,
+        peer: str,
+        local: NDArray[np.int64],
+        remote: NDArray[np.int64],
+        notif: bytes = b"",
     ) -> Transfer:
         transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
         assert self.lane.begin(transfer)
@@ -117,4 +128,6 @@ class Raw:
         content = bytearray(nbytes)
         self._kept.append(content)
         buffer = Buffer.of(c.addressof(c.c_char.from_buffer(content)), nbytes)
-        self.worker.take(message, buffer, lambda error: self.received.append(messages.decode(content)))
+        self.worker.take(
+            message, buffer, lambda error: self.received.append(messages.decode(content))
+        )

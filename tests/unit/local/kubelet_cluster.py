@@ -76,7 +76,13 @@ class ApiServer:
                 process.kill()
                 process.wait()
 
-    def request(self, method: str, path: str, body: Json | None = None, content_type: str = "application/json") -> Json:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": content_type}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
@@ -102,17 +108,25 @@ class ApiServer:
 
     def _ready(self) -> bool:
         for process in self._processes:
-            assert process.poll() is None, f"{process.args} ended: {(self.folder / 'plane.log').read_text()[-2000:]}"
+            assert process.poll() is None, (
+                f"{process.args} ended: {(self.folder / 'plane.log').read_text()[-2000:]}"
+            )
         try:
-            request = urllib.request.Request(self.url + "/readyz", headers={"Authorization": f"Bearer {TOKEN}"})
-            urllib.request.urlopen(request, context=ssl._create_unverified_context(), timeout=2).close()
+            request = urllib.request.Request(
+                self.url + "/readyz", headers={"Authorization": f"Bearer {TOKEN}"}
+            )
+            urllib.request.urlopen(
+                request, context=ssl._create_unverified_context(), timeout=2
+            ).close()
         except OSError:
             return False
         return True
 
     def _spawn(self, *command: object) -> None:
         with open(self.folder / "plane.log", "ab") as log:
-            self._processes.append(subprocess.Popen([str(word) for word in command], stdout=log, stderr=log))
+            self._processes.append(
+                subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
+            )
 
     def _write_kubeconfig(self) -> None:
         certificate = self.folder / "certs" / "apiserver.crt"
@@ -121,7 +135,12 @@ class ApiServer:
         content = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "t", "cluster": {"server": self.url, "certificate-authority-data": authority}}],
+            "clusters": [
+                {
+                    "name": "t",
+                    "cluster": {"server": self.url, "certificate-authority-data": authority},
+                }
+            ],
             "users": [{"name": "t", "user": {"token": TOKEN}}],
             "contexts": [{"name": "t", "context": {"cluster": "t", "user": "t"}}],
             "current-context": "t",
@@ -135,15 +154,30 @@ class KubeletProcess:
     def __init__(self, server: ApiServer, state_dir: Path, node: str, pool: str) -> None:
         self.server = server
         self.node = node
-        self._command = [sys.executable, "-m", "baton_local.kubelet", "--kubeconfig", str(server.kubeconfig)]
-        self._command += ["--state-dir", str(state_dir), "--node-name", node, "--address-pool", pool]
+        self._command = [
+            sys.executable,
+            "-m",
+            "baton_local.kubelet",
+            "--kubeconfig",
+            str(server.kubeconfig),
+        ]
+        self._command += [
+            "--state-dir",
+            str(state_dir),
+            "--node-name",
+            node,
+            "--address-pool",
+            pool,
+        ]
         self._command += ["--backoff-base", "0.2", "--backoff-cap", "1", "--refresh", "0.5"]
         self._log = state_dir.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
-            self.process = subprocess.Popen([*self._command, "--parent-pid", str(os.getpid())], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*self._command, "--parent-pid", str(os.getpid())], stdout=log, stderr=log
+            )
         eventually(self._ready, "the node being Ready")
 
     def kill(self) -> None:

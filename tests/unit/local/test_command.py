@@ -44,7 +44,9 @@ state = StateDir(Path(sys.argv[1])); state.acquire(); print("held", flush=True);
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     yield process
@@ -62,7 +64,11 @@ def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(ho
     with pytest.raises(ClusterRunningError, match="baton down"):
         state.acquire()
     holder.send_signal(signal.SIGKILL)
-    eventually(lambda: state.supervisor() is None, timeout_s=60, what="the lock of a killed supervisor free")
+    eventually(
+        lambda: state.supervisor() is None,
+        timeout_s=60,
+        what="the lock of a killed supervisor free",
+    )
     state.acquire()
 
 
@@ -80,7 +86,9 @@ def test_what_a_dead_supervisor_wrote_is_not_believed(holder, tmp_path):
     state.write_info(info(holder.pid))
     assert state.read_info() == info(holder.pid)
     holder.kill()
-    eventually(lambda: state.read_info() is None, timeout_s=60, what="the info of a killed supervisor gone")
+    eventually(
+        lambda: state.read_info() is None, timeout_s=60, what="the info of a killed supervisor gone"
+    )
 
 
 def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_path):
@@ -133,17 +141,23 @@ def test_a_manifest_that_is_no_text_is_named(tmp_path):
         ("spec: {model: /models/demo}", "spec.model must be an object, got '/models/demo'"),
     ],
 )
-def test_up_names_what_is_wrong_with_the_spec_before_it_starts_anything(tmp_path, capsys, spec, complaint):
+def test_up_names_what_is_wrong_with_the_spec_before_it_starts_anything(
+    tmp_path, capsys, spec, complaint
+):
     path = tmp_path / "service.yaml"
     path.write_text(f"{SERVICE % '{name: x}'}\n{spec}\n")
-    options = UpOptions(path, None, once=True, control_plane="embedded", ingress_port=0, timeout_s=1.0, max_tokens=1)
+    options = UpOptions(
+        path, None, once=True, control_plane="embedded", ingress_port=0, timeout_s=1.0, max_tokens=1
+    )
     state = StateDir(tmp_path / "home")
     assert run_up(options, state, Console(width=1000)) == 1
     assert capsys.readouterr().out == f"baton up: {path}: {complaint}\n"
     assert not state.root.exists()
 
 
-@pytest.mark.parametrize("command", ["status", "down", "logs", "up -f service.yaml", "up --detach -f service.yaml"])
+@pytest.mark.parametrize(
+    "command", ["status", "down", "logs", "up -f service.yaml", "up --detach -f service.yaml"]
+)
 def test_a_state_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys, command):
     home = tmp_path / "file"
     home.touch()
@@ -155,7 +169,10 @@ def test_a_state_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys, com
     with pytest.raises(SystemExit) as ended:
         main()
     said = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().out
-    assert f"cannot keep a local cluster in {home}: Not a directory; set BATON_HOME to another folder" in said
+    assert (
+        f"cannot keep a local cluster in {home}: Not a directory; set BATON_HOME to another folder"
+        in said
+    )
     assert ended.value.code != 0
 
 
@@ -229,7 +246,9 @@ async def test_a_broken_stream_is_a_failure(handler, complaint):
 
 async def test_nobody_there_is_a_failure():
     with pytest.raises(AskError, match=r"http://127\.0\.0\.1:9"):
-        await ask("http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
+        await ask(
+            "http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10
+        )
 
 
 def test_tables_show_brackets_as_they_are_and_whole_names():
@@ -247,15 +266,28 @@ def test_tables_show_brackets_as_they_are_and_whole_names():
 
 def test_status_shows_the_pid_of_a_pods_container():
     sleeper = ["sleep", "60"]
-    process = subprocess.Popen(sleeper, env={**os.environ, CONTAINER_MARKER: "process://a1"}, start_new_session=True)
+    process = subprocess.Popen(
+        sleeper, env={**os.environ, CONTAINER_MARKER: "process://a1"}, start_new_session=True
+    )
     try:
         pods = [
-            PodStatus("demo-decode-0", "decode", "127.77.0.2", "Running", True, 0, "", container_id="process://a1"),
+            PodStatus(
+                "demo-decode-0",
+                "decode",
+                "127.77.0.2",
+                "Running",
+                True,
+                0,
+                "",
+                container_id="process://a1",
+            ),
             PodStatus("demo-decode-1", "decode", "", "Pending", False, 0, ""),
         ]
         status = ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k")
         found = eventually(
-            lambda: [pod.pid for pod in with_pids(status).pods if pod.pid], timeout_s=30, what="the container's process"
+            lambda: [pod.pid for pod in with_pids(status).pods if pod.pid],
+            timeout_s=30,
+            what="the container's process",
         )
         assert found == [process.pid]
         console = Console(width=200, record=True, file=io.StringIO())
@@ -268,7 +300,9 @@ def test_status_shows_the_pid_of_a_pods_container():
 
 async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(monkeypatch):
     async def health(request: web.Request) -> web.Response:
-        return web.json_response({"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}})
+        return web.json_response(
+            {"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}}
+        )
 
     application = web.Application()
     application.router.add_get("/health", health)
@@ -290,11 +324,16 @@ async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(m
     assert [bool(pod.kv_bytes) for pod in found.pods] == [True, True, False, False]
     received = kv_bytes_received(found.pods)
     assert received == {"ucx tcp/lo": 3 * 2**19}, "of decode pods alone"
-    assert format_lanes(received | {"tcp sockets": 2**20}) == "1.00 MiB over tcp sockets, 1.50 MiB over ucx tcp/lo"
+    assert (
+        format_lanes(received | {"tcp sockets": 2**20})
+        == "1.00 MiB over tcp sockets, 1.50 MiB over ucx tcp/lo"
+    )
 
 
 @pytest.mark.parametrize("output", ["json", "table"])
-def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(monkeypatch, capsys, output):
+def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(
+    monkeypatch, capsys, output
+):
     async def deleted(info: ClusterInfo) -> None:
         return None
 
@@ -308,7 +347,12 @@ def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(monkey
     assert "LLMService default/demo was deleted" in told.err
     if output == "json":
         status = json.loads(told.out)
-        assert (status["service"], status["kubeconfig"], status["exists"], status["pods"]) == ("demo", "/k", False, [])
+        assert (status["service"], status["kubeconfig"], status["exists"], status["pods"]) == (
+            "demo",
+            "/k",
+            False,
+            [],
+        )
     else:
         assert "kubeconfig  /k" in told.out
 
@@ -316,7 +360,11 @@ def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(monkey
 def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
     file = tmp_path / "demo.yaml"
     # It starts, and never becomes ready: however late the signal comes, there is something to end.
-    service = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "demo"}}
+    service = {
+        "apiVersion": "serving.baton.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "demo"},
+    }
     file.write_text(json.dumps(service | {"spec": {"model": {"uri": "file:///nowhere"}}}))
     state = StateDir(tmp_path / "home")
     command = [sys.executable, "-m", "baton_local.cli", "up", "--detach", "-f", str(file)]

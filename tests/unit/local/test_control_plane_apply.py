@@ -9,7 +9,9 @@ from baton_local.control_plane.embedded.registry import WriteOptions
 
 MANAGERS = st.sampled_from(["one", "two", "three"])
 DATA = st.dictionaries(st.sampled_from("abcd"), st.sampled_from("12"), max_size=3)
-STEPS = st.lists(st.tuples(MANAGERS, st.sampled_from(["apply", "force", "patch"]), DATA), min_size=1, max_size=12)
+STEPS = st.lists(
+    st.tuples(MANAGERS, st.sampled_from(["apply", "force", "patch"]), DATA), min_size=1, max_size=12
+)
 APPLY = "application/apply-patch+yaml"
 
 
@@ -45,7 +47,9 @@ def test_what_was_applied_last_without_conflict_is_there(steps):
             refused = None
         if refused:
             assert refused == (409, "apply")
-            assert cluster.store.get("configmaps", "default", "m") == before, "a refused apply leaves no trace"
+            assert cluster.store.get("configmaps", "default", "m") == before, (
+                "a refused apply leaves no trace"
+            )
             continue
         stored = after.get("data", {})
         assert {key: stored.get(key) for key in data} == data
@@ -59,6 +63,8 @@ def test_what_was_applied_last_without_conflict_is_there(steps):
                     if (entry["manager"], entry["operation"]) != (manager, "Apply")
                     for field in entry["fieldsV1"].get("f:data", {})
                 }
-                assert not {f"f:{key}" for key in stored} & (dropped - held), "fields nobody wants any more are removed"
+                assert not {f"f:{key}" for key in stored} & (dropped - held), (
+                    "fields nobody wants any more are removed"
+                )
         for fields in _owners(after).values():
             assert fields <= {f"f:{key}" for key in stored}, "nobody owns a field that is not there"

@@ -46,7 +46,15 @@ def test_a_rule_names_its_field_and_message():
     rule = {"rule": "self.low <= self.high", "message": "low exceeds high"}
     fields = {"low": {"type": "integer"}, "high": {"type": "integer"}}
     schema = _schema(
-        {"properties": {"range": {"type": "object", "properties": fields, "x-kubernetes-validations": [rule]}}}
+        {
+            "properties": {
+                "range": {
+                    "type": "object",
+                    "properties": fields,
+                    "x-kubernetes-validations": [rule],
+                }
+            }
+        }
     )
     assert not _errors(schema, {"range": {"low": 1, "high": 2}})
     assert _errors(schema, {"range": {"low": 3, "high": 2}}) == {
@@ -63,7 +71,9 @@ def test_a_message_expression_is_computed():
 
 def test_transition_rules_wait_for_an_old_value():
     rule = {"rule": "self == oldSelf", "message": "immutable"}
-    schema = _schema({"properties": {"uri": {"type": "string", "x-kubernetes-validations": [rule]}}})
+    schema = _schema(
+        {"properties": {"uri": {"type": "string", "x-kubernetes-validations": [rule]}}}
+    )
     assert not _errors(schema, {"uri": "a"})
     assert not _errors(schema, {"uri": "a"}, {})
     assert not _errors(schema, {"uri": "a"}, {"uri": "a"})
@@ -73,7 +83,11 @@ def test_transition_rules_wait_for_an_old_value():
 def test_an_unchanged_value_is_not_checked_again_except_by_transition_rules():
     small = {"rule": "self.n < 3", "message": "too large"}
     grows = {"rule": "self.n > oldSelf.n", "message": "must grow"}
-    part = {"type": "object", "properties": {"n": {"type": "integer"}}, "x-kubernetes-validations": [small]}
+    part = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "x-kubernetes-validations": [small],
+    }
     schema = _schema({"properties": {"part": part, "other": {"type": "integer"}}})
     old = {"part": {"n": 7}, "other": 1}  # stored before the rule existed
     assert not _errors(schema, {"part": {"n": 7}, "other": 2}, old)
@@ -86,7 +100,12 @@ def test_items_of_keyed_lists_are_compared_with_their_former_selves():
     rule = {"rule": "self.port >= oldSelf.port", "message": "ports only grow"}
     fields = {"name": {"type": "string"}, "port": {"type": "integer"}}
     items = {"type": "object", "properties": fields, "x-kubernetes-validations": [rule]}
-    ports = {"type": "array", "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"], "items": items}
+    ports = {
+        "type": "array",
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+        "items": items,
+    }
     schema = _schema({"properties": {"ports": ports}})
     old = {"ports": [{"name": "a", "port": 1}, {"name": "b", "port": 5}]}
     assert not _errors(schema, {"ports": [{"name": "b", "port": 5}, {"name": "a", "port": 2}]}, old)

@@ -45,9 +45,13 @@ class Client:
         authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
         headers = {"Authorization": f"Bearer {document['users'][0]['user']['token']}"}
         connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cadata=authority))
-        self.session = aiohttp.ClientSession(cluster["server"], headers=headers, connector=connector)
+        self.session = aiohttp.ClientSession(
+            cluster["server"], headers=headers, connector=connector
+        )
 
-    async def __call__(self, method: str, path: str, body: object = None, **query: str) -> tuple[int, dict]:
+    async def __call__(
+        self, method: str, path: str, body: object = None, **query: str
+    ) -> tuple[int, dict]:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         data = None if body is None else json.dumps(body)
         async with self.session.request(
@@ -102,11 +106,17 @@ async def test_a_watch_behind_the_window_is_told_to_list_again(call):
     query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": "5"}
     async with call.session.get(MAPS, params=query) as response:
         event = json.loads(await response.content.readline())
-    assert (event["type"], event["object"]["code"], event["object"]["reason"]) == ("ERROR", 410, "Expired")
+    assert (event["type"], event["object"]["code"], event["object"]["reason"]) == (
+        "ERROR",
+        410,
+        "Expired",
+    )
 
 
 async def test_a_version_of_another_servers_life_is_expired_too(call):
-    async with call.session.get(MAPS, params={"watch": "true", "resourceVersion": "999999"}) as response:
+    async with call.session.get(
+        MAPS, params={"watch": "true", "resourceVersion": "999999"}
+    ) as response:
         assert json.loads(await response.content.readline())["object"]["code"] == 410
 
 
@@ -133,9 +143,13 @@ async def test_the_commands_name_a_kind_that_is_not_served_and_a_field_that_is_u
             with pytest.raises(UnknownKindError, match=f"no {kind} in {version}"):
                 await api.apply([{"apiVersion": version, "kind": kind, "metadata": metadata}])
         with pytest.raises(KubeError, match="dta"):
-            await api.apply([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "dta": {}}])
+            await api.apply(
+                [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "dta": {}}]
+            )
         await api.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}])
-        await api.apply([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**metadata, "namespace": "x"}}])
+        await api.apply(
+            [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**metadata, "namespace": "x"}}]
+        )
 
 
 async def test_an_object_whose_owner_never_existed_is_collected(call):
@@ -162,7 +176,9 @@ async def test_malformed_tokens_and_bodies_are_refused(call):
     for token in ("", "x.y.z", "a" * 500):
         async with call.session.get(MAPS, headers={"Authorization": f"Bearer {token}"}) as response:
             assert response.status == 401
-    async with call.session.post(MAPS, data=b"{", headers={"Content-Type": "application/json"}) as response:
+    async with call.session.post(
+        MAPS, data=b"{", headers={"Content-Type": "application/json"}
+    ) as response:
         assert (response.status, (await response.json())["reason"]) == (400, "BadRequest")
     for body in ([], "text", {"metadata": []}, {"metadata": {"labels": {"a": 1}}}):
         assert (await call("POST", MAPS, body))[0] == 400
@@ -189,7 +205,9 @@ async def test_logs_stream_from_the_pods_kubelet(call):
     try:
         port = runner.addresses[0][1]
         await call(
-            "POST", "/api/v1/nodes", {"metadata": {"name": "n", "annotations": {"baton.dev/kubelet-scheme": "http"}}}
+            "POST",
+            "/api/v1/nodes",
+            {"metadata": {"name": "n", "annotations": {"baton.dev/kubelet-scheme": "http"}}},
         )
         addresses = [{"type": "InternalIP", "address": "127.0.0.1"}]
         status = {"addresses": addresses, "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}
@@ -197,11 +215,19 @@ async def test_logs_stream_from_the_pods_kubelet(call):
         spec = {"nodeName": "n", "containers": [{"name": "main", "image": "i"}]}
         pods = "/api/v1/namespaces/default/pods"
         await call("POST", pods, {"metadata": {"name": "talks"}, "spec": spec})
-        async with call.session.get(f"{pods}/talks/log", params={"follow": "true", "tailLines": "5"}) as response:
+        async with call.session.get(
+            f"{pods}/talks/log", params={"follow": "true", "tailLines": "5"}
+        ) as response:
             assert await response.content.readline() == b"first\n"
             released.set()
             assert await response.content.read() == b"second\n"
-        assert seen == {"namespace": "default", "pod": "talks", "container": "main", "follow": "true", "tailLines": "5"}
+        assert seen == {
+            "namespace": "default",
+            "pod": "talks",
+            "container": "main",
+            "follow": "true",
+            "tailLines": "5",
+        }
         code, body = await call("GET", f"{pods}/talks/log", container="other")
         assert (code, "container other is not valid" in body["message"]) == (400, True)
     finally:
@@ -218,7 +244,10 @@ async def test_service_addresses_are_not_handed_out_twice(call):
         _, service = await call("POST", services, {"metadata": {"name": f"s{index}"}, "spec": spec})
         given.add(service["spec"]["clusterIP"])
     assert len(given) == 5
-    taken = {"metadata": {"name": "taken"}, "spec": {"clusterIP": given.pop(), "ports": [{"port": 80}]}}
+    taken = {
+        "metadata": {"name": "taken"},
+        "spec": {"clusterIP": given.pop(), "ports": [{"port": 80}]},
+    }
     assert (await call("POST", services, taken))[0] == 422
     node_port = {"metadata": {"name": "np"}, "spec": {"type": "NodePort", "ports": [{"port": 80}]}}
     code, body = await call("POST", services, node_port)
@@ -226,8 +255,16 @@ async def test_service_addresses_are_not_handed_out_twice(call):
 
 
 def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
-    command = [sys.executable, "-m", "baton_local.control_plane.embedded", "--state-dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "baton_local.control_plane.embedded",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
         assert process.stdout is not None
         kubeconfig = Path(process.stdout.readline().strip())
         assert kubeconfig == tmp_path / "kubeconfig"
@@ -249,8 +286,14 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
         monkeypatch.setattr(deletion, "EXPIRE_EVERY_S", 0.05)
         cluster = Cluster("token", "127.96.0.0/24")
         options = WriteOptions("test")
-        events, maps = (cluster.catalog.find("", "v1", plural) for plural in ("events", "configmaps"))
-        old = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Pod"}, "lastTimestamp": "2020-01-01T00:00:00Z"}
+        events, maps = (
+            cluster.catalog.find("", "v1", plural) for plural in ("events", "configmaps")
+        )
+        old = {
+            "metadata": {"name": "e"},
+            "involvedObject": {"kind": "Pod"},
+            "lastTimestamp": "2020-01-01T00:00:00Z",
+        }
         cluster.registry.create(events, "default", old, options)
         collector = asyncio.create_task(cluster.collector.run())
         deadline = asyncio.get_running_loop().time() + 60
@@ -269,10 +312,14 @@ def test_collecting_works_on_objects_as_they_are_by_now():
     cluster = Cluster("token", "127.96.0.0/24")
     options = WriteOptions("test")
     maps = cluster.catalog.find("", "v1", "configmaps")
-    uid = cluster.registry.create(maps, "default", {"metadata": {"name": "owner"}}, options)["metadata"]["uid"]
+    uid = cluster.registry.create(maps, "default", {"metadata": {"name": "owner"}}, options)[
+        "metadata"
+    ]["uid"]
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
     owners = [{**owner, "uid": uid}, {**owner, "uid": "gone"}]
-    cluster.registry.create(maps, "default", {"metadata": {"name": "m", "ownerReferences": owners}}, options)
+    cluster.registry.create(
+        maps, "default", {"metadata": {"name": "m", "ownerReferences": owners}}, options
+    )
     cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
     cluster.collector.drain()
     assert cluster.store.get("configmaps", "default", "m") is None
@@ -285,10 +332,15 @@ def test_a_list_by_labels_follows_what_was_written():
 
     def names(selector: str) -> list[str]:
         matches, labels = label_selector(selector), required_labels(selector)
-        return [obj["metadata"]["name"] for obj in cluster.store.list("configmaps", "default", matches, labels)]
+        return [
+            obj["metadata"]["name"]
+            for obj in cluster.store.list("configmaps", "default", matches, labels)
+        ]
 
     for name, labels in (("c", {"a": "1"}), ("b", {"a": "1", "b": "2"}), ("a", {"b": "2"})):
-        cluster.registry.create(maps, "default", {"metadata": {"name": name, "labels": labels}}, options)
+        cluster.registry.create(
+            maps, "default", {"metadata": {"name": name, "labels": labels}}, options
+        )
     assert names("a=1") == ["b", "c"]
     assert names("a=1,b==2") == ["b"]
     assert names("a=1,b!=2") == ["c"]
@@ -331,7 +383,10 @@ async def settled(condition, missing):
 
 
 async def test_a_volume_cannot_be_named_out_of_its_pods_folder(call):
-    spec = {"containers": [{"name": "c", "image": "i"}], "volumes": [{"name": "../../x", "emptyDir": {}}]}
+    spec = {
+        "containers": [{"name": "c", "image": "i"}],
+        "volumes": [{"name": "../../x", "emptyDir": {}}],
+    }
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
     status, body = await call("POST", "/api/v1/namespaces/default/pods", pod)
     assert (status, "spec.volumes[0].name" in body["message"]) == (422, True)

@@ -15,14 +15,24 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Json:
-    template = {"metadata": {"labels": {"app": "web"}}, "spec": {"containers": [{"name": "main", "image": version}]}}
+    template = {
+        "metadata": {"labels": {"app": "web"}},
+        "spec": {"containers": [{"name": "main", "image": version}]},
+    }
     return {
         "metadata": {"name": "web", "namespace": "ns", "uid": "d1", "generation": 1},
-        "spec": {"replicas": replicas, "selector": {"matchLabels": {"app": "web"}}, "template": template, **spec},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": {"app": "web"}},
+            "template": template,
+            **spec,
+        },
     }
 
 
-def pod(name: str, *, ready: bool = True, node: str = "n", phase: str = "Running", **metadata: Any) -> Json:
+def pod(
+    name: str, *, ready: bool = True, node: str = "n", phase: str = "Running", **metadata: Any
+) -> Json:
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
     return {
         "metadata": {"name": name, "creationTimestamp": "2026-01-01T00:00:00Z", **metadata},
@@ -51,10 +61,15 @@ class World:
             del self.sets[name]
         for rs in self.sets.values():
             rs["status"]["replicas"] = rs["spec"]["replicas"]
-            rs["status"]["availableReplicas"] = min(rs["status"]["availableReplicas"], rs["spec"]["replicas"])
+            rs["status"]["availableReplicas"] = min(
+                rs["status"]["availableReplicas"], rs["spec"]["replicas"]
+            )
         for rs in self.sets.values():
             image = rs["spec"]["template"]["spec"]["containers"][0]["image"]
-            if rs["status"]["availableReplicas"] < rs["spec"]["replicas"] and image not in self.unready_images:
+            if (
+                rs["status"]["availableReplicas"] < rs["spec"]["replicas"]
+                and image not in self.unready_images
+            ):
                 rs["status"]["availableReplicas"] += 1
                 break
         return before != self.sets
@@ -80,7 +95,10 @@ class World:
 def test_a_rolling_update_stays_within_its_limits_and_ends(
     replicas: int, surge: int | str, unavailable: int | str
 ) -> None:
-    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}}
+    strategy = {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
+    }
     world = World()
     world.settle(deployment(replicas, strategy=strategy))
     owner = deployment(replicas, "2", strategy=strategy)
@@ -92,7 +110,8 @@ def test_a_rolling_update_stays_within_its_limits_and_ends(
         if not moved:
             break
     sizes = {
-        rs["spec"]["template"]["spec"]["containers"][0]["image"]: rs["spec"]["replicas"] for rs in world.sets.values()
+        rs["spec"]["template"]["spec"]["containers"][0]["image"]: rs["spec"]["replicas"]
+        for rs in world.sets.values()
     }
     assert sizes == {"1": 0, "2": replicas}
 
@@ -132,9 +151,14 @@ def test_status_conditions_follow_the_rollout() -> None:
     world = World()
     owner = deployment(2)
     first = plan_deployment(owner, [], NOW).status
-    assert {c["type"]: c["status"] for c in first["conditions"]} == {"Available": "False", "Progressing": "True"}
+    assert {c["type"]: c["status"] for c in first["conditions"]} == {
+        "Available": "False",
+        "Progressing": "True",
+    }
     late = plan_deployment({**owner, "status": first}, [], NOW + timedelta(seconds=700)).status
-    assert {c["type"]: c["reason"] for c in late["conditions"]}["Progressing"] == "ProgressDeadlineExceeded"
+    assert {c["type"]: c["reason"] for c in late["conditions"]}[
+        "Progressing"
+    ] == "ProgressDeadlineExceeded"
     world.settle(owner)
     done = plan_deployment({**owner, "status": first}, list(world.sets.values()), NOW).status
     assert {c["type"]: c["reason"] for c in done["conditions"]} == {
@@ -145,11 +169,20 @@ def test_status_conditions_follow_the_rollout() -> None:
 
 
 def test_a_replica_set_fills_up_and_removes_the_least_useful_first() -> None:
-    replica_set = {"metadata": {"name": "web-1", "uid": "r", "generation": 2}, "spec": {"replicas": 2}}
+    replica_set = {
+        "metadata": {"name": "web-1", "uid": "r", "generation": 2},
+        "spec": {"replicas": 2},
+    }
     gone = [pod("f", phase="Failed"), pod("t", deletionTimestamp="2026-01-01T00:00:00Z")]
     assert plan_replica_set(replica_set, [*gone, pod("a")]).create == 1
     plan = plan_replica_set(
-        replica_set, [pod("ready"), pod("unready", ready=False), pod("pending", ready=False, node=""), pod("also")]
+        replica_set,
+        [
+            pod("ready"),
+            pod("unready", ready=False),
+            pod("pending", ready=False, node=""),
+            pod("also"),
+        ],
     )
     assert plan.delete == ["pending", "unready"]
     assert plan.status["readyReplicas"] == 2

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from baton_kube.client import KubeError
 from baton_local.kubelet import guardian
 from baton_local.kubelet.backoff import BackoffPolicy
-from baton_local.kubelet.env import ConfigError, command_line, container_environment, expand, field_value
+from baton_local.kubelet.env import (
+    ConfigError,
+    command_line,
+    container_environment,
+    expand,
+    field_value,
+)
 from baton_local.kubelet.kubelet import _lookup
 from baton_local.kubelet.logs import ContainerLog, stream_log
 from baton_local.kubelet.probes import ProbeTiming, ProbeVerdict
@@ -32,11 +38,21 @@ from baton_local.kubelet.status import (
     pod_phase,
     pod_status,
 )
-from baton_local.kubelet.volumes import TOKEN_PATH, MountError, PodVolumes, with_service_account_token
+from baton_local.kubelet.volumes import (
+    TOKEN_PATH,
+    MountError,
+    PodVolumes,
+    with_service_account_token,
+)
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 POD = {
-    "metadata": {"name": "p", "namespace": "ns", "uid": "0123456789", "labels": {"b": "2", "a": '1"'}},
+    "metadata": {
+        "name": "p",
+        "namespace": "ns",
+        "uid": "0123456789",
+        "labels": {"b": "2", "a": '1"'},
+    },
     "spec": {"containers": [{"name": "main", "command": ["x"]}], "nodeName": "n"},
 }
 ADDRESSES = {"status.podIP": "127.77.0.2", "status.hostIP": "127.77.0.1"}
@@ -47,7 +63,12 @@ def ended(code: int) -> Terminated:
 
 
 def runtime(state: Waiting | Running | Terminated, *, ready: bool = False) -> PodRuntime:
-    return PodRuntime("127.77.0.1", "127.77.0.2", NOW, main={"main": ContainerState(state, started=True, ready=ready)})
+    return PodRuntime(
+        "127.77.0.1",
+        "127.77.0.2",
+        NOW,
+        main={"main": ContainerState(state, started=True, ready=ready)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,8 +100,15 @@ def test_a_condition_keeps_its_transition_time_until_it_flips() -> None:
 
 
 def test_conditions_of_others_pass_through() -> None:
-    foreign = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2025-01-01T00:00:00Z"}
-    assert foreign in pod_status(POD, runtime(Running(NOW)), {"conditions": [foreign]}, NOW)["conditions"]
+    foreign = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "lastTransitionTime": "2025-01-01T00:00:00Z",
+    }
+    assert (
+        foreign
+        in pod_status(POD, runtime(Running(NOW)), {"conditions": [foreign]}, NOW)["conditions"]
+    )
 
 
 def test_a_new_kubelet_counts_what_ran_as_ended() -> None:
@@ -163,7 +191,9 @@ def test_quantities() -> None:
 
 def test_a_probe_verdict_needs_its_threshold_in_a_row() -> None:
     verdict = ProbeVerdict(ProbeTiming(success_threshold=2, failure_threshold=3))
-    seen = [verdict.observe(result) for result in (True, True, False, False, True, False, False, False)]
+    seen = [
+        verdict.observe(result) for result in (True, True, False, False, True, False, False, False)
+    ]
     assert seen == [None, True, None, None, None, None, None, False]
 
 
@@ -172,7 +202,9 @@ def test_a_token_volume_is_added_only_where_it_is_missing() -> None:
     added = with_service_account_token(POD, account)
     assert added["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] == TOKEN_PATH
     assert with_service_account_token(added, account) == added
-    assert with_service_account_token(POD, {**account, "automountServiceAccountToken": False}) is POD
+    assert (
+        with_service_account_token(POD, {**account, "automountServiceAccountToken": False}) is POD
+    )
     assert with_service_account_token(POD, None) is POD
 
 
@@ -185,16 +217,25 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MountError, match="lies inside mountPath /a"):
         volumes.mount({"name": "main", "volumeMounts": nested})
     with pytest.raises(MountError, match="must stay inside"):
-        volumes.mount({"name": "main", "volumeMounts": [{"name": "a", "mountPath": "/a", "subPath": "../x"}]})
+        volumes.mount(
+            {"name": "main", "volumeMounts": [{"name": "a", "mountPath": "/a", "subPath": "../x"}]}
+        )
 
 
-async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_changes(tmp_path: Path) -> None:
+async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_changes(
+    tmp_path: Path,
+) -> None:
     config = {"old.json": "{}"}
 
     async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
         return {"data": dict(config) if kind == "ConfigMap" else {"key": "c2VjcmV0"}}
 
-    spec = {"volumes": [{"name": "c", "configMap": {"name": "c"}}, {"name": "s", "secret": {"secretName": "s"}}]}
+    spec = {
+        "volumes": [
+            {"name": "c", "configMap": {"name": "c"}},
+            {"name": "s", "secret": {"secretName": "s"}},
+        ]
+    }
     pod = {**POD, "spec": {**POD["spec"], **spec}}
     volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES, {})  # type: ignore[arg-type]
     mounts = [{"name": "c", "mountPath": "/etc/x"}, {"name": "s", "mountPath": "/etc/x/s"}]
@@ -202,7 +243,10 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
     root = volumes.mount({"name": "main", "volumeMounts": mounts})
     config["new.json"] = config.pop("old.json")
     await volumes.make()
-    assert sorted(path.name for path in (root / "etc/x").iterdir() if path.name[0] != ".") == ["new.json", "s"]
+    assert sorted(path.name for path in (root / "etc/x").iterdir() if path.name[0] != ".") == [
+        "new.json",
+        "s",
+    ]
     assert (root / "etc/x/s/key").read_text() == "secret"
 
 
@@ -222,7 +266,9 @@ async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() 
     assert await _lookup(Failing(KubeError(404, "NotFound", "")))("ConfigMap", "ns", "m") is None  # type: ignore[arg-type]
 
 
-async def test_files_are_written_although_a_kubelet_was_killed_while_switching(tmp_path: Path) -> None:
+async def test_files_are_written_although_a_kubelet_was_killed_while_switching(
+    tmp_path: Path,
+) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
         return {"data": {"key": "value"}}
 
@@ -285,7 +331,12 @@ async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> No
     log = ContainerLog(tmp_path / "0.log")
     mark = f"35{time.time_ns() % 10**9}"
     process = Process.start(
-        ["sh", "-c", f"setsid sleep {mark} & sleep {mark}"], dict(os.environ), tmp_path, guard, "c1", log
+        ["sh", "-c", f"setsid sleep {mark} & sleep {mark}"],
+        dict(os.environ),
+        tmp_path,
+        guard,
+        "c1",
+        log,
     )
     marker = f"BATON_KUBELET_ID={guard.kubelet_id}"
     deadline = time.monotonic() + 60
@@ -303,7 +354,9 @@ async def test_a_killed_guardian_is_replaced_by_one_that_knows_everything(tmp_pa
     await guard.start()
     log = ContainerLog(tmp_path / "0.log")
     # It clears its environment, so only its session gives it away.
-    process = Process.start(["env", "-i", "sleep", "1000"], dict(os.environ), tmp_path, guard, "c1", log)
+    process = Process.start(
+        ["env", "-i", "sleep", "1000"], dict(os.environ), tmp_path, guard, "c1", log
+    )
     assert guard._process is not None
     first = guard._process.pid
     os.kill(first, signal.SIGKILL)
@@ -332,13 +385,15 @@ def test_a_second_kubelet_is_refused_the_state_folder(tmp_path: Path) -> None:
 def test_a_component_ends_with_its_parent() -> None:
     child = "from baton_local.lifeline import die_with_parent; import time; die_with_parent(); "
     child += "print('up', flush=True); time.sleep(60)"
-    parent = (
-        f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
-    )
+    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
     parent += "p.stdout.readline(); print(p.pid, flush=True)"
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=20, check=True
+    )
     pid, deadline = int(done.stdout), time.monotonic() + 60
-    while pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] and _state(pid) not in ("Z", ""):
+    while pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] and _state(
+        pid
+    ) not in ("Z", ""):
         assert time.monotonic() < deadline, f"process {pid} still alive"
         time.sleep(0.02)
 

@@ -20,7 +20,9 @@ PODS = "/api/v1/namespaces/default/pods"
 POOLS = [f"127.{octet}.0.0/16" for octet in random.sample(range(100, 250), 2)]
 
 assets = find_assets()
-pytestmark = pytest.mark.skipif(assets is None, reason="no kube-apiserver here; `make control-plane` builds one")
+pytestmark = pytest.mark.skipif(
+    assets is None, reason="no kube-apiserver here; `make control-plane` builds one"
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.fixture(scope="module")
-def kubelet(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeletProcess]:
-    kubelet = KubeletProcess(server, tmp_path_factory.mktemp("kubelet") / "state", "node-a", POOLS[0])
+def kubelet(
+    server: ApiServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KubeletProcess]:
+    kubelet = KubeletProcess(
+        server, tmp_path_factory.mktemp("kubelet") / "state", "node-a", POOLS[0]
+    )
     try:
         kubelet.start()
         yield kubelet
@@ -51,9 +57,16 @@ def container(script: str, **more: Any) -> Json:
 def run_pod(kubelet: KubeletProcess, *containers: Json, **spec: Any) -> str:
     """Create a pod on the kubelet's node; returns its name."""
     name = f"pod-{uuid.uuid4().hex[:8]}"
-    body = {"nodeName": kubelet.node, "terminationGracePeriodSeconds": 2, "containers": list(containers), **spec}
+    body = {
+        "nodeName": kubelet.node,
+        "terminationGracePeriodSeconds": 2,
+        "containers": list(containers),
+        **spec,
+    }
     metadata = {"name": name, "labels": {"app": name}}
-    kubelet.server.create(PODS, {"kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": body})
+    kubelet.server.create(
+        PODS, {"kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": body}
+    )
     return name
 
 
@@ -63,7 +76,9 @@ def status(kubelet: KubeletProcess, name: str) -> Json:
 
 
 def condition(kubelet: KubeletProcess, name: str, kind: str = "Ready") -> Json:
-    return next((dict(c) for c in status(kubelet, name).get("conditions", []) if c["type"] == kind), {})
+    return next(
+        (dict(c) for c in status(kubelet, name).get("conditions", []) if c["type"] == kind), {}
+    )
 
 
 def main_status(kubelet: KubeletProcess, name: str) -> Json:
@@ -93,7 +108,9 @@ def processes_with(text: str) -> list[psutil.Process]:
 
 def test_a_pod_runs_at_its_own_address_and_its_log_is_followed(kubelet: KubeletProcess) -> None:
     name = run_pod(
-        kubelet, container("echo hello from $POD_IP; sleep 0.5; echo again; echo oops >&2"), restartPolicy="Never"
+        kubelet,
+        container("echo hello from $POD_IP; sleep 0.5; echo again; echo oops >&2"),
+        restartPolicy="Never",
     )
     eventually(lambda: status(kubelet, name).get("phase") == "Succeeded", "phase Succeeded")
     assert status(kubelet, name)["podIP"].startswith(POOLS[0].removesuffix("0.0/16"))
@@ -106,9 +123,7 @@ def test_a_pod_runs_at_its_own_address_and_its_log_is_followed(kubelet: KubeletP
 
 
 def test_following_a_log_ends_with_the_container(kubelet: KubeletProcess, tmp_path: Path) -> None:
-    script = (
-        f"echo line 1; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; for i in 2 3; do echo line $i; sleep 0.3; done"
-    )
+    script = f"echo line 1; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; for i in 2 3; do echo line $i; sleep 0.3; done"
     name = run_pod(kubelet, container(script), restartPolicy="Never")
     eventually(lambda: main_status(kubelet, name).get("state", {}).get("running"), "running")
     command = ["kubectl", "--kubeconfig", str(kubelet.server.kubeconfig), "logs", name, "-f"]
@@ -126,7 +141,9 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
     settings = f"settings-{uuid.uuid4().hex[:6]}"
     kubelet.server.create(maps, {"metadata": {"name": settings}, "data": {"a.json": "one"}})
     if kubelet.server.get("/api/v1/namespaces/default/serviceaccounts/default") is None:
-        kubelet.server.create("/api/v1/namespaces/default/serviceaccounts", {"metadata": {"name": "default"}})
+        kubelet.server.create(
+            "/api/v1/namespaces/default/serviceaccounts", {"metadata": {"name": "default"}}
+        )
     script = (
         "cd $BATON_POD_ROOT; cat etc/conf/a.json models/weights var/run/secrets/kubernetes.io/serviceaccount/namespace; "
         "echo; echo token $(wc -c < var/run/secrets/kubernetes.io/serviceaccount/token); echo $LIMIT $FROM_MAP $0 $1; "
@@ -139,8 +156,16 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
             script,
             args=["$(LIMIT)-$(MISSING)", "$(FROM_MAP)"],
             env=[
-                {"name": "LIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}},
-                {"name": "FROM_MAP", "valueFrom": {"configMapKeyRef": {"name": settings, "key": "a.json"}}},
+                {
+                    "name": "LIMIT",
+                    "valueFrom": {
+                        "resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}
+                    },
+                },
+                {
+                    "name": "FROM_MAP",
+                    "valueFrom": {"configMapKeyRef": {"name": settings, "key": "a.json"}},
+                },
             ],
             resources={"limits": {"memory": "1Gi"}},
             volumeMounts=[
@@ -168,7 +193,10 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
 def test_a_killed_container_restarts_and_says_why(kubelet: KubeletProcess) -> None:
     mark = f"31{uuid.uuid4().int % 10**8}"
     name = run_pod(
-        kubelet, container(f"echo to the log; exec sleep {mark}", terminationMessagePolicy="FallbackToLogsOnError")
+        kubelet,
+        container(
+            f"echo to the log; exec sleep {mark}", terminationMessagePolicy="FallbackToLogsOnError"
+        ),
     )
     eventually(lambda: is_ready(kubelet, name), "Ready")
     eventually(lambda: "to the log" in logs(kubelet, name), "its words in the log")
@@ -176,7 +204,8 @@ def test_a_killed_container_restarts_and_says_why(kubelet: KubeletProcess) -> No
     (process,) = processes_with(mark)
     process.kill()
     eventually(
-        lambda: main_status(kubelet, name).get("restartCount") == 1 and is_ready(kubelet, name), "one restart, Ready"
+        lambda: main_status(kubelet, name).get("restartCount") == 1 and is_ready(kubelet, name),
+        "one restart, Ready",
     )
     ended = main_status(kubelet, name)["lastState"]["terminated"]
     assert ended["exitCode"] == 137
@@ -192,7 +221,11 @@ def test_a_crashing_container_backs_off(kubelet: KubeletProcess) -> None:
     def backs_off() -> Json:
         entry = main_status(kubelet, name)
         waiting = entry.get("state", {}).get("waiting", {})
-        return entry if waiting.get("reason") == "CrashLoopBackOff" and entry["restartCount"] >= 2 else {}
+        return (
+            entry
+            if waiting.get("reason") == "CrashLoopBackOff" and entry["restartCount"] >= 2
+            else {}
+        )
 
     entry = eventually(backs_off, "CrashLoopBackOff")
     assert entry["lastState"]["terminated"]["exitCode"] == 78
@@ -203,7 +236,8 @@ def test_a_crashing_container_backs_off(kubelet: KubeletProcess) -> None:
 def test_a_missing_command_is_a_clear_waiting_reason(kubelet: KubeletProcess) -> None:
     name = run_pod(kubelet, {"name": "main", "image": "none", "command": ["no-such-command"]})
     waiting = eventually(
-        lambda: main_status(kubelet, name).get("state", {}).get("waiting", {}).get("message"), "a message"
+        lambda: main_status(kubelet, name).get("state", {}).get("waiting", {}).get("message"),
+        "a message",
     )
     assert "no-such-command" in waiting
     assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "CreateContainerError"
@@ -216,12 +250,18 @@ def test_a_missing_command_is_a_clear_waiting_reason(kubelet: KubeletProcess) ->
         ({"secret": {"secretName": "absent"}}, 'secret "absent" not found'),
     ],
 )
-def test_a_pod_waits_for_what_its_volumes_are_made_of(kubelet: KubeletProcess, volume: Json, message: str) -> None:
+def test_a_pod_waits_for_what_its_volumes_are_made_of(
+    kubelet: KubeletProcess, volume: Json, message: str
+) -> None:
     name = run_pod(kubelet, container("sleep 100"), volumes=[{"name": "v", **volume}])
 
     def failed_mount() -> list[Json]:
         events = kubelet.server.get("/api/v1/namespaces/default/events") or {"items": []}
-        return [e for e in events["items"] if e["involvedObject"]["name"] == name and e["reason"] == "FailedMount"]
+        return [
+            e
+            for e in events["items"]
+            if e["involvedObject"]["name"] == name and e["reason"] == "FailedMount"
+        ]
 
     event = eventually(failed_mount, "event FailedMount")[0]
     assert event["message"] == f'MountVolume.SetUp failed for volume "v" : {message}'
@@ -240,11 +280,18 @@ def test_a_container_waits_for_what_its_environment_is_made_of(kubelet: KubeletP
 
     assert eventually(waiting, "a message") == f'secret "{secret}" not found'
     assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "CreateContainerConfigError"
-    body = {"kind": "Secret", "apiVersion": "v1", "metadata": {"name": secret}, "stringData": {"other": "x"}}
+    body = {
+        "kind": "Secret",
+        "apiVersion": "v1",
+        "metadata": {"name": secret},
+        "stringData": {"other": "x"},
+    }
     kubelet.server.create("/api/v1/namespaces/default/secrets", body)
     text = f"couldn't find key token in Secret default/{secret}"
     eventually(lambda: waiting() == text, text)
-    kubelet.server.patch(f"/api/v1/namespaces/default/secrets/{secret}", {"stringData": {"token": "x"}})
+    kubelet.server.patch(
+        f"/api/v1/namespaces/default/secrets/{secret}", {"stringData": {"token": "x"}}
+    )
     eventually(lambda: is_ready(kubelet, name), "the pod to run")
 
 
@@ -268,9 +315,16 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
             ],
             "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"name": "http", "containerPort": 8000}],
-            "startupProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 1, "failureThreshold": 60},
+            "startupProbe": {
+                "tcpSocket": {"port": 8000},
+                "periodSeconds": 1,
+                "failureThreshold": 60,
+            },
             "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, **probe},
-            "livenessProbe": {"exec": {"command": ["test", "!", "-e", str(tmp_path / "dead")]}, **probe},
+            "livenessProbe": {
+                "exec": {"command": ["test", "!", "-e", str(tmp_path / "dead")]},
+                **probe,
+            },
         },
     )
     eventually(lambda: is_ready(kubelet, name), "Ready")
@@ -281,7 +335,8 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
     eventually(lambda: is_ready(kubelet, name), "Ready again")
     (tmp_path / "dead").touch()
     eventually(
-        lambda: main_status(kubelet, name).get("restartCount", 0) >= 1, "a restart after the liveness probe failed"
+        lambda: main_status(kubelet, name).get("restartCount", 0) >= 1,
+        "a restart after the liveness probe failed",
     )
 
 
@@ -308,12 +363,15 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
         kubelet,
         container(
             f"trap 'echo term >> {tmp_path}/said; exit 0' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done",
-            lifecycle={"preStop": {"exec": {"command": ["sh", "-c", f"echo stopping >> {tmp_path}/said"]}}},
+            lifecycle={
+                "preStop": {"exec": {"command": ["sh", "-c", f"echo stopping >> {tmp_path}/said"]}}
+            },
         ),
     )
     # Ignores SIGTERM, and has a child that left its session.
     stubborn = run_pod(
-        kubelet, container(f"trap '' TERM; setsid sleep {mark} & echo up > {tmp_path}/up2; sleep {mark}")
+        kubelet,
+        container(f"trap '' TERM; setsid sleep {mark} & echo up > {tmp_path}/up2; sleep {mark}"),
     )
     eventually(lambda: (tmp_path / "up").exists() and (tmp_path / "up2").exists(), "both running")
     eventually(lambda: len(processes_with(f"sleep {mark}")) >= 2, "the stubborn processes")
@@ -325,12 +383,18 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
     assert not processes_with(mark)
 
 
-def test_a_force_deleted_pod_is_told_and_soon_leaves_no_process(kubelet: KubeletProcess, tmp_path: Path) -> None:
+def test_a_force_deleted_pod_is_told_and_soon_leaves_no_process(
+    kubelet: KubeletProcess, tmp_path: Path
+) -> None:
     mark = f"33{uuid.uuid4().int % 10**8}"
     trap = f"trap 'echo term > {tmp_path}/said' TERM"
-    script = f"{trap}; setsid sleep {mark} & echo up > {tmp_path}/up; while true; do sleep 0.1; done"
+    script = (
+        f"{trap}; setsid sleep {mark} & echo up > {tmp_path}/up; while true; do sleep 0.1; done"
+    )
     name = run_pod(kubelet, container(script), terminationGracePeriodSeconds=600)
-    eventually(lambda: (tmp_path / "up").exists() and processes_with(f"sleep {mark}"), "its processes")
+    eventually(
+        lambda: (tmp_path / "up").exists() and processes_with(f"sleep {mark}"), "its processes"
+    )
     kubelet.server.request("DELETE", f"{PODS}/{name}?gracePeriodSeconds=0")
     eventually(lambda: not processes_with(mark), "its processes gone")
     assert (tmp_path / "said").read_text() == "term\n"
@@ -350,7 +414,9 @@ def test_nothing_survives_a_killed_kubelet_and_its_successor_restarts_the_pods(
         kubelet.kill()
         eventually(lambda: not processes_with(mark), "every process gone with the kubelet", 5)
         kubelet.start()
-        eventually(lambda: main_status(kubelet, name).get("restartCount") == 1, "the container restarted")
+        eventually(
+            lambda: main_status(kubelet, name).get("restartCount") == 1, "the container restarted"
+        )
         eventually(lambda: is_ready(kubelet, name), "Ready again")
         assert main_status(kubelet, name)["containerID"] != before
         assert main_status(kubelet, name)["lastState"]["terminated"]["exitCode"] == 137
@@ -359,6 +425,9 @@ def test_nothing_survives_a_killed_kubelet_and_its_successor_restarts_the_pods(
         assert not is_ready(kubelet, name), "a pod without its kubelet is not ready"
         assert status(kubelet, name)["phase"] == "Running"
         kubelet.start()
-        eventually(lambda: main_status(kubelet, name).get("restartCount") == 2, "the container restarted once more")
+        eventually(
+            lambda: main_status(kubelet, name).get("restartCount") == 2,
+            "the container restarted once more",
+        )
     finally:
         kubelet.stop()

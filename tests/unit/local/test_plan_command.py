@@ -45,7 +45,9 @@ def edited(tmp_path):
 
 
 def test_a_rollout_is_printed_step_by_step(plan, edited) -> None:
-    code, out, err = plan(DEMO, edited(**{"  prefill:": "  image: b:2\n  prefill:", "replicas: 2": "replicas: 3"}))
+    code, out, err = plan(
+        DEMO, edited(**{"  prefill:": "  image: b:2\n  prefill:", "replicas: 2": "replicas: 3"})
+    )
     assert (code, err) == (0, "")
     assert 'spec.image            "baton:0.1.0" -> "b:2"' in out
     assert "changes Deployment demo-gateway" in out
@@ -80,7 +82,9 @@ def test_a_rollout_that_stops_says_why(plan, edited) -> None:
     code, out, _ = plan(DEMO, new, "--never-ready")
     assert code == 2
     assert "Not settled after 1 step, 600 s simulated." in out
-    assert "  demo-prefill-1, demo-decode-2: not ready within progressDeadlineSeconds (600 s)\n" in out
+    assert (
+        "  demo-prefill-1, demo-decode-2: not ready within progressDeadlineSeconds (600 s)\n" in out
+    )
     code, out, _ = plan(DEMO, new, "--steps", 2)
     assert code == 2
     assert "Waits for:\n  the bound of 2 steps is reached\n" in out
@@ -93,14 +97,24 @@ def test_a_full_cluster_is_played(plan, edited) -> None:
 
 
 def test_json_is_a_list_of_steps(plan, edited) -> None:
-    code, out, err = plan(DEMO, edited(**{"replicas: 2": "replicas: 3"}), "-o", "json", "--never-ready")
+    code, out, err = plan(
+        DEMO, edited(**{"replicas: 2": "replicas: 3"}), "-o", "json", "--never-ready"
+    )
     (step,) = json.loads(out)
     assert code == 2
     assert err == "baton plan: not settled: demo-decode-2: never becomes ready\n"
     assert step["actions"] == [
-        {"action": "create", "role": "decode", "members": ["demo-decode-2"], "reason": "2 of 3 exist"}
+        {
+            "action": "create",
+            "role": "decode",
+            "members": ["demo-decode-2"],
+            "reason": "2 of 3 exist",
+        }
     ]
-    assert [(row["name"], row["state"]) for row in step["members"]][-1] == ("demo-decode-2", "starting")
+    assert [(row["name"], row["state"]) for row in step["members"]][-1] == (
+        "demo-decode-2",
+        "starting",
+    )
     assert plan(DEMO, DEMO, "-o", "json") == (0, "[]\n", "")
 
 
@@ -112,13 +126,18 @@ def test_json_is_a_list_of_steps(plan, edited) -> None:
         ({"replicas: 2": "parallelism: {redundantExperts: 1}"}, "redundantExperts needs expert"),
         ({"replicas: 2": "template: {spec: {containers: x}}"}, "decode.template.spec.containers"),
         ({"kind: LLMService": "kind: Service"}, "must hold exactly one LLMService, it holds 0"),
-        ({"v1alpha1": "v2"}, "apiVersion must be serving.baton.dev/v1alpha1, got serving.baton.dev/v2"),
+        (
+            {"v1alpha1": "v2"},
+            "apiVersion must be serving.baton.dev/v1alpha1, got serving.baton.dev/v2",
+        ),
         ({"spec:": "---\napiVersion: v1\nkind: Secret\nspec:"}, "metadata"),
         ({"name: demo\n": "name: other\n"}, "the names differ: demo and other"),
         ({"spec:": "spec: ["}, "is not valid YAML"),
     ],
 )
-def test_a_bad_manifest_is_refused_with_the_field_and_the_reason(plan, edited, replaced, complaint) -> None:
+def test_a_bad_manifest_is_refused_with_the_field_and_the_reason(
+    plan, edited, replaced, complaint
+) -> None:
     code, out, err = plan(DEMO, edited(**replaced))
     assert (code, out) == (1, "")
     assert err.startswith("baton plan: ")
@@ -127,7 +146,10 @@ def test_a_bad_manifest_is_refused_with_the_field_and_the_reason(plan, edited, r
 
 def test_a_file_that_cannot_be_read_is_named(plan, tmp_path) -> None:
     code, _, err = plan(tmp_path / "nowhere.yaml")
-    assert (code, err) == (1, f"baton plan: cannot read {tmp_path}/nowhere.yaml: No such file or directory\n")
+    assert (code, err) == (
+        1,
+        f"baton plan: cannot read {tmp_path}/nowhere.yaml: No such file or directory\n",
+    )
 
 
 def test_two_services_in_a_file_are_too_many(plan, tmp_path) -> None:

@@ -41,7 +41,12 @@ def run(old: Object | None, new: Object, max_steps: int = 200, **conditions: Any
 
 def done(result: Preview, action: str, role: str = "decode") -> list[str]:
     """Members to which the operator did this, in order."""
-    found = [each for step in result.steps for each in step.actions if (each.action, each.role) == (action, role)]
+    found = [
+        each
+        for step in result.steps
+        for each in step.actions
+        if (each.action, each.role) == (action, role)
+    ]
     return [name for each in found for name in each.members]
 
 
@@ -51,7 +56,11 @@ def states(step: Step, role: str = "decode") -> list[str]:
 
 def number(result: Preview, action: str, role: str = "decode") -> int:
     """Number of the first step with this action."""
-    return next(s.number for s in result.steps if any((a.action, a.role) == (action, role) for a in s.actions))
+    return next(
+        s.number
+        for s in result.steps
+        if any((a.action, a.role) == (action, role) for a in s.actions)
+    )
 
 
 SETTLING: dict[str, tuple[Object | None, Object, dict[str, Any]]] = {
@@ -89,11 +98,21 @@ def test_it_settles_with_the_members_of_the_new_spec(
     result = run(old, new, **conditions)
     assert result.waits_for == []
     for group in result.groups:
-        rows = [row for row in result.steps[-1].members if row.role == group.role] if result.steps else []
+        rows = (
+            [row for row in result.steps[-1].members if row.role == group.role]
+            if result.steps
+            else []
+        )
         if result.steps:
-            assert [(row.revision, row.state) for row in rows] == [(group.revisions[1], "ready")] * group.sizes[1]
+            assert [(row.revision, row.state) for row in rows] == [
+                (group.revisions[1], "ready")
+            ] * group.sizes[1]
     is_group = target_of(new).owner.is_expert_parallel
-    ranks = sorted(row.rank for row in result.steps[-1].members if row.rank is not None) if result.steps else []
+    ranks = (
+        sorted(row.rank for row in result.steps[-1].members if row.rank is not None)
+        if result.steps
+        else []
+    )
     assert ranks == list(range(target_of(new).owner.replicas("decode") if is_group else 0))
     assert [step.number for step in result.steps] == list(range(1, len(result.steps) + 1))
 
@@ -104,7 +123,9 @@ STRATEGIES = [{"maxSurge": s, "maxUnavailable": u} for s in (0, 1, 2, "50%") for
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("expert", [False, True], ids=["engines", "expert group"])
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (3, 5), (5, 3)])
-def test_a_rollout_keeps_its_bounds(strategy: Object, expert: bool, before: int, after: int) -> None:
+def test_a_rollout_keeps_its_bounds(
+    strategy: Object, expert: bool, before: int, after: int
+) -> None:
     fields = {"decode__parallelism": {"expert": expert}, "updateStrategy": {"decode": strategy}}
     old = sample("experts", decode__replicas=before, **fields)
     result = run(old, sample("experts", decode__replicas=after, image="b:2", **fields))
@@ -119,7 +140,9 @@ def test_a_rollout_keeps_its_bounds(strategy: Object, expert: bool, before: int,
 
 
 def test_an_edit_of_one_role_leaves_the_others_alone() -> None:
-    result = run(sample("demo"), sample("demo", prefill__template={"metadata": {"labels": {"a": "b"}}}))
+    result = run(
+        sample("demo"), sample("demo", prefill__template={"metadata": {"labels": {"a": "b"}}})
+    )
     assert done(result, "create", "prefill") == ["demo-prefill-1"]
     assert {action.role for step in result.steps for action in step.actions} == {"prefill"}
 
@@ -160,7 +183,10 @@ def test_a_pause_holds_edits_back_but_not_sizes() -> None:
 
 def test_a_paused_service_is_not_created() -> None:
     result = run(None, sample("demo", paused=True))
-    assert (result.steps, result.waits_for) == ([], ["spec.paused is true, and nothing was rolled out before"])
+    assert (result.steps, result.waits_for) == (
+        [],
+        ["spec.paused is true, and nothing was rolled out before"],
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "experts"])
@@ -169,12 +195,17 @@ def test_a_revision_that_is_never_ready_stops_while_the_earlier_one_serves(name:
     assert done(result, "create") == [f"{name}-decode-2"]
     assert not done(result, "drain") + done(result, "delete")
     assert states(result.steps[-1]) == ["ready", "ready", "starting"]
-    assert f"{name}-decode-2: not ready within progressDeadlineSeconds (600 s)" in "; ".join(result.waits_for)
+    assert f"{name}-decode-2: not ready within progressDeadlineSeconds (600 s)" in "; ".join(
+        result.waits_for
+    )
     assert result.seconds >= 600
 
 
 def test_on_full_nodes_a_new_member_takes_the_place_of_an_old_one_after_a_while() -> None:
-    old, new = sample("one-gpu"), sample("one-gpu", image="b:2", updateStrategy__decode={"surgeTimeoutSeconds": 45})
+    old, new = (
+        sample("one-gpu"),
+        sample("one-gpu", image="b:2", updateStrategy__decode={"surgeTimeoutSeconds": 45}),
+    )
     result = run(old, new, capacity=1)
     waiting, drained = result.steps[:2]
     assert states(waiting) == ["ready", "no room"]
@@ -214,7 +245,10 @@ def test_an_autoscaled_group_has_its_first_size() -> None:
     ("fields", "message"),
     [
         ({"decode__replicas": -1}, r"replicas"),
-        ({"decode__parallelism": {"redundantExperts": 1}}, "decode.parallelism: redundantExperts needs expert"),
+        (
+            {"decode__parallelism": {"redundantExperts": 1}},
+            "decode.parallelism: redundantExperts needs expert",
+        ),
         ({"decode__template": {"spec": {"containers": "x"}}}, "decode.template.spec.containers"),
     ],
 )

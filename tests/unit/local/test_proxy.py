@@ -21,8 +21,13 @@ Json = dict[str, Any]
 def pod(name: str, ip: str, *, ready: bool = True, port: int = 8000, **metadata: Any) -> Json:
     return {
         "metadata": {"name": name, "namespace": "ns", "labels": {"app": "web"}, **metadata},
-        "spec": {"containers": [{"name": "main", "ports": [{"name": "http", "containerPort": port}]}]},
-        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
+        "spec": {
+            "containers": [{"name": "main", "ports": [{"name": "http", "containerPort": port}]}]
+        },
+        "status": {
+            "podIP": ip,
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        },
     }
 
 
@@ -36,7 +41,11 @@ def service(address: str = "127.97.0.1", port: int = 80, **spec: Any) -> Json:
 
 def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Json:
     entries = [
-        {"path": path, "pathType": kind, "backend": {"service": {"name": name, "port": {"name": "web"}}}}
+        {
+            "path": path,
+            "pathType": kind,
+            "backend": {"service": {"name": name, "port": {"name": "web"}}},
+        }
         for path, kind, name in paths
     ]
     return {
@@ -49,7 +58,9 @@ class Cache:
     """What the proxies use of a Reflector, filled by hand."""
 
     def __init__(self, *objects: Json) -> None:
-        self.objects = {f"{obj['metadata']['namespace']}/{obj['metadata']['name']}": obj for obj in objects}
+        self.objects = {
+            f"{obj['metadata']['namespace']}/{obj['metadata']['name']}": obj for obj in objects
+        }
         self.synced = asyncio.Event()
         self.synced.set()
         self._listeners: list[Callable[[Json | None, Json | None], None]] = []
@@ -94,12 +105,21 @@ def test_only_ready_selected_pods_that_stay_are_endpoints() -> None:
         pod("a", "127.1.1.1"),
         pod("unready", "127.1.1.2", ready=False),
         pod("leaving", "127.1.1.3", deletionTimestamp="2026-01-01T00:00:00Z"),
-        {**pod("other", "127.1.1.4"), "metadata": {"name": "other", "namespace": "ns", "labels": {"app": "db"}}},
-        {**pod("far", "127.1.1.5"), "metadata": {"name": "far", "namespace": "elsewhere", "labels": {"app": "web"}}},
+        {
+            **pod("other", "127.1.1.4"),
+            "metadata": {"name": "other", "namespace": "ns", "labels": {"app": "db"}},
+        },
+        {
+            **pod("far", "127.1.1.5"),
+            "metadata": {"name": "far", "namespace": "elsewhere", "labels": {"app": "web"}},
+        },
     ]
     port = service()["spec"]["ports"][0]
     assert endpoints(service(), port, pods) == [("127.1.1.1", 8000)]
-    assert endpoints(service(publishNotReadyAddresses=True), port, pods) == [("127.1.1.1", 8000), ("127.1.1.2", 8000)]
+    assert endpoints(service(publishNotReadyAddresses=True), port, pods) == [
+        ("127.1.1.1", 8000),
+        ("127.1.1.2", 8000),
+    ]
     assert endpoints(service(selector={}), port, pods) == []
     assert endpoints(service(), {"port": 90}, pods) == [("127.1.1.1", 90)]
 
@@ -116,8 +136,12 @@ def test_only_ready_selected_pods_that_stay_are_endpoints() -> None:
         ("nobody.test", "/", None),
     ],
 )
-def test_an_ingress_route_prefers_host_then_exact_then_longest_prefix(host: str, path: str, name: str | None) -> None:
-    rules = ingress(("/", "Prefix", "root"), ("/v1", "Prefix", "api"), ("/v1/exact", "Exact", "exact"))
+def test_an_ingress_route_prefers_host_then_exact_then_longest_prefix(
+    host: str, path: str, name: str | None
+) -> None:
+    rules = ingress(
+        ("/", "Prefix", "root"), ("/v1", "Prefix", "api"), ("/v1/exact", "Exact", "exact")
+    )
     table = routes([ingress(("/", "Prefix", "wild"), host="*.wild.test"), rules])
     assert match_route(table, host, path) == (Backend("ns", name, "web") if name else None)
 

@@ -25,7 +25,9 @@ READY_S = 180.0
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("serve") / "tiny"
-    return create_checkpoint(path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512)
+    return create_checkpoint(
+        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512
+    )
 
 
 class Serve:
@@ -33,7 +35,16 @@ class Serve:
 
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self._out, self._log = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", "baton_local.cli", "serve", str(model), "--port", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_local.cli",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            *flags,
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(self._out, "wb") as out, open(self._log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env)
@@ -47,7 +58,9 @@ class Serve:
     def url(self) -> str:
         def found() -> str:
             assert self.process.poll() is None, self.log
-            match = re.search(r"^curl (http://[\d.:]+)/v1/chat/completions", self._out.read_text(), re.MULTILINE)
+            match = re.search(
+                r"^curl (http://[\d.:]+)/v1/chat/completions", self._out.read_text(), re.MULTILINE
+            )
             assert match, self.log
             return match[1]
 
@@ -63,7 +76,11 @@ class Serve:
 
     def assert_no_orphans(self) -> None:
         def gone() -> bool:
-            left = [p.pid for p in self.children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            left = [
+                p.pid
+                for p in self.children
+                if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+            ]
             assert not left, f"still running: {left}"
             return True
 
@@ -77,7 +94,16 @@ class Serve:
 
 @pytest.fixture
 def serve(tmp_path: Path, checkpoint: Path) -> Iterator[Serve]:
-    flags = ["--served-model-name", "m", "--num-blocks", "256", "--num-threads", "1", "--dtype", "float32"]
+    flags = [
+        "--served-model-name",
+        "m",
+        "--num-blocks",
+        "256",
+        "--num-threads",
+        "1",
+        "--dtype",
+        "float32",
+    ]
     serving = Serve(tmp_path, checkpoint, *flags)
     yield serving
     serving.close()
@@ -89,7 +115,11 @@ def client_of(url: str) -> openai.OpenAI:
 
 def stream(client: openai.OpenAI, max_tokens: int) -> openai.Stream:
     return client.completions.create(
-        model="m", prompt="hello", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        model="m",
+        prompt="hello",
+        max_tokens=max_tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
 
 
@@ -149,10 +179,20 @@ def test_kill_9_leaves_no_child_behind(serve: Serve):
 @pytest.mark.parametrize(
     ("model", "flags", "code", "last_line"),
     [
-        ("nowhere", [], 78, r"FATAL ModelNotFound: .*nowhere does not exist: .*nothing is downloaded"),
+        (
+            "nowhere",
+            [],
+            78,
+            r"FATAL ModelNotFound: .*nowhere does not exist: .*nothing is downloaded",
+        ),
         ("", ["--dtype", "int3"], 78, r"FATAL \w+: .*int3.*"),
         ("", ["--no-such-flag"], 2, r".*unrecognized arguments: --no-such-flag"),
-        ("", ["--host", "192.0.2.1"], 1, r"baton serve: cannot listen on 192\.0\.2\.1:0: .*; see --host and --port"),
+        (
+            "",
+            ["--host", "192.0.2.1"],
+            1,
+            r"baton serve: cannot listen on 192\.0\.2\.1:0: .*; see --host and --port",
+        ),
         ("", ["--port", "65536"], 2, r".*--port: must be in \[0, 65535\], got 65536"),
         ("", ["--engine-port", "5"], 2, r".*--engine-port cannot be given: baton serve sets it"),
     ],
@@ -197,9 +237,16 @@ def test_what_the_endpoint_accepts_the_engine_does(serve: Serve):
         assert choice.text.startswith("hello")
         assert choice.logprobs.token_logprobs[0] is None
         assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
-    assert ask(guided_choice=["left", "right"], ignore_eos=False).choices[0].text in ("left", "right")
-    assert re.fullmatch("[0-9]{3}", ask(structured_outputs={"regex": "[0-9]{3}"}, ignore_eos=False).choices[0].text)
-    token_ids = ask(allowed_token_ids=[70, 71], return_token_ids=True).choices[0].model_extra["token_ids"]
+    assert ask(guided_choice=["left", "right"], ignore_eos=False).choices[0].text in (
+        "left",
+        "right",
+    )
+    assert re.fullmatch(
+        "[0-9]{3}", ask(structured_outputs={"regex": "[0-9]{3}"}, ignore_eos=False).choices[0].text
+    )
+    token_ids = (
+        ask(allowed_token_ids=[70, 71], return_token_ids=True).choices[0].model_extra["token_ids"]
+    )
     assert set(token_ids) <= {70, 71}
     repetition = {"max_pattern_size": 1, "min_count": 4}
     repeated = ask(allowed_token_ids=[70], repetition_detection=repetition).choices[0]

@@ -23,7 +23,9 @@ def test_clusters_side_by_side_share_no_address() -> None:
         claims = [claim_networks(plane) for plane in ("embedded", "real", "embedded")]
         for claim in claims:
             stack.enter_context(closing(claim.claim))
-        ranges = [ipaddress.ip_network(text) for claim in claims for text in (claim.pods, claim.services)]
+        ranges = [
+            ipaddress.ip_network(text) for claim in claims for text in (claim.pods, claim.services)
+        ]
         assert not [(a, b) for i, a in enumerate(ranges) for b in ranges[:i] if a.overlaps(b)]
 
 
@@ -45,7 +47,9 @@ def test_ranges_of_a_killed_cluster_are_free_again() -> None:
         assert again.pods == held
 
 
-@pytest.mark.parametrize(("user", "reserved", "port"), [(0, "1024", 80), (1000, "1024", 8080), (1000, "0", 80)])
+@pytest.mark.parametrize(
+    ("user", "reserved", "port"), [(0, "1024", 80), (1000, "1024", 8080), (1000, "0", 80)]
+)
 def test_a_port_kept_for_root_is_served_above(monkeypatch, tmp_path, user, reserved, port) -> None:
     setting = tmp_path / "ip_unprivileged_port_start"
     setting.write_text(reserved)
@@ -58,7 +62,9 @@ def test_a_port_kept_for_root_is_served_above(monkeypatch, tmp_path, user, reser
 def test_the_state_folder_is_absolute_its_owners_and_needs_no_home(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATON_HOME", "state")
-    monkeypatch.setattr("pathlib.Path.home", lambda: pytest.fail("no HOME is needed where BATON_HOME is set"))
+    monkeypatch.setattr(
+        "pathlib.Path.home", lambda: pytest.fail("no HOME is needed where BATON_HOME is set")
+    )
     state = StateDir()
     state.acquire()
     assert state.root == tmp_path / "state"

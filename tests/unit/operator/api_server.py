@@ -30,14 +30,34 @@ def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
     etcd_url, peer_url = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
     commands = [
         [
-            *(str(binaries / "etcd"), "--data-dir", str(folder / "etcd"), "--name", "test", "--unsafe-no-fsync"),
+            *(
+                str(binaries / "etcd"),
+                "--data-dir",
+                str(folder / "etcd"),
+                "--name",
+                "test",
+                "--unsafe-no-fsync",
+            ),
             *("--listen-client-urls", etcd_url, "--advertise-client-urls", etcd_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
             *("--initial-cluster", f"test={peer_url}", "--log-level", "error"),
         ],
         [
-            *(str(binaries / "kube-apiserver"), "--etcd-servers", etcd_url, "--cert-dir", str(folder / "certs")),
-            *("--bind-address", "127.0.0.1", "--secure-port", str(port), "--endpoint-reconciler-type", "none"),
+            *(
+                str(binaries / "kube-apiserver"),
+                "--etcd-servers",
+                etcd_url,
+                "--cert-dir",
+                str(folder / "certs"),
+            ),
+            *(
+                "--bind-address",
+                "127.0.0.1",
+                "--secure-port",
+                str(port),
+                "--endpoint-reconciler-type",
+                "none",
+            ),
             *(
                 "--authorization-mode",
                 "RBAC",
@@ -68,13 +88,17 @@ def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
 
 def _wait_ready(server: str, processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
     context = ssl._create_unverified_context()
-    request = urllib.request.Request(f"{server}/readyz", headers={"Authorization": "Bearer admin-token"})
+    request = urllib.request.Request(
+        f"{server}/readyz", headers={"Authorization": "Bearer admin-token"}
+    )
     deadline = time.monotonic() + START_S
     last: object = None
     while time.monotonic() < deadline:
         for process in processes:
             name = Path(process.args[0]).name  # type: ignore[index]
-            assert process.poll() is None, f"{name} ended:\n{(folder / f'{name}.log').read_text()[-2000:]}"
+            assert process.poll() is None, (
+                f"{name} ended:\n{(folder / f'{name}.log').read_text()[-2000:]}"
+            )
         try:
             with urllib.request.urlopen(request, context=context, timeout=2) as response:
                 if response.status == 200:
@@ -90,7 +114,9 @@ def _kubeconfig(folder: Path, server: str, user: str) -> Path:
     content = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "test", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
+        "clusters": [
+            {"name": "test", "cluster": {"server": server, "insecure-skip-tls-verify": True}}
+        ],
         "users": [{"name": user, "user": {"token": f"{user}-token"}}],
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": user}}],
         "current-context": "test",

@@ -43,7 +43,11 @@ class FakePod:
     @property
     def object(self) -> dict[str, Any]:
         return {
-            "metadata": {"name": self.name, "uid": f"uid-{self.name}", "labels": {LABEL_ROLE: self.role or "gateway"}},
+            "metadata": {
+                "name": self.name,
+                "uid": f"uid-{self.name}",
+                "labels": {LABEL_ROLE: self.role or "gateway"},
+            },
             "status": {
                 "phase": "Running",
                 "podIP": self.host,
@@ -88,7 +92,11 @@ class FakePod:
             return web.Response(text="<html>502 Bad Gateway</html>")
         if self.fault == "long":
             return web.Response(body=b"# a comment\n" * 2**16)
-        registry = engine_registry(lambda: self.stats, self.requests, "m") if self.role else self.gateway.registry
+        registry = (
+            engine_registry(lambda: self.stats, self.requests, "m")
+            if self.role
+            else self.gateway.registry
+        )
         return web.Response(body=generate_latest(registry))
 
 

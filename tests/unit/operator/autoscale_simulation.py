@@ -32,7 +32,9 @@ class Engine:
     ready_at: float
     leaves: bool = False
     histograms: dict[str, EngineHistogram] = field(
-        default_factory=lambda: {name: EngineHistogram(name, FINE_S) for name in windows.ENGINE_HISTOGRAMS}
+        default_factory=lambda: {
+            name: EngineHistogram(name, FINE_S) for name in windows.ENGINE_HISTOGRAMS
+        }
     )
     free_at: float = 0.0
     """Prefill: when all its prompts are computed."""
@@ -123,7 +125,11 @@ class Simulation:
 
     def changes(self, role: MemberRole, since: float = 0.0) -> list[int]:
         """Steps of the size, in order."""
-        return [b[role] - a[role] for (_, a), (at, b) in pairwise(self.sizes) if at >= since and a[role] != b[role]]
+        return [
+            b[role] - a[role]
+            for (_, a), (at, b) in pairwise(self.sizes)
+            if at >= since and a[role] != b[role]
+        ]
 
     def latency(self, role: MemberRole) -> float | None:
         """TTFT of prefill or ITL of decode, p95 of the last window, seconds."""
@@ -137,7 +143,9 @@ class Simulation:
 
     def _make(self, role: MemberRole, number: int, ready_at: float) -> None:
         for _ in range(number):
-            self.engines[role][f"{role}-{next(self._names)}/0"] = Engine(ready_at, served=0.0, free_at=ready_at)
+            self.engines[role][f"{role}-{next(self._names)}/0"] = Engine(
+                ready_at, served=0.0, free_at=ready_at
+            )
 
     def _takers(self, role: MemberRole) -> list[Engine]:
         return [e for e in self.engines[role].values() if not e.leaves and e.ready_at <= self.now]
@@ -157,7 +165,9 @@ class Simulation:
         for engine in self.engines["decode"].values():
             self._step(engine)
         for engines in self.engines.values():
-            for name in [name for name, engine in engines.items() if engine.leaves and engine.empty]:
+            for name in [
+                name for name, engine in engines.items() if engine.leaves and engine.empty
+            ]:
                 del engines[name]
 
     def _arrive(self, prompt_s: float, tokens: float) -> None:
@@ -170,9 +180,13 @@ class Simulation:
         engine.free_at = start + prompt_s
         engine.prompts += 1
         self._arrived += 1
-        heapq.heappush(self._events, (engine.free_at, next(self._names), engine, self.now, start, tokens))
+        heapq.heappush(
+            self._events, (engine.free_at, next(self._names), engine, self.now, start, tokens)
+        )
 
-    def _first_token(self, when: float, _: int, engine: Engine, arrival: float, start: float, tokens: float) -> None:
+    def _first_token(
+        self, when: float, _: int, engine: Engine, arrival: float, start: float, tokens: float
+    ) -> None:
         engine.prompts -= 1
         engine.observe(windows.TTFT, when - arrival)
         engine.observe(windows.QUEUE_TIME, start - arrival)
@@ -199,9 +213,14 @@ class Simulation:
             for name, engine in engines.items()
             if engine.ready_at <= self.now
         }
-        in_flight = float(len(self.held) + sum(map(_load, self.engines["decode"].values())) + len(self._events))
+        in_flight = float(
+            len(self.held) + sum(map(_load, self.engines["decode"].values())) + len(self._events)
+        )
         samples["gateway/0"] = Sample(
-            None, {windows.IN_FLIGHT: in_flight, windows.HELD: float(len(self.held))}, {}, float(self._requests)
+            None,
+            {windows.IN_FLIGHT: in_flight, windows.HELD: float(len(self.held))},
+            {},
+            float(self._requests),
         )
         self._snapshots = [*self._snapshots[-20:], Snapshot(self.now, samples)]
 
@@ -212,16 +231,27 @@ class Simulation:
             windows.WAITING_FOR_REMOTE_KV: 0.0,
             windows.KV_USAGE: len(engine.running) / self.workload.max_sequences,
         }
-        known = {name: windows.Histogram(dict(h.cumulative()), h.sum) for name, h in engine.histograms.items()}
+        known = {
+            name: windows.Histogram(dict(h.cumulative()), h.sum)
+            for name, h in engine.histograms.items()
+        }
         return Sample(role, gauges, known)
 
     def _decide(self) -> None:
         measured = self._window()
         for role in MEMBER_ROLES:
             engines = self.engines[role].values()
-            group = Group(role=role, size=self._wanted[role], pods=len(engines), ready=len(self._takers(role)))
+            group = Group(
+                role=role, size=self._wanted[role], pods=len(engines), ready=len(self._takers(role))
+            )
             decision = decide(
-                self.now, group, self.bounds[role], self.targets, measured, self.histories[role], self.behavior
+                self.now,
+                group,
+                self.bounds[role],
+                self.targets,
+                measured,
+                self.histories[role],
+                self.behavior,
             )
             self.histories[role] = decision.history
             self.decisions.append((self.now, decision))

@@ -29,10 +29,18 @@ def kubeconfigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def operator(kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+def operator(
+    kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
     log = tmp_path_factory.mktemp("operator") / "log"
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfigs["operator"])]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_operator.cli",
+        "--kubeconfig",
+        str(kubeconfigs["operator"]),
+    ]
     command += ["--host", "127.0.0.1", "--http-port", str(port), "--resync", str(RESYNC_S)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)

@@ -139,7 +139,9 @@ class Simulation:
         return self.topology()
 
     def _check(self, plan: ExpertGroupPlan, was_answered: bool) -> None:
-        living = {name: instance for name, instance in self.ranks.items() if self._lives(name, instance)}
+        living = {
+            name: instance for name, instance in self.ranks.items() if self._lives(name, instance)
+        }
         needed = dict(living)
         if self.operation is not None and self._is_changing():
             needed |= self.operation.target
@@ -147,18 +149,26 @@ class Simulation:
             pod = self.pods[deletion.name]
             if pod.failed or needed.get(pod.name) != pod.instance:
                 continue
-            last = list(living) == [pod.name] and not pod.unfinished and pod.drain_started is not None
+            last = (
+                list(living) == [pod.name] and not pod.unfinished and pod.drain_started is not None
+            )
             assert last, f"{pod.name} is a member: {deletion.why}"
         if not was_answered:
             assert plan.request is None
-            assert all(self.pods[deletion.name].failed for deletion in plan.delete), "nothing is known of the topology"
+            assert all(self.pods[deletion.name].failed for deletion in plan.delete), (
+                "nothing is known of the topology"
+            )
         alive = [pod for pod in self.pods.values() if pod.deletion is None]
         if plan.create:
             staying = [pod for pod in alive if pod.drain_started is None and not pod.failed]
             all_may_go = max(1, self.update.max_unavailable) >= self.desired
-            begins = not staying or (all_may_go and all(pod.revision != self._revision for pod in staying))
+            begins = not staying or (
+                all_may_go and all(pod.revision != self._revision for pod in staying)
+            )
             most = max(self.desired + max(1, self.update.max_surge), len(alive) + begins)
-            assert len(alive) + len(plan.create) <= most, f"{plan.create} beside {[pod.name for pod in alive]}"
+            assert len(alive) + len(plan.create) <= most, (
+                f"{plan.create} beside {[pod.name for pod in alive]}"
+            )
 
     def _member(self, pod: Pod) -> Member:
         asked = pod.drain_started is not None and pod.running
@@ -189,8 +199,12 @@ class Simulation:
             MemberStatus(
                 name=pod.name,
                 instance_id=pod.instance,
-                phase=RankPhase.SERVING if self.ranks.get(pod.name) == pod.instance else RankPhase.STANDBY,
-                rank=order.index(pod.name) if known and self.ranks.get(pod.name) == pod.instance else None,
+                phase=RankPhase.SERVING
+                if self.ranks.get(pod.name) == pod.instance
+                else RankPhase.STANDBY,
+                rank=order.index(pod.name)
+                if known and self.ranks.get(pod.name) == pod.instance
+                else None,
             )
             for pod in self.pods.values()
             if pod.registered
@@ -211,7 +225,10 @@ class Simulation:
 
     def _known(self) -> bool:
         """A living rank has told of the generation."""
-        return any(self._lives(name, instance) and self.pods[name].registered for name, instance in self.ranks.items())
+        return any(
+            self._lives(name, instance) and self.pods[name].registered
+            for name, instance in self.ranks.items()
+        )
 
     def _asked_for(self) -> set[str]:
         if self.request is not None:
@@ -238,21 +255,32 @@ class Simulation:
         if self.operation is not None and self._is_changing():
             self._advance(self.operation, living)
             return
-        standby = {p.name: p.instance for p in self.pods.values() if p.registered and p.running and p.deletion is None}
-        usable = {name: each for name, each in (standby | living).items() if name in self._asked_for()}
+        standby = {
+            p.name: p.instance
+            for p in self.pods.values()
+            if p.registered and p.running and p.deletion is None
+        }
+        usable = {
+            name: each for name, each in (standby | living).items() if name in self._asked_for()
+        }
         broken = len(living) != len(self.ranks)
         if not usable and broken:
             usable = living
         if usable and (usable != self.ranks or broken):
             kind = "form" if not self.ranks else "recover" if broken else "scale"
-            asked_for = self.request is not None and kind != "recover"  # ranks recover by themselves
+            asked_for = (
+                self.request is not None and kind != "recover"
+            )  # ranks recover by themselves
             self.operation = Operation(self.request.operation_id if asked_for else "", kind, usable)
 
     def _advance(self, operation: Operation, living: dict[str, str]) -> None:
         lost = [name for name, each in operation.target.items() if not self._lives(name, each)]
         obsolete = operation.kind == "scale" and not set(operation.target) <= self._asked_for()
         if lost or (obsolete and operation.phase is OperationPhase.PREPARING):
-            operation.phase, operation.reason = OperationPhase.SUPERSEDED, "something else is asked for"
+            operation.phase, operation.reason = (
+                OperationPhase.SUPERSEDED,
+                "something else is asked for",
+            )
         elif operation.phase is OperationPhase.PREPARING and self.fail_next:
             self.fail_next = False
             operation.phase, operation.reason = OperationPhase.FAILED, "no memory"
@@ -271,7 +299,10 @@ class Simulation:
             return
         pod.bound, pod.no_room_since = True, None
         if not pod.failed:
-            pod.running, pod.registered = True, self.coordinator_up  # before it says that it has started
+            pod.running, pod.registered = (
+                True,
+                self.coordinator_up,
+            )  # before it says that it has started
 
     def container_dies(self, pod: Pod) -> None:
         """The kubelet starts another in its place."""
@@ -310,7 +341,9 @@ class Simulation:
                 pod.unfinished -= 1
         for pod in self.pods.values():
             found = moves() or self.now >= self.coordinator_since + REGISTERED_WITHIN
-            pod.registered = pod.registered or (found and pod.running and self.coordinator_up and pod.deletion is None)
+            pod.registered = pod.registered or (
+                found and pod.running and self.coordinator_up and pod.deletion is None
+            )
         self.coordinate()
 
     def settle(self) -> None:
@@ -330,7 +363,8 @@ class Simulation:
     def is_settled(self) -> bool:
         pods = list(self.pods.values())
         up_to_date = all(
-            pod.revision == self._revision and pod.drain_started is None and pod.deletion is None for pod in pods
+            pod.revision == self._revision and pod.drain_started is None and pod.deletion is None
+            for pod in pods
         )
         members = {pod.name: pod.instance for pod in pods} == self.ranks
         return len(pods) == self.desired and up_to_date and members and not self._is_changing()

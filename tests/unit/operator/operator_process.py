@@ -26,7 +26,8 @@ NAMESPACE = "default"
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 
 needs_api_server = pytest.mark.skipif(
-    find_assets() is None, reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS"
+    find_assets() is None,
+    reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS",
 )
 
 
@@ -53,13 +54,17 @@ class Operator:
     http_port: int
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.http_port}/metrics", timeout=10
+        ) as response:
             lines = response.read().decode().splitlines()
         return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
 
     async def look_around(self, times: int) -> None:
         """Returns when the operator has looked at every service `times` times more: each resync makes all of them due."""
-        looks = times * self.metric("baton_operator_services") + self.metric("baton_operator_reconcile_seconds_count")
+        looks = times * self.metric("baton_operator_services") + self.metric(
+            "baton_operator_reconcile_seconds_count"
+        )
 
         async def looked() -> bool:
             return self.metric("baton_operator_reconcile_seconds_count") >= looks
@@ -89,7 +94,12 @@ class Cluster:
         body = {"model": {"uri": "file:///models/x"}, **spec}
         metadata = {"name": self.name, "namespace": NAMESPACE}
         await self.kube.create(
-            {"apiVersion": f"{GROUP}/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": body}
+            {
+                "apiVersion": f"{GROUP}/v1alpha1",
+                "kind": "LLMService",
+                "metadata": metadata,
+                "spec": body,
+            }
         )
 
     async def patch(self, spec: Object) -> None:
@@ -150,7 +160,9 @@ class Cluster:
         )  # fmt: skip
         await self.run("gateway-0")
         counts = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1}
-        await self.kube.merge("Deployment", NAMESPACE, f"{self.name}-gateway", {"status": counts}, "status")
+        await self.kube.merge(
+            "Deployment", NAMESPACE, f"{self.name}-gateway", {"status": counts}, "status"
+        )
 
     async def service(self) -> Object:
         found = await self.kube.read("LLMService", NAMESPACE, self.name)
@@ -172,4 +184,6 @@ class Cluster:
         try:
             return dict(await eventually(check, f"{type_}={status} {reason}"))
         except AssertionError as error:
-            raise AssertionError(f"{error}; status: {(await self.service()).get('status')}") from None
+            raise AssertionError(
+                f"{error}; status: {(await self.service()).get('status')}"
+            ) from None

@@ -35,7 +35,9 @@ class StepChecks:
         self._spec_seen: tuple[str, int] | None = None
         """(uid, generation)"""
 
-    def after(self, client: SimulatedClient, before: Pods, after: Pods, ranks: list[str], went_well: bool) -> None:
+    def after(
+        self, client: SimulatedClient, before: Pods, after: Pods, ranks: list[str], went_well: bool
+    ) -> None:
         """After a step.
 
         Args:
@@ -48,18 +50,30 @@ class StepChecks:
             assert not client.writes, "a service that is gone"
             return
         uid, generation = service["metadata"]["uid"], service["metadata"]["generation"]
-        named = {pod["metadata"]["name"]: pod for pod in client.seen_pods if controlled_by(pod, uid)}
+        named = {
+            pod["metadata"]["name"]: pod for pod in client.seen_pods if controlled_by(pod, uid)
+        }
         seen = {name: pod for name, pod in named.items() if MEMBER_NAME.search(name)}
         if self._spec_seen != (uid, generation):
             self._spec_seen = (uid, generation)
             self._at_first, self._departed, self._newest = seen, list[Object](), dict[str, str]()
-        touched = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method != "POST"}
-        deleted = {path.split("/")[-1] for method, path in client.writes if "/pods/" in path and method == "DELETE"}
+        touched = {
+            path.split("/")[-1]
+            for method, path in client.writes
+            if "/pods/" in path and method != "POST"
+        }
+        deleted = {
+            path.split("/")[-1]
+            for method, path in client.writes
+            if "/pods/" in path and method == "DELETE"
+        }
         spec = decode_spec(service["spec"])
         self._no_rank_is_deleted(deleted, seen, before, ranks)
         for role in names.MEMBER_ROLES:
             desired = _size(role, spec, service)
-            self._group(role, spec, desired, _of(role, seen), _of(role, before), _of(role, after), touched)
+            self._group(
+                role, spec, desired, _of(role, seen), _of(role, before), _of(role, after), touched
+            )
         self._spent |= {seen[name]["metadata"]["uid"] for name in touched if name in seen}
         if went_well:
             self._nobody_left_without_need()
@@ -69,7 +83,9 @@ class StepChecks:
         uids = set(map(_uid, pods.values()))
         for what, uid in client.told:
             if what == "exists":
-                assert uid not in uids or ("made", uid) not in self._told, "a pod was to be made a second time"
+                assert uid not in uids or ("made", uid) not in self._told, (
+                    "a pod was to be made a second time"
+                )
                 continue
             assert (what, uid) not in self._told, f"a pod was {what} twice"
             self._told.add((what, uid))
@@ -87,28 +103,42 @@ class StepChecks:
         strategy = spec.update_strategy.decode if role == "decode" else spec.update_strategy.prefill
         surge, unavailable = surge_and_unavailable(strategy, desired)
         all_pods = {**seen, **before}
-        is_group = role == "decode" and (spec.decode.parallelism.expert or any(map(is_rank, all_pods.values())))
-        made = [name for name, pod in after.items() if name not in before or _uid(pod) != _uid(before[name])]
+        is_group = role == "decode" and (
+            spec.decode.parallelism.expert or any(map(is_rank, all_pods.values()))
+        )
+        made = [
+            name
+            for name, pod in after.items()
+            if name not in before or _uid(pod) != _uid(before[name])
+        ]
         now, alive = self._alive(after), self._alive(before)
         if spec.paused:
             # A topology has members: when all ranks leave, or somebody deletes them, one is made at once.
-            begins = is_group and len(made) == 1 and not any(stays(member(pod)) for pod in seen.values())
+            begins = (
+                is_group and len(made) == 1 and not any(stays(member(pod)) for pod in seen.values())
+            )
             assert not made or begins or len(now) <= desired + surge, f"{role}: more in a pause"
         elif made:
-            assert len(now) <= max(desired + max(surge, 1 if is_group else 0), len(alive) + is_group), (
-                f"{role}: more than {desired} and a surge of {surge}: {[m.name for m in now]}"
-            )
+            assert len(now) <= max(
+                desired + max(surge, 1 if is_group else 0), len(alive) + is_group
+            ), f"{role}: more than {desired} and a surge of {surge}: {[m.name for m in now]}"
         if is_group:
             return  # ranks serve, not pods
         members = {name: member(pod) for name, pod in seen.items() if _uid(pod) not in self._spent}
         taken = [m for m in members.values() if healthy(m) and m.name in touched]
         if taken and not spec.paused:
-            waits = self._waits_for_room(list(members.values()), timedelta(seconds=strategy.surge_timeout_seconds))
+            waits = self._waits_for_room(
+                list(members.values()), timedelta(seconds=strategy.surge_timeout_seconds)
+            )
             wanted = desired - max(unavailable, 1 if waits else 0)
             left = sum(healthy(m) for m in members.values()) - len(taken)
-            assert left >= wanted, f"{role}: {left} of {desired} serve, {[m.name for m in taken]} were taken"
+            assert left >= wanted, (
+                f"{role}: {left} of {desired} serve, {[m.name for m in taken]} were taken"
+            )
         if spec.paused:
-            assert len(taken) <= max(0, sum(map(stays, members.values())) - desired), f"{role}: taken away in a pause"
+            assert len(taken) <= max(0, sum(map(stays, members.values())) - desired), (
+                f"{role}: taken away in a pause"
+            )
         self._departed += [seen[m.name] for m in taken]
 
     def _nobody_left_without_need(self) -> None:
@@ -121,12 +151,18 @@ class StepChecks:
                 continue
             at_first = map(member, _of(role, self._at_first).values())
             surplus = sum(m.revision == newest and stays(m) for m in at_first) - desired
-            gone = [pod for pod in self._departed if _role(pod) == role and member(pod).revision == newest]
+            gone = [
+                pod
+                for pod in self._departed
+                if _role(pod) == role and member(pod).revision == newest
+            ]
             assert len(gone) <= max(0, surplus), (
                 f"{role}: {[pod['metadata']['name'] for pod in gone]} had no reason to go"
             )
 
-    def _no_rank_is_deleted(self, deleted: set[str], seen: Pods, before: Pods, ranks: list[str]) -> None:
+    def _no_rank_is_deleted(
+        self, deleted: set[str], seen: Pods, before: Pods, ranks: list[str]
+    ) -> None:
         for name in deleted & set(ranks) & set(before):
             if name not in seen or _uid(seen[name]) != _uid(before[name]):
                 continue  # its successor was not touched: the uid is a precondition
@@ -135,7 +171,11 @@ class StepChecks:
 
     def _alive(self, pods: Pods) -> list[Member]:
         members = map(member, pods.values())
-        return [m for m in members if m.deletion is None or self._server.now < m.deletion + STUCK_TERMINATING]
+        return [
+            m
+            for m in members
+            if m.deletion is None or self._server.now < m.deletion + STUCK_TERMINATING
+        ]
 
     def _waits_for_room(self, members: list[Member], patience: timedelta) -> bool:
         now: datetime = self._server.now

@@ -58,7 +58,11 @@ class Service:
             {
                 "metadata": {
                     "name": "foreign",
-                    "labels": {names.LABEL_SERVICE: NAME, names.LABEL_ROLE: "decode", names.LABEL_MEMBER: "true"},
+                    "labels": {
+                        names.LABEL_SERVICE: NAME,
+                        names.LABEL_ROLE: "decode",
+                        names.LABEL_MEMBER: "true",
+                    },
                 },
                 "spec": {"containers": [{"name": "c", "image": "i"}]},
             },
@@ -78,7 +82,9 @@ class Service:
         self.server.request("POST", service_path(), body, {}, "application/json")
 
     def patch(self, spec: Object) -> None:
-        self.server.request("PATCH", service_path(NAME), {"spec": spec}, {}, "application/merge-patch+json")
+        self.server.request(
+            "PATCH", service_path(NAME), {"spec": spec}, {}, "application/merge-patch+json"
+        )
 
     def delete(self) -> None:
         self.server.request("DELETE", service_path(NAME), None, {}, "application/json")
@@ -110,7 +116,9 @@ class Service:
         self.runtime = Runtime(kube, self._reconcile, Metrics(), _autoscale_nothing)
         self._stop = asyncio.Event()  # without it kopf kills this process when it does not stop
         memo = kopf.Memo(runtime=self.runtime)
-        self._kopf = asyncio.ensure_future(kopf.operator(memo=memo, clusterwide=True, stop_flag=self._stop))
+        self._kopf = asyncio.ensure_future(
+            kopf.operator(memo=memo, clusterwide=True, stop_flag=self._stop)
+        )
 
     async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
         """What the controller calls: it takes errors for itself."""
@@ -167,7 +175,9 @@ class Service:
             self.events_come()
         before = self._by_name()
         ranks = list(self.coordinator.ranks)
-        self.client.begin(faults or {}, meanwhile or {}, hit_writes=hit_writes, delays=delays or [0])
+        self.client.begin(
+            faults or {}, meanwhile or {}, hit_writes=hit_writes, delays=delays or [0]
+        )
         undisturbed = not faults and not meanwhile and self.is_current
         client, self._error = self.client, None
         try:
@@ -176,7 +186,9 @@ class Service:
             self.operator_restarts()
             went_well = False
         else:
-            self._revisit_at = self.server.seconds() + revisit_s if revisit_s is not None else float("inf")
+            self._revisit_at = (
+                self.server.seconds() + revisit_s if revisit_s is not None else float("inf")
+            )
             if self._error is not None and not isinstance(self._error, (KubeError, OSError)):
                 raise self._error
             assert self._error is None or not undisturbed, "nothing was wrong with the API server"
@@ -184,7 +196,9 @@ class Service:
         self._check(client, before, ranks, went_well)
         return went_well
 
-    def _check(self, client: SimulatedClient, before: dict[str, Object], ranks: list[str], went_well: bool) -> None:
+    def _check(
+        self, client: SimulatedClient, before: dict[str, Object], ranks: list[str], went_well: bool
+    ) -> None:
         name = self._foreign["metadata"]["name"]
         assert self.server.get("pods", name) == self._foreign, "somebody else's pod was touched"
         self.server.cluster.collector.drain()
@@ -203,13 +217,23 @@ class Service:
         self.server.now += timedelta(seconds=seconds)
 
     def _started_ranks(self) -> dict[str, str]:
-        started = {pod["metadata"]["name"]: pod for pod in self.pods() if is_rank(pod) and member(pod).serving}
-        return {name: pod["metadata"]["uid"] for name, pod in started.items() if member(pod).deletion is None}
+        started = {
+            pod["metadata"]["name"]: pod
+            for pod in self.pods()
+            if is_rank(pod) and member(pod).serving
+        }
+        return {
+            name: pod["metadata"]["uid"]
+            for name, pod in started.items()
+            if member(pod).deletion is None
+        }
 
     def world(self, moves: Callable[[], bool], seconds: float) -> None:
         """Time passes; each thing that can move on does so, or not."""
         self.passes(seconds)
-        of_services = [pod for pod in self.server.list("pods") if MEMBER_NAME.search(pod["metadata"]["name"])]
+        of_services = [
+            pod for pod in self.server.list("pods") if MEMBER_NAME.search(pod["metadata"]["name"])
+        ]
         for pod in of_services:
             if names.LABEL_MEMBER in pod["metadata"]["labels"] and moves():
                 self.nodes.kubelet(pod)
@@ -256,8 +280,14 @@ class Service:
     def _is_settled(self) -> bool:
         conditions = (self.object().get("status") or {}).get("conditions") or []
         reasons = {each["type"]: each["reason"] for each in conditions}
-        right = reasons.get("Ready") in ("AllGroupsReady", "ScaledToZero") and reasons["Updating"] == "UpToDate"
-        told = all(each["observedGeneration"] == self.object()["metadata"]["generation"] for each in conditions)
+        right = (
+            reasons.get("Ready") in ("AllGroupsReady", "ScaledToZero")
+            and reasons["Updating"] == "UpToDate"
+        )
+        told = all(
+            each["observedGeneration"] == self.object()["metadata"]["generation"]
+            for each in conditions
+        )
         return right and told and self.is_current and not self.lost_events
 
     def _check_end(self) -> None:
@@ -268,26 +298,42 @@ class Service:
         for role in names.MEMBER_ROLES:
             mine = [m for m in members if f"-{role}-" in m.name]
             assert len(mine) == status[role]["desired"], self.describe()
-            assert all(m.ready and not m.draining and m.revision == status[role]["revision"] for m in mine)
+            assert all(
+                m.ready and not m.draining and m.revision == status[role]["revision"] for m in mine
+            )
             assert status[role]["updated"] == status[role]["ready"] == status[role]["desired"]
         reason = "AllGroupsReady" if spec.decode.replicas else "ScaledToZero"
         assert conditions["Ready"]["reason"] == reason, conditions
         assert conditions["Updating"]["reason"] == "UpToDate", conditions
         volumes = [v for pod in self.server.list("pods") for v in pod["spec"].get("volumes") or []]
         used = {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
-        made = {obj["metadata"]["name"] for obj in self.server.list("configmaps") if obj["metadata"].get("labels")}
+        made = {
+            obj["metadata"]["name"]
+            for obj in self.server.list("configmaps")
+            if obj["metadata"].get("labels")
+        }
         assert used <= made, "a pod's configuration is missing"
         roles = {"prefill", "decode", "gateway"} if spec.prefill else {"decode", "gateway"}
         assert len(made) == len(roles), f"configurations that nobody needs: {made}"
-        coordinators = [d for d in self.server.list("deployments.apps") if "coordinator" in d["metadata"]["name"]]
+        coordinators = [
+            d
+            for d in self.server.list("deployments.apps")
+            if "coordinator" in d["metadata"]["name"]
+        ]
         assert bool(coordinators) == spec.decode.parallelism.expert
         if spec.decode.parallelism.expert:
-            assert sorted(self.coordinator.ranks) == sorted(m.name for m in members if "-decode-" in m.name)
+            assert sorted(self.coordinator.ranks) == sorted(
+                m.name for m in members if "-decode-" in m.name
+            )
         self._check_orphans(service["metadata"]["uid"])
 
     def _check_orphans(self, uid: str) -> None:
         """All that is labelled as the operator's belongs to the service or to one of its Deployments."""
-        deployments = [d["metadata"]["uid"] for d in self.server.list("deployments.apps") if controlled_by(d, uid)]
+        deployments = [
+            d["metadata"]["uid"]
+            for d in self.server.list("deployments.apps")
+            if controlled_by(d, uid)
+        ]
         for storage, obj in self.server.cluster.store:
             labels = obj["metadata"].get("labels") or {}
             if labels.get(names.LABEL_MANAGED_BY) == names.MANAGER:

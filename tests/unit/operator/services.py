@@ -13,7 +13,9 @@ Object = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def owner(name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any) -> Owner:
+def owner(
+    name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
+) -> Owner:
     """A service with `spec` in the API's own form."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
     return Owner(
@@ -28,7 +30,11 @@ def owner(name: str = "demo", coordinator: str | None = None, key_name: str = ""
 
 def service(conditions: list[Object] | None = None, generation: int = 1) -> Object:
     metadata = {"name": "demo", "namespace": "default", "uid": "uid-1", "generation": generation}
-    return {"metadata": metadata, "spec": {}, "status": {"conditions": conditions} if conditions else {}}
+    return {
+        "metadata": metadata,
+        "spec": {},
+        "status": {"conditions": conditions} if conditions else {},
+    }
 
 
 def pod(

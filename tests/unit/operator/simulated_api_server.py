@@ -88,14 +88,18 @@ class ApiServer:
         assert found is not None, plural
         return found
 
-    def request(self, method: str, path: str, body: Any, query: dict[str, str], content_type: str) -> Any:
+    def request(
+        self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
+    ) -> Any:
         """The answer's body. Raises KubeError."""
         try:
             return _copy(self._answer(method, path, _copy(body), query, content_type))
         except ApiError as error:
             raise KubeError(error.code, error.reason, str(error)) from error
 
-    def _answer(self, method: str, path: str, body: Any, query: dict[str, str], content_type: str) -> Any:
+    def _answer(
+        self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
+    ) -> Any:
         cluster = self.cluster
         match [part for part in path.split("/") if part]:
             case ["api"]:
@@ -112,7 +116,9 @@ class ApiServer:
         if call is None:
             raise ApiError(404, "NotFound", path)
         target = (call.resource, call.namespace)
-        options = WriteOptions(query.get("fieldManager", "test"), force=query.get("force") == "true")
+        options = WriteOptions(
+            query.get("fieldManager", "test"), force=query.get("force") == "true"
+        )
         sub = call.subresource.name if call.subresource else ""
         if method == "GET" and "resourceVersion" in query:
             return self._cached(call, query)
@@ -125,7 +131,9 @@ class ApiServer:
         if method == "POST":
             return self._made(call.resource, cluster.registry.create(*target, body, options))
         if method == "PATCH":
-            existed = cluster.store.get(call.resource.storage_key, call.namespace, call.name) is not None
+            existed = (
+                cluster.store.get(call.resource.storage_key, call.namespace, call.name) is not None
+            )
             written = cluster.registry.patch(*target, call.name, content_type, body, options, sub)
             return written if existed else self._made(call.resource, written)
         assert method == "DELETE", method
@@ -133,16 +141,22 @@ class ApiServer:
         last, gone = cluster.deletion.delete(*target, call.name, DeleteOptions(uid=uid))
         if not gone:
             grace = timedelta(seconds=last["metadata"].get("deletionGracePeriodSeconds", 0))
-            last = self._edit_metadata(call.resource, last, deletionTimestamp=_timestamp(self.now + grace))
+            last = self._edit_metadata(
+                call.resource, last, deletionTimestamp=_timestamp(self.now + grace)
+            )
         self.cluster.collector.drain()
         return last
 
     def _cached(self, call: Any, query: dict[str, str]) -> Any:
         """A read from the watch cache, which may lag behind."""
-        items, version = self.wire_of(call.resource.storage_key).cached(label_selector(query.get("labelSelector", "")))
+        items, version = self.wire_of(call.resource.storage_key).cached(
+            label_selector(query.get("labelSelector", ""))
+        )
         if version < int(query["resourceVersion"]):
             raise ApiError(
-                504, "Timeout", f"Too large resource version: {query['resourceVersion']}, current: {version}"
+                504,
+                "Timeout",
+                f"Too large resource version: {query['resourceVersion']}, current: {version}",
             )
         if not call.name:
             return {"metadata": {"resourceVersion": str(version)}, "items": items}
@@ -155,7 +169,9 @@ class ApiServer:
         return self._edit_metadata(resource, obj, creationTimestamp=_timestamp(self.now))
 
     def _edit_metadata(self, resource: Any, obj: Object, **fields: str) -> Object:
-        return self.cluster.store.put(resource.storage_key, {**obj, "metadata": {**obj["metadata"], **fields}})
+        return self.cluster.store.put(
+            resource.storage_key, {**obj, "metadata": {**obj["metadata"], **fields}}
+        )
 
     # The other parts of the cluster
 
@@ -176,7 +192,9 @@ class ApiServer:
         """Somebody else makes an object."""
         call = parse_path(f"/api/v1/namespaces/{NAMESPACE}/{plural}", self.cluster.catalog)
         assert call is not None
-        return self._made(call.resource, self.cluster.registry.create(call.resource, NAMESPACE, obj, SYSTEM))
+        return self._made(
+            call.resource, self.cluster.registry.create(call.resource, NAMESPACE, obj, SYSTEM)
+        )
 
     def remove(self, storage: str, name: str) -> None:
         self.cluster.store.remove(storage, NAMESPACE, name)
@@ -208,7 +226,12 @@ class SimulatedClient(KubeClient):
         self._meanwhile: dict[int, Callable[[], None]] = {}
 
     def begin(
-        self, faults: dict[int, Fault], meanwhile: dict[int, Callable[[], None]], *, hit_writes: bool, delays: list[int]
+        self,
+        faults: dict[int, Fault],
+        meanwhile: dict[int, Callable[[], None]],
+        *,
+        hit_writes: bool,
+        delays: list[int],
     ) -> None:
         """From now on requests are counted anew.
 
@@ -278,7 +301,9 @@ class SimulatedClient(KubeClient):
             self._tell("made", answer)
         elif method == "DELETE" and "/pods/" in path:
             self.told.append(("deleted", body["preconditions"]["uid"]))
-        elif "/pods/" in path and names.ANNOTATION_DRAINING in body.get("metadata", {}).get("annotations", {}):
+        elif "/pods/" in path and names.ANNOTATION_DRAINING in body.get("metadata", {}).get(
+            "annotations", {}
+        ):
             self._tell("drained", answer)
 
     def _tell(self, what: str, pod: Object | None) -> None:
@@ -299,7 +324,11 @@ class SimulatedClient(KubeClient):
 def _without_rules(node: Any) -> Any:
     """The simulated user breaks no CEL rule, and to evaluate them takes longer than all the rest."""
     if isinstance(node, dict):
-        return {key: _without_rules(value) for key, value in node.items() if key != "x-kubernetes-validations"}
+        return {
+            key: _without_rules(value)
+            for key, value in node.items()
+            if key != "x-kubernetes-validations"
+        }
     return list(map(_without_rules, node)) if isinstance(node, list) else node
 
 
@@ -312,4 +341,6 @@ def _timestamp(moment: datetime) -> str:
 
 
 def service_path(name: str = "") -> str:
-    return f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}" + (f"/{name}" if name else "")
+    return f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}" + (
+        f"/{name}" if name else ""
+    )

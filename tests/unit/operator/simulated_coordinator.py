@@ -34,7 +34,9 @@ class Coordinator:
     async def topology(self, host: str, key: Any = None) -> TopologyStatus | None:
         return self._answer()
 
-    async def ask_for(self, host: str, request: TopologyRequest, key: Any = None) -> TopologyStatus | None:
+    async def ask_for(
+        self, host: str, request: TopologyRequest, key: Any = None
+    ) -> TopologyStatus | None:
         if self.is_up and not self.refuses:
             self._asked_for = list(request.members)
         return self._answer()
@@ -50,7 +52,9 @@ class Coordinator:
             return None
         running = self.started()
         self.ranks = [name for name in self.ranks if name in running]
-        found = {name: instance for name, instance in running.items() if name not in self._strangers}
+        found = {
+            name: instance for name, instance in running.items() if name not in self._strangers
+        }
         members = [
             MemberStatus(
                 name=name,
@@ -62,7 +66,9 @@ class Coordinator:
         ]
         is_known = any(name in found for name in self.ranks)
         desired = self._asked_for if self._asked_for is not None else self.ranks if is_known else []
-        return TopologyStatus(generation=self.generation if is_known else 0, desired=sorted(desired), members=members)
+        return TopologyStatus(
+            generation=self.generation if is_known else 0, desired=sorted(desired), members=members
+        )
 
     def dies(self) -> None:
         self.is_up, self._asked_for = False, None

@@ -35,7 +35,9 @@ class Nodes:
         """Members of the service that exists."""
         services = self.server.list(f"{names.PLURAL}.{names.GROUP}")
         uids = [service["metadata"]["uid"] for service in services]
-        found = [pod for pod in self.server.list("pods") if any(controlled_by(pod, uid) for uid in uids)]
+        found = [
+            pod for pod in self.server.list("pods") if any(controlled_by(pod, uid) for uid in uids)
+        ]
         return [pod for pod in found if MEMBER_NAME.search(pod["metadata"]["name"])]
 
     def kubelet(self, pod: Object) -> None:
@@ -62,7 +64,10 @@ class Nodes:
     def _bind(self, name: str) -> None:
         def bind(pod: Object) -> None:
             pod["spec"]["nodeName"] = "node"
-            pod["status"] = {**pod.get("status", {}), "conditions": [{"type": "PodScheduled", "status": "True"}]}
+            pod["status"] = {
+                **pod.get("status", {}),
+                "conditions": [{"type": "PodScheduled", "status": "True"}],
+            }
 
         self.server.edit("pods", name, bind)
 
@@ -95,7 +100,11 @@ class Nodes:
         def die(pod: Object) -> None:
             status = pod.get("status") or {}
             for container in status.get("containerStatuses") or []:
-                container |= {"started": False, "ready": False, "restartCount": container["restartCount"] + 1}
+                container |= {
+                    "started": False,
+                    "ready": False,
+                    "restartCount": container["restartCount"] + 1,
+                }
                 container["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
             status["conditions"] = [{"type": "Ready", "status": "False"}]
 
@@ -145,7 +154,11 @@ class Nodes:
 
             def report(obj: Object, replicas: int = spec["replicas"]) -> None:
                 seen = obj["metadata"]["generation"]
-                obj["status"] = {"observedGeneration": seen, "replicas": replicas, "updatedReplicas": replicas}
+                obj["status"] = {
+                    "observedGeneration": seen,
+                    "replicas": replicas,
+                    "updatedReplicas": replicas,
+                }
 
             if (deployment.get("status") or {}).get("observedGeneration") != metadata["generation"]:
                 self.server.edit("deployments.apps", metadata["name"], report)

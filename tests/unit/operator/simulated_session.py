@@ -50,12 +50,16 @@ class SimulatedSession:
         if query.get("watch") == "true":
             matches = label_selector(query.get("labelSelector", ""))
             timeout_s = float(query["timeoutSeconds"])
-            return Response(200, events=wire.watch(matches, int(query["resourceVersion"]), timeout_s=timeout_s))
+            return Response(
+                200, events=wire.watch(matches, int(query["resourceVersion"]), timeout_s=timeout_s)
+            )
         match wire.lists:
             case "500":
                 return Response(500, {"kind": "Status", "message": "etcdserver: request timed out"})
             case "429":
-                return Response(429, {"kind": "Status", "message": "later"}, headers={"Retry-After": "3"})
+                return Response(
+                    429, {"kind": "Status", "message": "later"}, headers={"Retry-After": "3"}
+                )
             case "break":
                 return Response(200)
         try:

@@ -61,7 +61,11 @@ class Wire:
     @property
     def is_behind(self) -> bool:
         """Whether the API server's watch cache lags behind what is stored."""
-        return self.allowance is not None and bool(self.events) and self.shown < self.events[-1].version
+        return (
+            self.allowance is not None
+            and bool(self.events)
+            and self.shown < self.events[-1].version
+        )
 
     def cached(self, matches: Matches) -> tuple[list[Object], int]:
         """What a list from the watch cache has, and its version."""
@@ -75,18 +79,27 @@ class Wire:
                     objects[ref] = event.object
         return [obj for obj in objects.values() if matches(obj)], version
 
-    async def watch(self, matches: Matches, since: int, *, timeout_s: float) -> AsyncGenerator[Object]:
+    async def watch(
+        self, matches: Matches, since: int, *, timeout_s: float
+    ) -> AsyncGenerator[Object]:
         """Events after `since`, as the API server sends them, until it ends the watch. Raises ConnectionError when it breaks."""
         if since < self.forgotten:
             yield {
                 "type": "ERROR",
-                "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"},
+                "object": {
+                    "kind": "Status",
+                    "code": 410,
+                    "reason": "Expired",
+                    "message": "too old",
+                },
             }
             return
         self._cut, self._stirred = False, asyncio.Event()
         loop = asyncio.get_running_loop()
         began = bookmarked = loop.time()
-        position = next((at for at, event in enumerate(self.events) if event.version > since), len(self.events))
+        position = next(
+            (at for at, event in enumerate(self.events) if event.version > since), len(self.events)
+        )
         while loop.time() < began + timeout_s:
             if self._cut:
                 raise ConnectionError("cut off")
@@ -112,7 +125,9 @@ class Wire:
         """What enters or leaves the selection is added or deleted for who watches through it."""
         was = event.previous is not None and matches(event.previous)
         is_there = event.type != "DELETED" and matches(event.object)
-        type_ = {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get((was, is_there))
+        type_ = {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get(
+            (was, is_there)
+        )
         if type_ is None:
             return []
         if self.allowance is not None:

@@ -39,7 +39,9 @@ def test_a_constant_load_finds_its_sizes_from_either_side_and_keeps_them(start: 
 
 def test_a_step_of_load_is_followed_up_and_down_without_oscillation() -> None:
     up_s, down_s, end_s = 600.0, 2100.0, 3600.0
-    simulation = Simulation(lambda t: 30.0 if up_s < t < down_s else 6.0, TARGETS, start={"prefill": 2, "decode": 1})
+    simulation = Simulation(
+        lambda t: 30.0 if up_s < t < down_s else 6.0, TARGETS, start={"prefill": 2, "decode": 1}
+    )
     simulation.run(up_s)
     before = {role: simulation.size(role) for role in MEMBER_ROLES}
     simulation.run(up_s + 50 * PERIOD_S)
@@ -87,7 +89,9 @@ def test_a_service_sleeps_and_wakes() -> None:
 
 
 def test_a_target_that_no_size_can_meet_does_not_take_the_maximum() -> None:
-    simulation = Simulation(lambda _: 3.0, Targets(ttft_s=0.1, itl_s=0.008), start={"prefill": 4, "decode": 1})
+    simulation = Simulation(
+        lambda _: 3.0, Targets(ttft_s=0.1, itl_s=0.008), start={"prefill": 4, "decode": 1}
+    )
     simulation.run(1800.0)
     assert simulation.size("prefill") <= 5
     said = {decision.reason for _, decision in simulation.decisions[-2:]}
@@ -126,4 +130,6 @@ def test_any_constant_load_ends_in_bounds_and_without_a_step_back(
         assert sum(a != b for a, b in pairwise(signs)) <= 1, simulation.changes(role)
         assert len(simulation.changes(role, since=1350.0)) <= 1, simulation.changes(role)
     again = simulated(450.0).decisions
-    assert again == simulation.decisions[: len(again)], "the same measurements lead to the same decisions"
+    assert again == simulation.decisions[: len(again)], (
+        "the same measurements lead to the same decisions"
+    )

@@ -30,8 +30,14 @@ DECODE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def window(role: MemberRole, engines: int = 4, *, age: float = 0.0, gateways: int = 1, **fields: Any) -> Window:
-    demand = {name: fields.pop(name) for name in ("in_flight", "gateway_rps", "answered_at") if name in fields}
+def window(
+    role: MemberRole, engines: int = 4, *, age: float = 0.0, gateways: int = 1, **fields: Any
+) -> Window:
+    demand = {
+        name: fields.pop(name)
+        for name in ("in_flight", "gateway_rps", "answered_at")
+        if name in fields
+    }
     usual = PREFILL if role == "prefill" else DECODE
     return Window(
         start=NOW - age - 60, end=NOW - age, quantile=0.95, gateways=gateways,
@@ -68,7 +74,9 @@ NOTHING = {
     "running": 0.0, "queue_s": 0.0, "prefill_s": 0.0, "kv_usage": 0.0, "in_flight": 0, "gateway_rps": 0.0,
 }  # fmt: skip
 
-BUSY_MOMENT = History(runs=(Run(1, NOW - 600, NOW - 200), Run(4, NOW - 200, NOW - 180), Run(1, NOW - 180, NOW - 15)))
+BUSY_MOMENT = History(
+    runs=(Run(1, NOW - 600, NOW - 200), Run(4, NOW - 200, NOW - 180), Run(1, NOW - 180, NOW - 15))
+)
 
 SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     # role, what differs from four engines at their target, history, expected size, reason
@@ -136,7 +144,9 @@ def test_what_is_chosen(situation: str) -> None:
     role, fields, history, size, reason = SITUATIONS[situation]
     decision = chosen(group(role), window(role, **fields), history)
     assert (decision.size, decision.reason) == (size, reason), decision.explanation
-    assert decision.explanation.startswith(f"{role} stays at {size}: " if size == 4 else f"{role} 4 -> {size}: ")
+    assert decision.explanation.startswith(
+        f"{role} stays at {size}: " if size == 4 else f"{role} 4 -> {size}: "
+    )
 
 
 HOLDS: dict[str, tuple[Group, Window | None, str]] = {
@@ -170,7 +180,9 @@ def test_measurements_from_before_the_engines_were_ready_do_not_count() -> None:
 def test_the_next_step_down_waits_for_new_measurements_but_not_for_the_window_again() -> None:
     def at(seconds: float, now_group: Group, engines: int, history: History) -> Decision:
         now = NOW + seconds
-        measured = msgspec.structs.replace(window("decode", engines, **QUIET_DECODE), start=now - 60, end=now)
+        measured = msgspec.structs.replace(
+            window("decode", engines, **QUIET_DECODE), start=now - 60, end=now
+        )
         return decide(now, now_group, BOUNDS, TARGETS, measured, history, BEHAVIOR)
 
     first = at(0, group("decode"), 4, settled(2))
@@ -214,12 +226,16 @@ def test_decode_engines_that_prefill_for_themselves_answer_for_ttft() -> None:
 def test_to_zero_after_the_idle_time_and_only_if_the_minimum_allows() -> None:
     idle = window("decode", **NOTHING)
     for minimum, quiet_s, size in ((0, 601, 0), (0, 590, 3), (1, 601, 3)):
-        decision = chosen(group("decode"), idle, settled(1, idle_since=NOW - quiet_s), Bounds(minimum, 10))
+        decision = chosen(
+            group("decode"), idle, settled(1, idle_since=NOW - quiet_s), Bounds(minimum, 10)
+        )
         assert decision.size == size, decision.explanation
     busy = window("decode", **{**NOTHING, "in_flight": 1})
     assert chosen(group("decode"), busy, settled(1, idle_since=NOW - 601), Bounds(0, 10)).size == 3
     silent = window("decode", **{**NOTHING, "gateways": 0})
-    assert chosen(group("decode"), silent, settled(1, idle_since=NOW - 601), Bounds(0, 10)).size == 4
+    assert (
+        chosen(group("decode"), silent, settled(1, idle_since=NOW - 601), Bounds(0, 10)).size == 4
+    )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -231,7 +247,9 @@ def test_from_zero_as_soon_as_a_gateway_has_a_request(role: MemberRole) -> None:
         assert (decision.size, decision.reason) == (1, "RequestsHeld")
     answered = window(role, 0, **NOTHING, answered_at=NOW - 4)
     asleep = History(changes=(Change(NOW - 2, -1),))
-    assert chosen(group(role, 0), answered, asleep, bounds).reason == "Idle", "it was answered before the engines left"
+    assert chosen(group(role, 0), answered, asleep, bounds).reason == "Idle", (
+        "it was answered before the engines left"
+    )
     assert chosen(group(role, 0), None, bounds=bounds).reason == "MetricsMissing"
 
 
@@ -241,14 +259,19 @@ def test_idle_time_counts_from_the_last_request_though_it_was_seconds_ago() -> N
         answered = window("decode", 1, **NOTHING, answered_at=NOW - age)
         assert chosen(group("decode", 1), answered, settled(1), bounds, behavior).size == size
     never = window("decode", 1, **NOTHING)
-    assert chosen(group("decode", 1), never, History(), bounds, behavior).size == 0, "nothing in the whole window"
+    assert chosen(group("decode", 1), never, History(), bounds, behavior).size == 0, (
+        "nothing in the whole window"
+    )
 
 
 def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not() -> None:
     slow = window("decode", itl_s=0.07)
     down = chosen(group("decode"), slow, History(changes=(Change(NOW - 900, -1),)))
     assert down.history.breach == Breach(NOW, 250.0)
-    assert chosen(group("decode"), slow, History(changes=(Change(NOW - 900, 1),))).history.breach is None
+    assert (
+        chosen(group("decode"), slow, History(changes=(Change(NOW - 900, 1),))).history.breach
+        is None
+    )
 
 
 def test_history_survives_its_own_encoding_and_keeps_equal_recommendations_as_one() -> None:
@@ -283,11 +306,17 @@ histories = st.builds(
     History,
     runs=st.lists(st.tuples(st.integers(0, 20), st.floats(1, 300)), max_size=4).map(
         lambda items: tuple(
-            Run(size, NOW - 15 - sum(s for _, s in items[i:]), NOW - 15 - sum(s for _, s in items[i + 1 :]))
+            Run(
+                size,
+                NOW - 15 - sum(s for _, s in items[i:]),
+                NOW - 15 - sum(s for _, s in items[i + 1 :]),
+            )
             for i, (size, _) in enumerate(items)
         )
     ),
-    changes=st.lists(st.builds(Change, st.floats(NOW - 120, NOW), st.integers(-3, 3)), max_size=3).map(tuple),
+    changes=st.lists(
+        st.builds(Change, st.floats(NOW - 120, NOW), st.integers(-3, 3)), max_size=3
+    ).map(tuple),
     breach=st.none() | st.builds(Breach, st.floats(NOW - 7200, NOW), st.floats(0, 500)),
     idle_since=st.none() | st.floats(NOW - 2000, NOW),
 )
@@ -316,7 +345,9 @@ def test_bounds_and_steps_always_hold(
     ready: bool,
 ) -> None:
     bounds = Bounds(min(minimum, max(1, maximum)), max(1, maximum))
-    now_group = group(role, size, aggregated=alone and role == "decode", ready=size if ready else max(0, size - 1))
+    now_group = group(
+        role, size, aggregated=alone and role == "decode", ready=size if ready else max(0, size - 1)
+    )
     decision = chosen(now_group, window(role, size, **fields), history, bounds)
     assert bounds.min <= decision.size <= bounds.max
     if bounds.min <= size <= bounds.max:
@@ -336,19 +367,29 @@ def test_higher_latency_or_usage_never_gives_a_smaller_size(
     changed = {**fields, worse: before + data.draw(st.floats(0, 20), "by")}
     bounds = Bounds(1, 100)
     alone = role == "decode" and data.draw(st.booleans(), "aggregated")
-    less = chosen(group(role, size, aggregated=alone), window(role, size, **fields), history, bounds)
-    more = chosen(group(role, size, aggregated=alone), window(role, size, **changed), history, bounds)
+    less = chosen(
+        group(role, size, aggregated=alone), window(role, size, **fields), history, bounds
+    )
+    more = chosen(
+        group(role, size, aggregated=alone), window(role, size, **changed), history, bounds
+    )
     assert more.size >= less.size, (less.explanation, more.explanation)
     assert more.recommended >= less.recommended
 
 
 @given(st.integers(1, 10), st.lists(st.floats(0.92, 1.09), min_size=1, max_size=40), roles)
-def test_noise_within_the_tolerance_changes_nothing(size: int, noise: list[float], role: MemberRole) -> None:
+def test_noise_within_the_tolerance_changes_nothing(
+    size: int, noise: list[float], role: MemberRole
+) -> None:
     history, now_group = History(), group(role, size)
     for step, factor in enumerate(noise):
         now = NOW + 15 * step
-        field, target = ("ttft_s", TARGETS.ttft_s) if role == "prefill" else ("itl_s", TARGETS.itl_s)
-        measured = msgspec.structs.replace(window(role, size, **{field: target * factor}), start=now - 60, end=now)
+        field, target = (
+            ("ttft_s", TARGETS.ttft_s) if role == "prefill" else ("itl_s", TARGETS.itl_s)
+        )
+        measured = msgspec.structs.replace(
+            window(role, size, **{field: target * factor}), start=now - 60, end=now
+        )
         decision = decide(now, now_group, BOUNDS, TARGETS, measured, history, BEHAVIOR)
         assert decision.size == size, decision.explanation
         history = decision.history

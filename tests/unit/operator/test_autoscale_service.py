@@ -16,7 +16,12 @@ from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler, News
 from baton_operator.autoscale.facts import groups_of, targets_of
 from baton_operator.autoscale.scrape import Scraper
-from baton_operator.autoscale.settings import SCRAPE_S, WAKEFUL_SCRAPE_S, scrape_period_s, settings_of
+from baton_operator.autoscale.settings import (
+    SCRAPE_S,
+    WAKEFUL_SCRAPE_S,
+    scrape_period_s,
+    settings_of,
+)
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
 from baton_operator.names import ANNOTATION_DRAINING, Key
@@ -39,7 +44,9 @@ def stored(status: AutoscalingStatus | None = None) -> dict[str, Any]:
 class Stand:
     """An autoscaler, the service `demo` and its pods, in simulated time: nothing of the service follows by itself."""
 
-    def __init__(self, scraping: Scraper, autoscaling: dict[str, Any], *, replicas: int = 1) -> None:
+    def __init__(
+        self, scraping: Scraper, autoscaling: dict[str, Any], *, replicas: int = 1
+    ) -> None:
         self.clock = Clock()
         self.scraping = scraping
         self.spec: dict[str, Any] = {"replicas": replicas, "autoscaling": autoscaling}
@@ -56,7 +63,11 @@ class Stand:
     def reconcile(self) -> Owner:
         sized = self.autoscaler.sized(owner(decode=self.spec), self.stored)
         pods = [pod.object for pod in (self.gateway, *self.engines)]
-        group = Group(role="decode", desired=sized.replicas("decode"), pods=[engine.object for engine in self.engines])
+        group = Group(
+            role="decode",
+            desired=sized.replicas("decode"),
+            pods=[engine.object for engine in self.engines],
+        )
         self.autoscaler.observe(sized, {"decode": group}, pods)
         if (told := self.autoscaler.status(sized, "decode")) is not None:
             self.stored = stored(told)
@@ -96,11 +107,15 @@ async def test_a_fault_of_a_pod_is_told_by_its_name_and_spoils_no_other_answer()
     async with scraper(timeout_s=1.0, max_bytes=2**19) as (scraping, results), serving(*pods):
         scraped = await scraping.scrape(targets_of(owner(), [pod.object for pod in (*pods, gone)]))
     assert list(scraped.samples) == ["uid-demo-decode-4/0"]
-    for number, said in enumerate(("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")):
+    for number, said in enumerate(
+        ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
+    ):
         assert said in scraped.errors[f"demo-decode-{number}"]
     assert "Cannot connect" in scraped.errors["demo-decode-9"]
     counted = {
-        sample.labels["result"]: sample.value for sample in results.collect()[0].samples if "total" in sample.name
+        sample.labels["result"]: sample.value
+        for sample in results.collect()[0].samples
+        if "total" in sample.name
     }
     assert counted == {"ok": 1, "error": 5}
 
@@ -143,7 +158,9 @@ async def test_a_failing_scrape_is_visible_and_decides_nothing() -> None:
 async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_window() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, {**DECODE, "scaleDownStabilizationSeconds": 120}, replicas=1)
-        stand.stored = stored(AutoscalingStatus(size=3, recommended=3, reason="OnTarget", message="as it was"))
+        stand.stored = stored(
+            AutoscalingStatus(size=3, recommended=3, reason="OnTarget", message="as it was")
+        )
         stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(3)]
         async with serving(stand.gateway, *stand.engines):
             stand.restart()
@@ -157,9 +174,13 @@ async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_win
 
 
 @pytest.mark.parametrize(("told", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)])
-def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(told: int, size: int) -> None:
+def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(
+    told: int, size: int
+) -> None:
     autoscaling = {**DECODE, "minReplicas": 2, "maxReplicas": 3}
-    written = stored(AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's"))
+    written = stored(
+        AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's")
+    )
     autoscaler = Autoscaler()
     sized = autoscaler.sized(owner(decode={"replicas": 2, "autoscaling": autoscaling}), written)
     assert sized.replicas("decode") == size
@@ -276,7 +297,9 @@ def test_a_service_of_the_same_name_begins_anew() -> None:
     autoscaler = Autoscaler()
     first = owner(decode={"replicas": 4, "autoscaling": DECODE})
     assert autoscaler.sized(first, stored()).replicas("decode") == 4
-    successor = msgspec.structs.replace(owner(decode={"replicas": 2, "autoscaling": DECODE}), uid="uid-2")
+    successor = msgspec.structs.replace(
+        owner(decode={"replicas": 2, "autoscaling": DECODE}), uid="uid-2"
+    )
     assert autoscaler.sized(successor, stored()).replicas("decode") == 2
 
 
@@ -295,11 +318,16 @@ def test_what_is_under_way_is_told_to_the_policy() -> None:
     }
 
     def of_topology(reachable: bool = True, **more: Any) -> GroupTopology:
-        return GroupTopology(status=msgspec.convert({**topology, **more}, TopologyStatus), reachable=reachable)
+        return GroupTopology(
+            status=msgspec.convert({**topology, **more}, TopologyStatus), reachable=reachable
+        )
 
     scaling = {"id": "op-1", "kind": "scale", "phase": "preparing", "generation": 4, "seconds": {}}
     assert operation(topology=of_topology()) == ""
-    assert operation(topology=of_topology(operation=scaling)) == "operation op-1 (scale) on the topology"
+    assert (
+        operation(topology=of_topology(operation=scaling))
+        == "operation op-1 (scale) on the topology"
+    )
     assert operation(topology=of_topology(operation={**scaling, "phase": "done"})) == ""
     assert "coordinator" in operation(topology=of_topology(reachable=False))
 
@@ -320,7 +348,10 @@ def test_only_containers_that_serve_or_finish_are_scraped() -> None:
     assert targets[0].container == "uid-demo-decode-0/2"
     assert targets[0].url == f"http://{ready.host}:8000/metrics"
     secure = owner(gateway={"tls": {"secretName": "certificate"}})
-    assert [target.url[:8] for target in targets_of(secure, [ready.object, gateway.object])] == ["http://1", "https://"]
+    assert [target.url[:8] for target in targets_of(secure, [ready.object, gateway.object])] == [
+        "http://1",
+        "https://",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -342,17 +373,25 @@ def test_services_that_sleep_or_soon_will_are_looked_at_more_often(
 def test_the_gateway_holds_requests_only_where_decode_may_go_to_zero() -> None:
     assert gateway_config(owner(decode={"autoscaling": DECODE})).hold_s == 0
     assert gateway_config(owner(decode={"autoscaling": TO_ZERO})).hold_s == 300
-    assert gateway_config(owner(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s == 30
+    assert (
+        gateway_config(owner(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s == 30
+    )
 
 
 def sized_group(reason: str, *, desired: int = 1) -> Group:
-    status = AutoscalingStatus(size=desired, recommended=desired, reason=reason, message=f"because of {reason}.")
+    status = AutoscalingStatus(
+        size=desired, recommended=desired, reason=reason, message=f"because of {reason}."
+    )
     engines = [FakePod(f"demo-decode-{number}", "decode").object for number in range(1)]
-    return Group(role="decode", desired=desired, pods=engines if desired else [], autoscaling=status)
+    return Group(
+        role="decode", desired=desired, pods=engines if desired else [], autoscaling=status
+    )
 
 
 def test_scaling_says_what_the_autoscaler_does() -> None:
-    def verdict(*groups: Group, of_topology: tuple[str, str, str] | None = None) -> tuple[str, str] | None:
+    def verdict(
+        *groups: Group, of_topology: tuple[str, str, str] | None = None
+    ) -> tuple[str, str] | None:
         found = autoscaling_verdict(list(groups), of_topology)
         return found[:2] if found else None
 
@@ -363,7 +402,10 @@ def test_scaling_says_what_the_autoscaler_does() -> None:
     assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
     operation = ("True", "Committing", "generation 4")
     assert verdict(sized_group("OnTarget"), of_topology=operation) == ("True", "Committing")
-    assert verdict(sized_group("OnTarget"), of_topology=("False", "AtRest", "")) == ("False", "OnTarget")
+    assert verdict(sized_group("OnTarget"), of_topology=("False", "AtRest", "")) == (
+        "False",
+        "OnTarget",
+    )
 
 
 def test_a_group_that_sleeps_is_as_it_should_be() -> None:

@@ -20,11 +20,18 @@ from baton_operator.autoscale import windows
 from baton_operator.autoscale.windows import Histogram, Sample, Snapshot, Window, sample, window
 
 
-def engine(*, ttft: int = 0, prefill_s: float = 0.0, running: int = 0, waiting: int = 0, kv: float = 0.0) -> Sample:
+def engine(
+    *, ttft: int = 0, prefill_s: float = 0.0, running: int = 0, waiting: int = 0, kv: float = 0.0
+) -> Sample:
     """A prefill engine that has had `ttft` first tokens of 0.3 s and computed prompts for `prefill_s`."""
     return Sample(
         "prefill",
-        {windows.RUNNING: running, windows.WAITING: waiting, windows.WAITING_FOR_REMOTE_KV: 0, windows.KV_USAGE: kv},
+        {
+            windows.RUNNING: running,
+            windows.WAITING: waiting,
+            windows.WAITING_FOR_REMOTE_KV: 0,
+            windows.KV_USAGE: kv,
+        },
         {
             windows.TTFT: Histogram({0.2: 0, 0.4: ttft, inf: ttft}, 0.3 * ttft),
             windows.PREFILL_TIME: Histogram({0.4: ttft, inf: ttft}, prefill_s),
@@ -33,17 +40,29 @@ def engine(*, ttft: int = 0, prefill_s: float = 0.0, running: int = 0, waiting: 
 
 
 def measured(*snapshots: tuple[float, dict[str, Sample]], start: float = 0.0) -> Window:
-    result = window([Snapshot(at, samples) for at, samples in snapshots], start=start, fresh_s=40.0, quantile=0.95)
+    result = window(
+        [Snapshot(at, samples) for at, samples in snapshots],
+        start=start,
+        fresh_s=40.0,
+        quantile=0.95,
+    )
     assert result is not None
     return result
 
 
 def test_what_an_engine_exports_is_read() -> None:
     stats = EngineStats(
-        num_requests_running=3, num_requests_waiting=5, num_requests_waiting_for_remote_kv=2, kv_cache_usage=0.25
+        num_requests_running=3,
+        num_requests_waiting=5,
+        num_requests_waiting_for_remote_kv=2,
+        kv_cache_usage=0.25,
     )
     requests = RequestMetrics()
-    for name, value in (("time_to_first_token", 0.3), ("inter_token_latency", 0.02), ("request_prefill_time", 0.4)):
+    for name, value in (
+        ("time_to_first_token", 0.3),
+        ("inter_token_latency", 0.02),
+        ("request_prefill_time", 0.4),
+    ):
         requests.histograms[f"{name}_seconds"].observe(value, 2)
     requests.on_step(8, started=time.monotonic() - 3.0)
     read = sample("decode", generate_latest(engine_registry(lambda: stats, requests, "m")).decode())
@@ -98,7 +117,9 @@ def test_quantiles_are_linear_in_their_bucket_and_end_at_the_last_finite_bound()
 @given(st.lists(st.floats(0.001, 9.0), min_size=1), st.floats(0.05, 0.95))
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
     bounds = [0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0]
-    histogram = Histogram({b: sum(v <= b for v in values) for b in bounds} | {inf: len(values)}, sum(values))
+    histogram = Histogram(
+        {b: sum(v <= b for v in values) for b in bounds} | {inf: len(values)}, sum(values)
+    )
     true = sorted(values)[max(0, -int(-q * len(values) // 1) - 1)]
     upper = min(b for b in bounds if true <= b)
     lower = max((b for b in bounds if b < true), default=0.0)
@@ -108,7 +129,10 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], q: f
 
 
 def test_only_what_happened_between_scrapes_counts() -> None:
-    result = measured((0, {"a": engine(ttft=100, prefill_s=30)}), (60, {"a": engine(ttft=160, prefill_s=60, kv=0.5)}))
+    result = measured(
+        (0, {"a": engine(ttft=100, prefill_s=30)}),
+        (60, {"a": engine(ttft=160, prefill_s=60, kv=0.5)}),
+    )
     role = result.roles["prefill"]
     assert (role.engines, role.first_tokens, role.requests_per_s) == (1, 60, 1.0)
     assert role.busy == pytest.approx(0.5)
@@ -150,13 +174,17 @@ def test_one_scrape_of_a_pod_measures_nothing() -> None:
 
 
 def test_what_was_before_the_window_is_not_in_it() -> None:
-    result = measured((0, {"a": engine()}), (60, {"a": engine(ttft=50)}), (90, {"a": engine(ttft=53)}), start=60)
+    result = measured(
+        (0, {"a": engine()}), (60, {"a": engine(ttft=50)}), (90, {"a": engine(ttft=53)}), start=60
+    )
     assert (result.start, result.roles["prefill"].first_tokens) == (60, 3)
 
 
 def test_requests_that_wait_for_remote_kv_do_not_wait_for_an_engine() -> None:
     def decode(waiting: int, remote: int) -> Sample:
-        return Sample("decode", {windows.WAITING: waiting, windows.WAITING_FOR_REMOTE_KV: remote}, {})
+        return Sample(
+            "decode", {windows.WAITING: waiting, windows.WAITING_FOR_REMOTE_KV: remote}, {}
+        )
 
     result = measured((0, {"a": decode(4, 4)}), (10, {"a": decode(12, 6)}))
     assert result.roles["decode"].waiting == 3
@@ -167,20 +195,30 @@ def test_gateways_tell_demand() -> None:
     def gateway(requests: float, in_flight: float) -> Sample:
         return Sample(None, {windows.IN_FLIGHT: in_flight}, {}, requests)
 
-    result = measured((0, {"g": gateway(10, 0), "h": gateway(5, 9)}), (60, {"g": gateway(40, 2), "h": gateway(5, 1)}))
+    result = measured(
+        (0, {"g": gateway(10, 0), "h": gateway(5, 9)}),
+        (60, {"g": gateway(40, 2), "h": gateway(5, 1)}),
+    )
     assert (result.gateways, result.in_flight, result.requests_per_s) == (2, 3, 0.5)
 
 
 @given(
-    st.randoms(use_true_random=False), st.lists(st.tuples(st.integers(0, 99), st.floats(0, 15)), min_size=2, max_size=8)
+    st.randoms(use_true_random=False),
+    st.lists(st.tuples(st.integers(0, 99), st.floats(0, 15)), min_size=2, max_size=8),
 )
-def test_the_order_of_pods_and_scrapes_means_nothing(random: Random, pods: list[tuple[int, float]]) -> None:
+def test_the_order_of_pods_and_scrapes_means_nothing(
+    random: Random, pods: list[tuple[int, float]]
+) -> None:
     first = {f"p{i}": engine() for i in range(len(pods))}
-    second = {f"p{i}": engine(ttft=n, prefill_s=s, waiting=n, kv=s / 15) for i, (n, s) in enumerate(pods)}
+    second = {
+        f"p{i}": engine(ttft=n, prefill_s=s, waiting=n, kv=s / 15) for i, (n, s) in enumerate(pods)
+    }
     snapshots = [Snapshot(0, first), Snapshot(15, second)]
     names = list(first)
     random.shuffle(names)
-    shuffled = [Snapshot(s.at, {name: s.samples[name] for name in names}) for s in reversed(snapshots)]
+    shuffled = [
+        Snapshot(s.at, {name: s.samples[name] for name in names}) for s in reversed(snapshots)
+    ]
     arguments = {"start": 0.0, "fresh_s": 40.0, "quantile": 0.95}
     assert window(snapshots, **arguments) == window(shuffled, **arguments)
     renamed = [Snapshot(s.at, dict(zip(names, s.samples.values(), strict=True))) for s in snapshots]
@@ -191,7 +229,9 @@ def test_the_order_of_pods_and_scrapes_means_nothing(random: Random, pods: list[
     assert other.roles["prefill"].ttft_s == one.roles["prefill"].ttft_s
 
 
-def test_an_engine_that_counts_its_busy_time_is_believed_and_one_that_restarts_counts_from_zero() -> None:
+def test_an_engine_that_counts_its_busy_time_is_believed_and_one_that_restarts_counts_from_zero() -> (
+    None
+):
     def counted(busy_s: float, first_tokens: int) -> Sample:
         return msgspec.structs.replace(engine(ttft=first_tokens, prefill_s=30.0), busy_s=busy_s)
 

@@ -22,13 +22,19 @@ KEYS = {"apiKeys": {"secretName": "clients"}}
 
 def told(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
     """The configuration as the component decodes it."""
-    return msgspec.json.decode(config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind)
+    return msgspec.json.decode(
+        config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind
+    )
 
 
 def mounted(pod: Object) -> dict[str, str]:
     """Secret -> path in the first container."""
-    paths = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
-    return {v["secret"]["secretName"]: paths[v["name"]] for v in pod["spec"]["volumes"] if "secret" in v}
+    paths = {
+        mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]
+    }
+    return {
+        v["secret"]["secretName"]: paths[v["name"]] for v in pod["spec"]["volumes"] if "secret" in v
+    }
 
 
 def pod_template(**spec: Any) -> Object:
@@ -41,10 +47,16 @@ def test_the_gateway_reads_keys_where_their_secret_is_mounted() -> None:
     limits = {"maxConcurrentPerKey": 3, "maxPromptTokens": 4, "maxCompletionTokens": 5}
     got = told("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
     assert got.api_keys_dir == secrets["clients"]
-    assert (got.max_concurrent_per_client, got.max_prompt_tokens, got.max_completion_tokens) == (3, 4, 5)
+    assert (got.max_concurrent_per_client, got.max_prompt_tokens, got.max_completion_tokens) == (
+        3,
+        4,
+        5,
+    )
     assert "clients" not in mounted(pod_template())
     assert told("gateway", GatewayConfig).access.api_keys_dir == ""
-    assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), "engines know no client"
+    assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
+        "engines know no client"
+    )
 
 
 def test_https_from_probe_to_service() -> None:
@@ -58,12 +70,18 @@ def test_https_from_probe_to_service() -> None:
             assert container[probe]["httpGet"]["scheme"] == scheme.upper()
             assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
         (found,) = gateway.service(owner(gateway=spec))["spec"]["ports"]
-        assert (found["name"], found["port"], found["targetPort"]) == (scheme, port, container["ports"][0]["name"])
+        assert (found["name"], found["port"], found["targetPort"]) == (
+            scheme,
+            port,
+            container["ports"][0]["name"],
+        )
         ingress = access.ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
         assert ingress
         backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
         assert backend["port"] == {"name": scheme}
-        route = access.http_route(owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
+        route = access.http_route(
+            owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}})
+        )
         assert route
         assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
 
@@ -88,7 +106,11 @@ def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     leaving["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
     schemes = gateway_schemes([*pods, leaving, pod_template(**TLS)])
-    access_settings = {**TLS, "ingress": {"host": "h"}, "httpRoute": {"parentRefs": [{"name": "g"}]}}
+    access_settings = {
+        **TLS,
+        "ingress": {"host": "h"},
+        "httpRoute": {"parentRefs": [{"name": "g"}]},
+    }
     service = msgspec.structs.replace(owner(gateway=access_settings), gateway_schemes=schemes)
     assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
     ingress, route = access.ingress(service), access.http_route(service)
@@ -96,7 +118,10 @@ def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
     assert route
     (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"]["port"] == {"name": in_use}
-    assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == access.PORTS[access.scheme_in_use(service)]
+    assert (
+        route["spec"]["rules"][0]["backendRefs"][0]["port"]
+        == access.PORTS[access.scheme_in_use(service)]
+    )
     assert access.scheme_in_use(service) == in_use
 
 
@@ -110,7 +135,12 @@ def test_a_service_without_access_settings_keeps_its_pods() -> None:
 def test_ingress_only_when_asked() -> None:
     assert access.ingress(owner()) is None
     assert ("Ingress", "demo-gateway") in desired(owner(), None).absent
-    asked = {"host": "h.example", "className": "nginx", "annotations": {"a/b": "c"}, "tls": {"secretName": "s"}}
+    asked = {
+        "host": "h.example",
+        "className": "nginx",
+        "annotations": {"a/b": "c"},
+        "tls": {"secretName": "s"},
+    }
     ingress = access.ingress(owner(gateway={"ingress": asked}))
     assert ingress
     assert ingress["spec"]["rules"][0]["host"] == "h.example"
@@ -120,15 +150,27 @@ def test_ingress_only_when_asked() -> None:
 
 
 def test_a_route_where_the_cluster_knows_them() -> None:
-    parents = [{"name": "public", "namespace": "infra", "sectionName": "https"}, {"name": "inner", "port": 8443}]
+    parents = [
+        {"name": "public", "namespace": "infra", "sectionName": "https"},
+        {"name": "inner", "port": 8443},
+    ]
     service = owner(gateway={"httpRoute": {"parentRefs": parents, "hostnames": ["h.example"]}})
-    (route,) = [obj for obj in desired(service, None, http_routes=True).objects if obj["kind"] == "HTTPRoute"]
+    (route,) = [
+        obj
+        for obj in desired(service, None, http_routes=True).objects
+        if obj["kind"] == "HTTPRoute"
+    ]
     assert route["spec"]["hostnames"] == ["h.example"]
     group = {"group": "gateway.networking.k8s.io", "kind": "Gateway"}
     assert route["spec"]["parentRefs"] == [{**group, **parent} for parent in parents]
-    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == gateway.service(service)["metadata"]["name"]
+    assert (
+        route["spec"]["rules"][0]["backendRefs"][0]["name"]
+        == gateway.service(service)["metadata"]["name"]
+    )
     unknown = desired(service, None)
-    assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {kind for kind, _ in unknown.absent}
+    assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {
+        kind for kind, _ in unknown.absent
+    }
     assert ("HTTPRoute", "demo-gateway") in desired(owner(), None, http_routes=True).absent
 
 

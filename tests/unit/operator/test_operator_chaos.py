@@ -21,6 +21,10 @@ def test_services_converge_whatever_happens() -> None:
     print(f"BATON_SEED={seed}")
     # Without shrinking: a failure is told at once, with the seed that leads to it again.
     how = settings(
-        max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, phases=[Phase.generate], database=None
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        phases=[Phase.generate],
+        database=None,
     )
     run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=how)

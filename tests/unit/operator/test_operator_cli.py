@@ -33,7 +33,9 @@ def kubeconfig(cluster: object) -> str:
         b"",
         b"\xff\xfe\x00",
         kubeconfig(3).encode(),
-        kubeconfig({"server": "https://127.0.0.1:1", "certificate-authority-data": "QUJD"}).encode(),
+        kubeconfig(
+            {"server": "https://127.0.0.1:1", "certificate-authority-data": "QUJD"}
+        ).encode(),
     ],
 )
 async def test_what_is_no_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
@@ -55,10 +57,20 @@ async def test_a_usable_one_connects_and_errors_of_its_use_pass(tmp_path: Path) 
 def test_the_operator_ends_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text("a: [\n  - b\n c")
-    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(path), "--http-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_operator.cli",
+        "--kubeconfig",
+        str(path),
+        "--http-port",
+        "0",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 78
-    assert ended.stderr.splitlines()[-1].startswith(f"FATAL ConfigurationError: no access to a cluster: {path} is no ")
+    assert ended.stderr.splitlines()[-1].startswith(
+        f"FATAL ConfigurationError: no access to a cluster: {path} is no "
+    )
     assert "Traceback" not in ended.stderr
 
 
@@ -71,5 +83,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "baton_operator.cli", *flags]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert ended.stderr.splitlines()[-1].endswith(
+        f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
     assert "Traceback" not in ended.stderr

@@ -57,7 +57,10 @@ async def test_a_service_is_never_reconciled_twice_at_once_and_no_change_is_lost
         await until(lambda: started == [A, B], "another service's reconcile")
         release.set()
         await until(lambda: started == [A, B, A], "one more reconcile of the first service")
-        await until(lambda: controller.queue_depth == 0 and controller.longest_s == 0, "the controller to come to rest")
+        await until(
+            lambda: controller.queue_depth == 0 and controller.longest_s == 0,
+            "the controller to come to rest",
+        )
         assert started == [A, B, A], "five changes are one reconcile"
 
 
@@ -73,7 +76,9 @@ async def test_a_failing_service_is_retried_and_the_others_go_on() -> None:
     async with running(reconcile) as controller:
         controller.add(A)
         controller.add(B)
-        await until(lambda: visits.count(A) == 3 and B in visits, "three reconciles of the failing service")
+        await until(
+            lambda: visits.count(A) == 3 and B in visits, "three reconciles of the failing service"
+        )
 
 
 async def test_a_service_comes_back_after_the_time_it_asked_for() -> None:
@@ -101,15 +106,21 @@ async def test_services_known_before_the_start_are_reconciled_and_gone_ones_forg
     controller.add(B)
     task = asyncio.create_task(controller.run())
     try:
-        await until(lambda: sorted(visits) == [A, B] and len(controller) == 1, "both to be reconciled")
+        await until(
+            lambda: sorted(visits) == [A, B] and len(controller) == 1, "both to be reconciled"
+        )
         controller.add(A)
-        await until(lambda: visits.count(A) == 2 and len(controller) == 1, "a service of the same name")
+        await until(
+            lambda: visits.count(A) == 2 and len(controller) == 1, "a service of the same name"
+        )
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "CONCURRENCY", 1)
     visits: list[Key] = []
@@ -154,7 +165,8 @@ async def test_the_first_reconcile_reads_consistently_and_later_ones_what_events
 
 async def test_an_event_never_makes_reads_older() -> None:
     *_, last = await freshness_after(
-        lambda controller: controller.observe(A, "Pod", "10"), lambda controller: controller.observe(A, "Pod", "9")
+        lambda controller: controller.observe(A, "Pod", "10"),
+        lambda controller: controller.observe(A, "Pod", "9"),
     )
     assert last.of("Pod") == "10"
 

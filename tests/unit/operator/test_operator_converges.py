@@ -44,7 +44,12 @@ class Machine(RuleBasedStateMachine):
     def _roles(self) -> list[str]:
         return ["prefill", "decode"] if self.service.object()["spec"].get("prefill") else ["decode"]
 
-    @initialize(prefill=st.booleans(), decode=SIZES, expert=st.booleans(), capacity=st.sampled_from([3, 100]))
+    @initialize(
+        prefill=st.booleans(),
+        decode=SIZES,
+        expert=st.booleans(),
+        capacity=st.sampled_from([3, 100]),
+    )
     def create(self, prefill: bool, decode: int, expert: bool, capacity: int) -> None:
         spec: dict[str, Any] = {"model": {"uri": "file:///models/m"}}
         spec["decode"] = {"replicas": decode, "parallelism": {"expert": expert}}
@@ -62,7 +67,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), value=st.sampled_from("abc"), broken=st.booleans())
     def change_a_template(self, data: st.DataObject, value: str, broken: bool) -> None:
-        self.service.patch({data.draw(st.sampled_from(self._roles())): {"template": template(value, broken)}})
+        self.service.patch(
+            {data.draw(st.sampled_from(self._roles())): {"template": template(value, broken)}}
+        )
 
     @rule(value=st.sampled_from([4, 5]))
     def change_all_engines(self, value: int) -> None:
@@ -103,8 +110,16 @@ class Machine(RuleBasedStateMachine):
     def reconcile(self, told: bool, delays: list[int]) -> None:
         self.service.reconcile(told=told, delays=delays)
 
-    @rule(request=REQUESTS, fault=st.sampled_from(list(Fault)), writes=st.booleans(), told=st.booleans(), delays=DELAYS)
-    def reconcile_with_a_fault(self, request: int, fault: Fault, writes: bool, told: bool, delays: list[int]) -> None:
+    @rule(
+        request=REQUESTS,
+        fault=st.sampled_from(list(Fault)),
+        writes=st.booleans(),
+        told=st.booleans(),
+        delays=DELAYS,
+    )
+    def reconcile_with_a_fault(
+        self, request: int, fault: Fault, writes: bool, told: bool, delays: list[int]
+    ) -> None:
         faults = {request % 20 if writes else request: fault}
         self.service.reconcile(faults, hit_writes=writes, told=told, delays=delays)
 
@@ -115,7 +130,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.service.pods())
     @rule(data=st.data(), request=st.integers(0, 10), how=DEATHS, delays=DELAYS)
-    def something_dies_meanwhile(self, data: st.DataObject, request: int, how: str, delays: list[int]) -> None:
+    def something_dies_meanwhile(
+        self, data: st.DataObject, request: int, how: str, delays: list[int]
+    ) -> None:
         name = self._pod(data)
 
         def dies() -> None:
@@ -125,7 +142,9 @@ class Machine(RuleBasedStateMachine):
         self.service.reconcile(meanwhile={request: dies}, delays=delays)
 
     @rule(data=st.data(), request=st.integers(0, 10), replicas=SIZES, delays=DELAYS)
-    def scale_meanwhile(self, data: st.DataObject, request: int, replicas: int, delays: list[int]) -> None:
+    def scale_meanwhile(
+        self, data: st.DataObject, request: int, replicas: int, delays: list[int]
+    ) -> None:
         role = data.draw(st.sampled_from(self._roles()))
         edit = {role: {"replicas": replicas}}
         self.service.reconcile(meanwhile={request: lambda: self.service.patch(edit)}, delays=delays)
@@ -134,8 +153,14 @@ class Machine(RuleBasedStateMachine):
     def the_operator_restarts(self) -> None:
         self.service.operator_restarts()
 
-    @rule(kind=KINDS, lists=st.sampled_from(["500", "429", "break"]), patience=st.sampled_from([0.0, 1.0, 40.0]))
-    def the_operator_restarts_and_cannot_list(self, kind: str, lists: Lists, patience: float) -> None:
+    @rule(
+        kind=KINDS,
+        lists=st.sampled_from(["500", "429", "break"]),
+        patience=st.sampled_from([0.0, 1.0, 40.0]),
+    )
+    def the_operator_restarts_and_cannot_list(
+        self, kind: str, lists: Lists, patience: float
+    ) -> None:
         self.service.wire(kind).lists = lists
         self.service.operator_restarts()
         self.service.passes(patience)
@@ -199,7 +224,9 @@ class Machine(RuleBasedStateMachine):
         self.service.nodes.capacity = capacity
 
     def _pod(self, data: st.DataObject) -> str:
-        return str(data.draw(st.sampled_from([pod["metadata"]["name"] for pod in self.service.pods()])))
+        return str(
+            data.draw(st.sampled_from([pod["metadata"]["name"] for pod in self.service.pods()]))
+        )
 
     @precondition(lambda self: self.service.pods())
     @rule(data=st.data(), how=DEATHS)
@@ -243,7 +270,9 @@ class Machine(RuleBasedStateMachine):
         assert self.service.server.list("deployments.apps") == deployments, "an edit in a pause"
 
     def _mend(self, value: str) -> None:
-        mended: dict[str, Any] = {role: {"template": template(value, broken=False)} for role in self._roles()}
+        mended: dict[str, Any] = {
+            role: {"template": template(value, broken=False)} for role in self._roles()
+        }
         self.service.patch({"paused": False, **mended})
 
 
@@ -264,7 +293,12 @@ def test_members_of_all_states_are_seen() -> None:
             service.world(lambda: True, 1.0)
             members = [member(pod) for pod in service.pods()]
             seen |= {(m.no_room_since is not None, m.serving, m.ready) for m in members}
-        assert seen == {(False, False, False), (True, False, False), (False, True, False), (False, True, True)}
+        assert seen == {
+            (False, False, False),
+            (True, False, False),
+            (False, True, False),
+            (False, True, True),
+        }
     finally:
         service.close()
 
@@ -296,7 +330,9 @@ def test_an_event_from_before_a_write_does_not_undo_it(service: Service) -> None
     service.wire("Pod").lets_through(0)
     for pod in service.pods():
         service.nodes.unfinished[pod["status"]["podIP"]] = 1
-        service.server.edit("pods", pod["metadata"]["name"], lambda obj: obj["status"].update(reason="seen"))
+        service.server.edit(
+            "pods", pod["metadata"]["name"], lambda obj: obj["status"].update(reason="seen")
+        )
     service.patch({"decode": {"replicas": 2}})
     service.reconcile()
     assert [what for what, _ in service.client.told] == ["drained"]
@@ -310,7 +346,9 @@ def becomes_due(service: Service, within_s: float) -> bool:
     """Whether the watches make the service due in time."""
     assert within_s < RESYNC_S, "that would be the resync"
     began = service.server.seconds()
-    while service.server.seconds() < began + within_s and not service.runtime.controller.is_due(KEY):
+    while service.server.seconds() < began + within_s and not service.runtime.controller.is_due(
+        KEY
+    ):
         service.passes(0.5)
         service.events_come()
     return service.runtime.controller.is_due(KEY)
@@ -341,7 +379,9 @@ def test_an_empty_list_makes_services_due_too(service: Service) -> None:
     assert becomes_due(service, within_s=5.0)
 
 
-def test_a_pod_deleted_while_the_watch_was_silent_is_replaced_without_waiting_for_the_resync(service: Service) -> None:
+def test_a_pod_deleted_while_the_watch_was_silent_is_replaced_without_waiting_for_the_resync(
+    service: Service,
+) -> None:
     service.wire("Pod").is_silent = True
     service.nodes.pod_vanishes(service.pods()[0]["metadata"]["name"])
     service.events_come()
@@ -365,16 +405,23 @@ def test_an_event_that_is_lost_without_a_word_is_made_good_by_the_resync(service
 
 
 def test_a_look_at_a_service_at_rest_takes_five_reads(service: Service) -> None:
-    service.server.edit("pods", service.pods()[0]["metadata"]["name"], lambda obj: obj["status"].update(reason="seen"))
+    service.server.edit(
+        "pods",
+        service.pods()[0]["metadata"]["name"],
+        lambda obj: obj["status"].update(reason="seen"),
+    )
     service.reconcile()
     assert service.client.requests == 5, "the service, its pods, Deployments, Services and key"
     assert not service.client.writes
 
 
 @pytest.mark.parametrize(
-    "storage", ["roles.rbac.authorization.k8s.io", "configmaps", "networkpolicies.networking.k8s.io"]
+    "storage",
+    ["roles.rbac.authorization.k8s.io", "configmaps", "networkpolicies.networking.k8s.io"],
 )
-def test_what_somebody_deletes_beside_the_members_is_made_again(service: Service, storage: str) -> None:
+def test_what_somebody_deletes_beside_the_members_is_made_again(
+    service: Service, storage: str
+) -> None:
     (name, *_) = [obj["metadata"]["name"] for obj in service.server.list(storage)]
     service.server.remove(storage, name)
     service.reconcile()

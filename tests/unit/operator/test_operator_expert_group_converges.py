@@ -61,7 +61,9 @@ class Group(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation.pods)
     @rule(data=st.data())
     def a_pod_gets_work(self, data: st.DataObject) -> None:
-        self.simulation.pods[data.draw(st.sampled_from(sorted(self.simulation.pods)))].unfinished = 2
+        self.simulation.pods[
+            data.draw(st.sampled_from(sorted(self.simulation.pods)))
+        ].unfinished = 2
 
     @rule()
     def the_coordinator_dies(self) -> None:
@@ -78,7 +80,9 @@ class Group(RuleBasedStateMachine):
     @rule(max_surge=st.integers(0, 2), max_unavailable=st.integers(0, 2))
     def change_the_bounds(self, max_surge: int, max_unavailable: int) -> None:
         self.simulation.update = Update(
-            max_surge=max_surge, max_unavailable=max_unavailable or int(max_surge == 0), surge_timeout_s=10.0
+            max_surge=max_surge,
+            max_unavailable=max_unavailable or int(max_surge == 0),
+            surge_timeout_s=10.0,
         )
 
     @rule(capacity=st.integers(1, 6))

@@ -19,7 +19,13 @@ from baton_operator.plan.plan_expert_group import (
     plan_expert_group,
 )
 from baton_operator.plan.plan_group import Member
-from baton_protocol.topology import MemberStatus, OperationPhase, OperationStatus, RankPhase, TopologyStatus
+from baton_protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyStatus,
+)
 
 TIMEOUT_S = 60.0
 STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING
@@ -37,9 +43,14 @@ def member(ordinal: int, **fields: Any) -> Member:
     return Member(name=f"m-{ordinal}", ordinal=ordinal, **{**started, **fields})
 
 
-def ranks(*ordinals: int, others: tuple[int, ...] = (), phase: RankPhase = STANDBY, **fields: Any) -> TopologyStatus:
+def ranks(
+    *ordinals: int, others: tuple[int, ...] = (), phase: RankPhase = STANDBY, **fields: Any
+) -> TopologyStatus:
     """A generation of these, asked for; `others` are registered and in no topology."""
-    members = [MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=SERVING, rank=r) for r, o in enumerate(ordinals)]
+    members = [
+        MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=SERVING, rank=r)
+        for r, o in enumerate(ordinals)
+    ]
     members += [MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=phase) for o in others]
     known = {"generation": 3, "desired": sorted(f"m-{o}" for o in ordinals), "members": members}
     return TopologyStatus(**{**known, **fields})
@@ -50,7 +61,10 @@ def operation(phase: OperationPhase, kind: str = "scale") -> OperationStatus:
 
 
 def recorded(generation: int, *ordinals: int) -> llmservice.TopologyStatus:
-    listed = [llmservice.RankStatus(name=f"m-{o}", rank=r, phase="serving") for r, o in enumerate(ordinals)]
+    listed = [
+        llmservice.RankStatus(name=f"m-{o}", rank=r, phase="serving")
+        for r, o in enumerate(ordinals)
+    ]
     return llmservice.TopologyStatus(coordinator="10.96.0.9", generation=generation, ranks=listed)
 
 
@@ -188,8 +202,12 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("members", "desired", "topology", "step"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_decision(members: list[Member], desired: int, topology: TopologyStatus | None, step: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("members", "desired", "topology", "step"), DECISIONS.values(), ids=DECISIONS.keys()
+)
+def test_decision(
+    members: list[Member], desired: int, topology: TopologyStatus | None, step: dict[str, Any]
+) -> None:
     result = plan(members, desired, topology)
     assert result.create == step.get("create", [])
     assert result.drain == step.get("drain", [])
@@ -207,9 +225,10 @@ def test_ranks_that_a_new_coordinator_does_not_know_yet_are_members() -> None:
     partly = ranks(0, generation=7)
     assert plan([member(0), member(1, **DRAINED)], 1, partly, recorded(7, 0, 1)).delete == []
     newer = ranks(0, generation=8, others=(1,))
-    assert [each.name for each in plan([member(0), member(1, **DRAINED)], 1, newer, recorded(7, 0, 1)).delete] == [
-        "m-1"
-    ]
+    assert [
+        each.name
+        for each in plan([member(0), member(1, **DRAINED)], 1, newer, recorded(7, 0, 1)).delete
+    ] == ["m-1"]
 
 
 def test_one_that_never_registered_is_deleted_only_after_a_while() -> None:
@@ -240,19 +259,31 @@ def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> 
     assert (down.drain, down.delete) == (["m-0", "m-1"], [])
     marked = {**DOWN, "draining": True, "drain_started": NOW - UNREGISTERED}
     members = [member(0, **marked), member(1, **marked)]
-    assert [each.name for each in plan(members, 0, NOTHING, recorded(3, 0, 1)).delete] == ["m-0", "m-1"]
-    assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], "one of them runs again"
+    assert [each.name for each in plan(members, 0, NOTHING, recorded(3, 0, 1)).delete] == [
+        "m-0",
+        "m-1",
+    ]
+    assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], (
+        "one of them runs again"
+    )
 
 
 def test_an_earlier_engine_of_its_own_leaves_before_the_last_rank_does() -> None:
     members = [member(0, **OLD), member(1, **ALONE), member(2, expert_group="")]
     assert plan(members, 2, ranks(0), name="").drain == ["m-1"], "two others serve"
-    assert plan([*members[:2], member(2, **DOWN, expert_group="")], 2, ranks(0), name="").drain == []
+    assert (
+        plan([*members[:2], member(2, **DOWN, expert_group="")], 2, ranks(0), name="").drain == []
+    )
 
 
 def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_it() -> None:
     group = ExpertGroup(
-        service_uid="uid", name="g", desired=2, revision="new", topology=None, drain_timeout_s=TIMEOUT_S
+        service_uid="uid",
+        name="g",
+        desired=2,
+        revision="new",
+        topology=None,
+        drain_timeout_s=TIMEOUT_S,
     )
     done = operation(OperationPhase.DONE)
     first = operation_id(group, ["m-0", "m-1"], ranks(0))
@@ -264,12 +295,21 @@ def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_i
 
 def test_what_is_under_way_is_looked_at_again_and_what_is_at_rest_is_not() -> None:
     assert plan([member(0)], 1, ranks(0)).revisit_s is None
-    assert plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.DONE))).revisit_s is None
+    assert (
+        plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.DONE))).revisit_s is None
+    )
     assert plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.WAITING))).revisit_s
-    assert plan([], 0, ranks(desired=["m-0"], operation=operation(OperationPhase.WAITING, "form"))).revisit_s is None
+    assert (
+        plan(
+            [], 0, ranks(desired=["m-0"], operation=operation(OperationPhase.WAITING, "form"))
+        ).revisit_s
+        is None
+    )
     assert plan([member(0)], 1, None).revisit_s
     assert plan([member(0), member(1)], 1, ranks(0, 1)).revisit_s
-    assert plan([member(0), member(1, **FRESH)], 2, ranks(0)).revisit_s, "its patience ends without an event"
+    assert plan([member(0), member(1, **FRESH)], 2, ranks(0)).revisit_s, (
+        "its patience ends without an event"
+    )
 
 
 def grown(desired: int) -> Simulation:
@@ -341,15 +381,21 @@ def test_ranks_with_an_earlier_key_whom_the_new_coordinator_cannot_hear_drain_an
     others = [member(0, expert_group="old key"), member(1, expert_group="old key")]
     coordinator = ranks(others=(2,), generation=0)
     held_up = plan([*others, member(2)], 2, coordinator, recorded(3, 0, 1))
-    assert held_up.drain == [], "ranks that are recorded count until the coordinator knows better, which it never does"
+    assert held_up.drain == [], (
+        "ranks that are recorded count until the coordinator knows better, which it never does"
+    )
     first = plan([*others, member(2)], 2, coordinator, recorded(3))
     assert (sorted(first.drain), first.request) == (["m-0", "m-1"], None)
     since = NOW - timedelta(seconds=TIMEOUT_S)
     left = [member(o, expert_group="old key", draining=True, drain_started=since) for o in (0, 1)]
-    assert {deletion.name for deletion in plan([*left, member(2)], 2, coordinator, recorded(3)).delete} == {
+    assert {
+        deletion.name for deletion in plan([*left, member(2)], 2, coordinator, recorded(3)).delete
+    } == {
         "m-0",
         "m-1",
     }
-    formed = plan([member(2), member(3)], 2, ranks(others=(2, 3), generation=0), recorded(3)).request
+    formed = plan(
+        [member(2), member(3)], 2, ranks(others=(2, 3), generation=0), recorded(3)
+    ).request
     assert formed is not None
     assert formed.members == ["m-2", "m-3"]

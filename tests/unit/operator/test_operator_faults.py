@@ -29,7 +29,16 @@ from support.api_proxy import ApiProxy, Fault, api_proxy
 Object = dict[str, Any]
 NAMESPACE = "default"
 OWNED = (
-    *("Pod", "ConfigMap", "Service", "ServiceAccount", "Deployment", "NetworkPolicy", "Role", "RoleBinding"),
+    *(
+        "Pod",
+        "ConfigMap",
+        "Service",
+        "ServiceAccount",
+        "Deployment",
+        "NetworkPolicy",
+        "Role",
+        "RoleBinding",
+    ),
     *("Ingress", "PodDisruptionBudget"),
 )
 
@@ -47,7 +56,9 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
 
 async def _install(kubeconfig: Path) -> None:
     async with connect(kubeconfig) as client:
-        await client.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition())
+        await client.create(
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition()
+        )
         await eventually(Kube(client).discover, "the CRD to be served")
 
 
@@ -60,9 +71,17 @@ class Operator:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(self.proxy.kubeconfig)]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_operator.cli",
+            "--kubeconfig",
+            str(self.proxy.kubeconfig),
+        ]
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen([*command, "--http-port", "0"], stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                [*command, "--http-port", "0"], stdout=output, stderr=output
+            )
 
     def kill(self) -> None:
         if self.process is not None:
@@ -75,7 +94,11 @@ class Operator:
 
         def decide(request: web.Request) -> Fault | None:
             nonlocal left
-            if not left or "kopf" not in request.headers.get("User-Agent", "") or not wanted(str(request.rel_url)):
+            if (
+                not left
+                or "kopf" not in request.headers.get("User-Agent", "")
+                or not wanted(str(request.rel_url))
+            ):
                 return None
             left -= 1
             return fault
@@ -135,7 +158,9 @@ async def replaced(cluster: Cluster, pod: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(plane: EmbeddedControlPlane, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+def expected(
+    plane: EmbeddedControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[str, str]]:
     """What an undisturbed operator makes."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
@@ -158,15 +183,29 @@ def is_watch(url: str) -> bool:
 
 
 def is_list(url: str) -> bool:
-    return "watch=true" not in url and url.partition("?")[0].rpartition("/")[2] in ("pods", names.PLURAL, "services")
+    return "watch=true" not in url and url.partition("?")[0].rpartition("/")[2] in (
+        "pods",
+        names.PLURAL,
+        "services",
+    )
 
 
 def is_pod_watch(url: str) -> bool:
     return is_watch(url) and "/pods?" in url
 
 
-GONE = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}).encode() + b"\n"
-BROKEN = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 500, "reason": "Internal"}}).encode() + b"\n"
+GONE = (
+    json.dumps(
+        {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}
+    ).encode()
+    + b"\n"
+)
+BROKEN = (
+    json.dumps(
+        {"type": "ERROR", "object": {"kind": "Status", "code": 500, "reason": "Internal"}}
+    ).encode()
+    + b"\n"
+)
 FAULTS = {
     "watches cut within an event": (Fault(cut_after=200), is_watch, 12),
     "watches answered 410": (Fault(events=GONE), is_watch, 12),
@@ -239,7 +278,9 @@ async def test_kopf_writes_nothing(plane: EmbeddedControlPlane, operator: Operat
         assert {event["source"]["component"] for event in mine} == {names.MANAGER}
     assert operator.process is not None
     operator.process.terminate()
-    assert await asyncio.to_thread(operator.process.wait, 30) == 0, "a thread of kopf's waits for something"
+    assert await asyncio.to_thread(operator.process.wait, 30) == 0, (
+        "a thread of kopf's waits for something"
+    )
     by_kopf = {method for agent, method in operator.proxy.agents if agent.startswith("kopf")}
     assert by_kopf == {"GET"}
     others = {agent for agent, method in operator.proxy.agents if method != "GET"}

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from service_simulation import Service, settled
 
-SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}, "progressDeadlineSeconds": 60}
+SPEC: dict[str, Any] = {
+    "model": {"uri": "file:///m"},
+    "decode": {"replicas": 2},
+    "progressDeadlineSeconds": 60,
+}
 BROKEN = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
 EDIT: dict[str, Any] = {"engine": {"maxNumSeqs": 3}, "decode": {"template": BROKEN}}
 """Of configuration, too. Its pods never get ready."""
@@ -22,7 +26,9 @@ def service() -> Iterator[Service]:
 
 
 def revisions(service: Service) -> Counter[str]:
-    return Counter(pod["metadata"]["labels"]["serving.baton.dev/revision"] for pod in service.pods())
+    return Counter(
+        pod["metadata"]["labels"]["serving.baton.dev/revision"] for pod in service.pods()
+    )
 
 
 def rounds(service: Service, number: int) -> None:
@@ -53,7 +59,9 @@ def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Ser
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 20)
-    assert service.object()["status"]["specRevision"] != service.object()["status"]["servedRevision"]
+    assert (
+        service.object()["status"]["specRevision"] != service.object()["status"]["servedRevision"]
+    )
     lose(service, before)
     service.reconcile()
     service.world(lambda: True, 6.0)
@@ -71,7 +79,9 @@ def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Ser
     assert status["servedRevision"] == status["specRevision"]
 
 
-def test_what_dies_in_a_pause_in_the_middle_of_a_rollout_comes_back_as_what_served(service: Service) -> None:
+def test_what_dies_in_a_pause_in_the_middle_of_a_rollout_comes_back_as_what_served(
+    service: Service,
+) -> None:
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 3)

@@ -65,15 +65,25 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
 def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
     def updating() -> str:
         rounds(service, 2)
-        (found,) = [each for each in service.object()["status"]["conditions"] if each["type"] == "Updating"]
+        (found,) = [
+            each for each in service.object()["status"]["conditions"] if each["type"] == "Updating"
+        ]
         assert found["reason"] == "Paused"
         return str(found["message"])
 
     service.patch({"paused": True})
     assert updating() == "no edit waits; new edits wait until spec.paused is false"
     service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
-    assert updating() == "no edit waits; new edits wait until spec.paused is false", "of these a pause holds none back"
-    service.patch({"image": "reg/other:1", "decode": {"parallelism": {"tensor": 2}}, "gateway": {"limits": {}}})
+    assert updating() == "no edit waits; new edits wait until spec.paused is false", (
+        "of these a pause holds none back"
+    )
+    service.patch(
+        {
+            "image": "reg/other:1",
+            "decode": {"parallelism": {"tensor": 2}},
+            "gateway": {"limits": {}},
+        }
+    )
     assert updating() == "edits of decode.parallelism, image wait until spec.paused is false"
     service.patch({"image": None, "decode": {"parallelism": None}})
     assert updating() == "no edit waits; new edits wait until spec.paused is false"
@@ -96,7 +106,9 @@ def test_a_group_that_an_edit_in_a_pause_removes_keeps_its_size(size: int) -> No
 def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
     kept = {"model": {"uri": "file:///m"}, "paused": True}
     assert held_back(kept, {**kept, "engine": {"maxNumSeqs": "many"}}) == ("engine",)
-    assert held_back(kept, {**kept, "model": {"uri": "file:///n"}, "paused": False}) == ("model.uri",)
+    assert held_back(kept, {**kept, "model": {"uri": "file:///n"}, "paused": False}) == (
+        "model.uri",
+    )
 
 
 def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:
@@ -112,7 +124,9 @@ def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:
         service.close()
 
 
-def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgotten(service: Service) -> None:
+def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgotten(
+    service: Service,
+) -> None:
     (first,) = records(service)
     assert first["data"]["spec"]["model"] == {**SPEC["model"], "dtype": "auto"}
     service.patch({"decode": {"replicas": 1}})
@@ -131,12 +145,19 @@ def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgo
     assert first not in records(service)
 
 
-def test_a_record_of_a_deleted_service_of_the_same_name_is_not_taken_for_its_own(service: Service) -> None:
+def test_a_record_of_a_deleted_service_of_the_same_name_is_not_taken_for_its_own(
+    service: Service,
+) -> None:
     (first,) = records(service)
     service.patch({"engine": {"maxNumSeqs": 3}})
     name = f"{NAME}-{names.content_hash(_pod_fields(service.object()['spec']))}"
     (owner,) = first["metadata"]["ownerReferences"]
-    metadata = {**first["metadata"], "name": name, "uid": "old", "ownerReferences": [{**owner, "uid": "gone"}]}
+    metadata = {
+        **first["metadata"],
+        "name": name,
+        "uid": "old",
+        "ownerReferences": [{**owner, "uid": "gone"}],
+    }
     service.server.cluster.store.put("controllerrevisions.apps", {**first, "metadata": metadata})
     service.reconcile()
     assert reason(service, "Ready") == "NameConflict"
@@ -170,7 +191,9 @@ def test_a_pause_whose_record_is_gone_does_nothing(service: Service) -> None:
 def test_going_back_in_the_middle_keeps_those_that_were_not_replaced(service: Service) -> None:
     """The new revision never gets ready: only its own pod leaves, and no other is restarted."""
     before = {pod["metadata"]["uid"] for pod in service.pods()}
-    broken = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
+    broken = {
+        "spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}
+    }
     service.patch({"decode": {"template": broken}, "progressDeadlineSeconds": 30})
     rounds(service, 20)
     assert before < {pod["metadata"]["uid"] for pod in service.pods()}, "the others serve on"

@@ -60,15 +60,26 @@ def test_a_name_cannot_lead_to_another_path(name: str) -> None:
     assert path.count("/") == "/api/v1/namespaces/ns/secrets/x".count("/")
 
 
-def event(labels: dict[str, str] | None = None, references: list[dict[str, Any]] | None = None) -> kopf.Meta:
-    body = {"metadata": {"namespace": "ns", "name": "o", "labels": labels or {}, "ownerReferences": references or []}}
+def event(
+    labels: dict[str, str] | None = None, references: list[dict[str, Any]] | None = None
+) -> kopf.Meta:
+    body = {
+        "metadata": {
+            "namespace": "ns",
+            "name": "o",
+            "labels": labels or {},
+            "ownerReferences": references or [],
+        }
+    }
     return kopf.Body(body).metadata  # type: ignore[arg-type]
 
 
 def test_an_event_belongs_to_the_service_of_its_label_and_to_its_controller() -> None:
     owner = {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": "demo", "uid": "u"}
     others = [{**owner, "name": f"s{number}"} for number in range(1000)]
-    assert list(keys_of("Pod", event(references=[*others, {**owner, "controller": True}]))) == [Key("ns", "demo")]
+    assert list(keys_of("Pod", event(references=[*others, {**owner, "controller": True}]))) == [
+        Key("ns", "demo")
+    ]
     assert set(keys_of("Pod", event({names.LABEL_SERVICE: "a"}, others))) == {Key("ns", "a")}
     foreign = {**owner, "apiVersion": "other.dev/v1", "controller": True}
     assert list(keys_of("Pod", event(references=[foreign]))) == []

@@ -39,7 +39,9 @@ class Candidate:
 class ElectionMachine(RuleBasedStateMachine):
     """Candidates with clocks of their own around one stored record, whose reads and writes are delayed and lost."""
 
-    @initialize(rates=st.lists(st.floats(1 - DRIFT, 1 + DRIFT), min_size=2, max_size=3), data=st.data())
+    @initialize(
+        rates=st.lists(st.floats(1 - DRIFT, 1 + DRIFT), min_size=2, max_size=3), data=st.data()
+    )
     def begin(self, rates: list[float], data: st.DataObject) -> None:
         self.now = 0.0
         self.version = 0
@@ -91,8 +93,17 @@ class ElectionMachine(RuleBasedStateMachine):
         if candidate.stopped or candidate.writing or not election.may_take():
             return
         seen = election.seen
-        record = Record(holder=election.identity, duration_s=LEASE_S, renewed=str(self.now), version=_version(seen))
-        candidate.writing, candidate.stored, candidate.refused = (record, election.now()), None, False
+        record = Record(
+            holder=election.identity,
+            duration_s=LEASE_S,
+            renewed=str(self.now),
+            version=_version(seen),
+        )
+        candidate.writing, candidate.stored, candidate.refused = (
+            (record, election.now()),
+            None,
+            False,
+        )
 
     @rule(data=st.data())
     def the_server_gets_it(self, data: st.DataObject) -> None:
@@ -135,9 +146,15 @@ class ElectionMachine(RuleBasedStateMachine):
                 at = self.now + candidate.election.may_write_s / candidate.rate
                 for other in others:
                     seen = other.election.seen
-                    if seen is not None and seen.holder == candidate.election.identity and seen == self.record:
+                    if (
+                        seen is not None
+                        and seen.holder == candidate.election.identity
+                        and seen == self.record
+                    ):
                         then = other.offset + other.rate * at
-                        assert then <= other.election._seen_at + seen.duration_s, "another may hold it by then"
+                        assert then <= other.election._seen_at + seen.duration_s, (
+                            "another may hold it by then"
+                        )
 
 
 def _version(record: Record | None) -> str:
@@ -189,7 +206,10 @@ def elector(leases: Leases, identity: str, lease_s: float = 1.0) -> tuple[Electo
 
 async def test_the_first_takes_it_and_the_second_waits_until_it_is_released() -> None:
     leases = Leases()
-    (first, held), (second, waiting) = elector(leases, "a", lease_s=30), elector(leases, "b", lease_s=3)
+    (first, held), (second, waiting) = (
+        elector(leases, "a", lease_s=30),
+        elector(leases, "b", lease_s=3),
+    )
     await first.acquire()
     assert held.held_s > 0
     assert held.may_write_s > held.held_s
@@ -264,6 +284,8 @@ def test_an_answer_that_comes_late_does_not_lengthen_the_hold() -> None:
     sent_at = election.now()
     now = LEASE_S / 2
     election.wrote(Record(holder="a", duration_s=LEASE_S, version="1"), sent_at)
-    assert 0 < election.held_s < LEASE_S - now, "others count from when the server stored it, or a little later"
+    assert 0 < election.held_s < LEASE_S - now, (
+        "others count from when the server stored it, or a little later"
+    )
     now = LEASE_S
     assert election.held_s <= 0, "by now another may hold it"

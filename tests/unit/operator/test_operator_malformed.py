@@ -43,10 +43,20 @@ def deep(levels: int) -> Object:
 MALFORMED: list[tuple[Object, str]] = [
     (with_engine(env={"FOO": "bar"}), "decode.template.spec.containers[engine].env must be a list"),
     (with_engine(env="x"), "decode.template.spec.containers[engine].env must be a list"),
-    (with_engine(env=["FOO=bar"]), "decode.template.spec.containers[engine].env[0] must be an object with 'name'"),
-    (with_engine(resources="x"), "decode.template.spec.containers[engine].resources must be an object"),
     (
-        {"gateway": {"template": {"spec": {"containers": [{"name": "gateway", "env": {"FOO": "bar"}}]}}}},
+        with_engine(env=["FOO=bar"]),
+        "decode.template.spec.containers[engine].env[0] must be an object with 'name'",
+    ),
+    (
+        with_engine(resources="x"),
+        "decode.template.spec.containers[engine].resources must be an object",
+    ),
+    (
+        {
+            "gateway": {
+                "template": {"spec": {"containers": [{"name": "gateway", "env": {"FOO": "bar"}}]}}
+            }
+        },
         "gateway.template.spec.containers[gateway].env must be a list",
     ),
     (
@@ -61,11 +71,17 @@ MALFORMED: list[tuple[Object, str]] = [
         {"decode": {"template": {"metadata": {"labels": {"a": 1}}}}},
         "decode.template.metadata.labels.a must be a string",
     ),
-    ({"decode": {"template": {"spec": {"volumes": "x" * 10**6}}}}, "decode.template.spec.volumes must be a list"),
+    (
+        {"decode": {"template": {"spec": {"volumes": "x" * 10**6}}}},
+        "decode.template.spec.volumes must be a list",
+    ),
     ({"prefill": {"template": {"spec": "none"}}}, "prefill.template.spec must be an object"),
     ({"decode": {"template": deep(300)}}, "decode.template is nested more than"),
     ({"decode": {"resources": {"limits": "x"}}}, "decode.resources.limits must be an object"),
-    ({"decode": {"resources": {"limits": {"cpu": [1]}}}}, "decode.resources.limits.cpu must be a quantity"),
+    (
+        {"decode": {"resources": {"limits": {"cpu": [1]}}}},
+        "decode.resources.limits.cpu must be a quantity",
+    ),
     ({"decode": {"resources": {"more": deep(300)}}}, "decode.resources is nested more than"),
 ]
 
@@ -78,7 +94,9 @@ def simulated() -> Iterator[Service]:
 
 
 def condition(simulated: Service, type_: str = "Ready") -> Object:
-    (found,) = [each for each in simulated.object()["status"]["conditions"] if each["type"] == type_]
+    (found,) = [
+        each for each in simulated.object()["status"]["conditions"] if each["type"] == type_
+    ]
     return dict(found)
 
 
@@ -105,24 +123,36 @@ def test_a_malformed_edit_is_named_and_the_members_of_before_are_kept_up(
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
     rounds(simulated, 4)
     ready, generation = condition(simulated), simulated.object()["metadata"]["generation"]
-    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "InvalidSpec", generation)
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == (
+        "False",
+        "InvalidSpec",
+        generation,
+    )
     assert ready["message"].startswith(f"spec: {says}")
     assert len(ready["message"]) < 1000
     assert member_names(simulated) == {f"{NAME}-prefill-0", f"{NAME}-decode-0", f"{NAME}-decode-1"}
     assert condition(simulated, "DecodeReady")["status"] == "True"
-    (told,) = [event for event in simulated.server.list("events") if event["reason"] == "InvalidSpec"]
+    (told,) = [
+        event for event in simulated.server.list("events") if event["reason"] == "InvalidSpec"
+    ]
     assert (told["type"], told["count"]) == ("Warning", 1)
     assert says in told["message"]
     simulated.patch({"decode": {"replicas": 3}})
     rounds(simulated, 4)
     assert f"{NAME}-decode-3" not in member_names(simulated)
-    assert f"{NAME}-decode-2" in member_names(simulated), "sizes are as they are wanted now, as in a pause"
-    simulated.patch({group: {"template": None, "resources": None} for group in ("prefill", "decode", "gateway")})
+    assert f"{NAME}-decode-2" in member_names(simulated), (
+        "sizes are as they are wanted now, as in a pause"
+    )
+    simulated.patch(
+        {group: {"template": None, "resources": None} for group in ("prefill", "decode", "gateway")}
+    )
     simulated.settle()
 
 
 @pytest.mark.parametrize(("edit", "says"), MALFORMED)
-def test_a_service_that_begins_malformed_says_so(simulated: Service, edit: Object, says: str) -> None:
+def test_a_service_that_begins_malformed_says_so(
+    simulated: Service, edit: Object, says: str
+) -> None:
     simulated.create({**SPEC, **{role: {**SPEC[role], **fields} for role, fields in edit.items()}})
     simulated.reconcile()
     assert condition(simulated)["reason"] == "InvalidSpec"
@@ -155,7 +185,15 @@ KEYS = st.sampled_from(
             "securityContext",
             "a.env",
         ),
-        *("tolerations", "startupProbe", "httpGet", "configMap", "cpu", names.LABEL_ROLE, names.ANNOTATION_SERVICE_KEY),
+        *(
+            "tolerations",
+            "startupProbe",
+            "httpGet",
+            "configMap",
+            "cpu",
+            names.LABEL_ROLE,
+            names.ANNOTATION_SERVICE_KEY,
+        ),
     ]
 )
 SCALARS = st.one_of(
@@ -166,13 +204,17 @@ SCALARS = st.one_of(
     st.sampled_from(["", "engine", "gateway", "model", "config", "tmp", "http", "x", "4"]),
 )
 JSON = st.recursive(
-    SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=4), max_leaves=12
+    SCALARS,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=4),
+    max_leaves=12,
 )
 
 
 def shaped(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Mostly what has these fields, in parts."""
-    return st.one_of(st.fixed_dictionaries({}, optional=fields), st.fixed_dictionaries(fields), JSON)
+    return st.one_of(
+        st.fixed_dictionaries({}, optional=fields), st.fixed_dictionaries(fields), JSON
+    )
 
 
 CONTAINERS = st.lists(
@@ -187,13 +229,25 @@ CONTAINERS = st.lists(
 )
 TEMPLATES = shaped(
     metadata=shaped(labels=JSON, annotations=JSON),
-    spec=shaped(containers=CONTAINERS | JSON, initContainers=CONTAINERS | JSON, volumes=JSON, securityContext=JSON),
+    spec=shaped(
+        containers=CONTAINERS | JSON,
+        initContainers=CONTAINERS | JSON,
+        volumes=JSON,
+        securityContext=JSON,
+    ),
 ).filter(lambda value: isinstance(value, dict))
-RESOURCES = shaped(limits=JSON, requests=JSON, claims=JSON).filter(lambda value: isinstance(value, dict))
+RESOURCES = shaped(limits=JSON, requests=JSON, claims=JSON).filter(
+    lambda value: isinstance(value, dict)
+)
 
 
 @settings(max_examples=400, deadline=None)
-@given(TEMPLATES, RESOURCES, st.sampled_from(["prefill", "decode", "gateway"]), st.sampled_from(["hf", "file"]))
+@given(
+    TEMPLATES,
+    RESOURCES,
+    st.sampled_from(["prefill", "decode", "gateway"]),
+    st.sampled_from(["hf", "file"]),
+)
 @example({}, {"limits": False}, "decode", "hf")
 @example({"metadata": {"annotations": ""}}, {}, "gateway", "file")
 @example(
@@ -223,22 +277,35 @@ def test_any_json_ends_in_objects_or_in_words_that_name_the_field(
         assert pod["metadata"]["labels"].items() >= names.selector("demo", member_role).items()
         assert pod["metadata"]["annotations"][names.ANNOTATION_SERVICE_KEY] == "k1"
     (front,) = [obj for obj in found.objects if obj["kind"] == "Deployment"]
-    assert {"POD_IP"} <= {each["name"] for each in front["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert {"POD_IP"} <= {
+        each["name"] for each in front["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
 
 
 def test_templates_as_deep_as_pods_are_taken() -> None:
-    assert MemberTemplate(owner(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode").pod(0)
-    assert gateway.deployment(owner(gateway={"template": {"metadata": {"annotations": {"a": None}}}}))
+    assert MemberTemplate(
+        owner(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode"
+    ).pod(0)
+    assert gateway.deployment(
+        owner(gateway={"template": {"metadata": {"annotations": {"a": None}}}})
+    )
 
 
 # Statuses and pods that others made
 
 
 def test_a_size_in_the_status_that_is_out_of_bounds_makes_no_pod(simulated: Service) -> None:
-    simulated.create({**SPEC, "decode": {"autoscaling": {"minReplicas": 1, "maxReplicas": 1, "itlMilliseconds": 50}}})
+    simulated.create(
+        {
+            **SPEC,
+            "decode": {"autoscaling": {"minReplicas": 1, "maxReplicas": 1, "itlMilliseconds": 50}},
+        }
+    )
     simulated.settle()
     written = {"status": {"decode": {"autoscaling": {"size": 4}}}}
-    simulated.server.request("PATCH", service_path(NAME) + "/status", written, {}, "application/merge-patch+json")
+    simulated.server.request(
+        "PATCH", service_path(NAME) + "/status", written, {}, "application/merge-patch+json"
+    )
     simulated.operator_restarts()
     for _ in range(4):
         simulated.reconcile()
@@ -246,14 +313,20 @@ def test_a_size_in_the_status_that_is_out_of_bounds_makes_no_pod(simulated: Serv
         simulated.world(lambda: True, 6.0)
 
 
-@pytest.mark.parametrize("name", [f"{NAME}-decode-copy", f"{NAME}-decode-01", f"{NAME}-decode-0-copy", "x"])
+@pytest.mark.parametrize(
+    "name", [f"{NAME}-decode-copy", f"{NAME}-decode-01", f"{NAME}-decode-0-copy", "x"]
+)
 def test_a_copy_of_a_member_stops_nothing_and_is_not_touched(simulated: Service, name: str) -> None:
     simulated.create(SPEC)
     simulated.settle()
     copied = simulated.server.get("pods", f"{NAME}-decode-0")
     assert copied is not None
-    kept = {field: copied["metadata"][field] for field in ("labels", "annotations", "ownerReferences")}
-    copy = simulated.server.put({"metadata": {"name": name, **kept}, "spec": copied["spec"]}, "pods")
+    kept = {
+        field: copied["metadata"][field] for field in ("labels", "annotations", "ownerReferences")
+    }
+    copy = simulated.server.put(
+        {"metadata": {"name": name, **kept}, "spec": copied["spec"]}, "pods"
+    )
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
     rounds(simulated, 4)
     assert condition(simulated)["reason"] == "AllGroupsReady"
@@ -263,7 +336,9 @@ def test_a_copy_of_a_member_stops_nothing_and_is_not_touched(simulated: Service,
     rounds(simulated, 30)
     assert simulated.server.get("pods", name) == copy
     assert condition(simulated)["reason"] == "AllGroupsReady"
-    (mounted,) = [volume["configMap"]["name"] for volume in copy["spec"]["volumes"] if "configMap" in volume]
+    (mounted,) = [
+        volume["configMap"]["name"] for volume in copy["spec"]["volumes"] if "configMap" in volume
+    ]
     assert simulated.server.get("configmaps", mounted) is not None, "the copy mounts it"
     simulated.server.remove("pods", name)
     simulated.settle()
@@ -272,7 +347,14 @@ def test_a_copy_of_a_member_stops_nothing_and_is_not_touched(simulated: Service,
 def test_names_of_members() -> None:
     for ordinal in (0, 7, 10, 256):
         assert names.is_member_name(names.member_name("a.b", "decode", ordinal), "a.b", "decode")
-    for other in ("a-b-decode-0", "a.b-prefill-0", "a.b-decode-00", "a.b-decode-٣", "a.b-decode-0\n", "xa.b-decode-0"):
+    for other in (
+        "a-b-decode-0",
+        "a.b-prefill-0",
+        "a.b-decode-00",
+        "a.b-decode-٣",
+        "a.b-decode-0\n",
+        "xa.b-decode-0",
+    ):
         assert not names.is_member_name(other, "a.b", "decode")
     assert not names.is_member_name("a.b-gateway-0", "a.b", "gateway")
     assert not names.is_member_name("a.b-None-0", "a.b", None)
@@ -296,7 +378,15 @@ def step_fails(simulated: Service) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["observe", "find_former", "apply_objects", "collect_config_maps", "gateway_group", "report", "plan_members"],
+    [
+        "observe",
+        "find_former",
+        "apply_objects",
+        "collect_config_maps",
+        "gateway_group",
+        "report",
+        "plan_members",
+    ],
 )
 def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
     simulated: Service, monkeypatch: pytest.MonkeyPatch, place: str
@@ -311,7 +401,11 @@ def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
             ready, generation = condition(simulated), simulated.object()["metadata"]["generation"]
             assert (ready["status"], ready["reason"]) == ("False", "InternalError")
             assert "DefectError: of the test" in ready["message"]
-            assert ready["observedGeneration"] == simulated.object()["status"]["observedGeneration"] == generation
+            assert (
+                ready["observedGeneration"]
+                == simulated.object()["status"]["observedGeneration"]
+                == generation
+            )
             simulated.patch({"engine": {"maxNumSeqs": 4}})
         assert member_names(simulated) >= before
         assert "InternalError" in {event["reason"] for event in simulated.server.list("events")}
@@ -346,7 +440,9 @@ def test_a_spec_that_runs_into_a_defect_is_told_and_the_members_of_before_are_ke
     simulated.settle()
 
 
-def test_a_defect_in_one_group_does_not_hold_up_the_other(simulated: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_in_one_group_does_not_hold_up_the_other(
+    simulated: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulated.create(SPEC)
     simulated.settle()
 

@@ -43,7 +43,10 @@ def test_every_node_is_structural() -> None:
 def test_every_field_is_described_in_its_struct() -> None:
     described = {root: SCHEMA["properties"][root] for root in ("spec", "status")}
     assert [
-        root + path for root, node in described.items() for path, node in nodes(node) if not node.get("description")
+        root + path
+        for root, node in described.items()
+        for path, node in nodes(node)
+        if not node.get("description")
     ] == []
 
 
@@ -53,12 +56,18 @@ def test_the_reference_has_every_field_and_every_rule() -> None:
         for path, node in nodes(SCHEMA["properties"][root], root):
             if "properties" in node:
                 section = text.split(f"\n## {path}\n", 1)[1].split("\n## ", 1)[0]
-                assert [name for name in node["properties"] if f"\n| `{name}` | " not in section] == [], path
+                assert [
+                    name for name in node["properties"] if f"\n| `{name}` | " not in section
+                ] == [], path
     assert [rule.cel for rule in RULES if rule.cel.replace("|", "\\|") not in text] == []
 
 
 def test_every_number_of_the_spec_has_bounds() -> None:
-    numbers = [(path, node) for path, node in nodes(SPEC) if node.get("type") == "integer" and "enum" not in node]
+    numbers = [
+        (path, node)
+        for path, node in nodes(SPEC)
+        if node.get("type") == "integer" and "enum" not in node
+    ]
     assert [path for path, node in numbers if not {"minimum", "maximum"} <= set(node)] == []
 
 
@@ -68,24 +77,36 @@ def test_the_schema_defaults_what_the_structs_default() -> None:
             if name not in value and "default" in child:
                 value[name] = child["default"]
             if name in value:
-                value[name] = defaulted(child, dict(value[name]) if isinstance(value[name], dict) else value[name])
+                value[name] = defaulted(
+                    child, dict(value[name]) if isinstance(value[name], dict) else value[name]
+                )
         return value
 
     minimal = {"model": {"uri": "file:///m"}}
-    assert llmservice.decode_spec(defaulted(SPEC, {"model": {"uri": "file:///m"}})) == llmservice.decode_spec(minimal)
+    assert llmservice.decode_spec(
+        defaulted(SPEC, {"model": {"uri": "file:///m"}})
+    ) == llmservice.decode_spec(minimal)
 
 
 def test_scale_points_at_decode() -> None:
     scale = custom_resource_definition()["spec"]["versions"][0]["subresources"]["scale"]
-    assert set(scale.values()) == {".spec.decode.replicas", ".status.decode.replicas", ".status.decode.selector"}
-    assert {"replicas", "selector"} <= set(SCHEMA["properties"]["status"]["properties"]["decode"]["properties"])
+    assert set(scale.values()) == {
+        ".spec.decode.replicas",
+        ".status.decode.replicas",
+        ".status.decode.selector",
+    }
+    assert {"replicas", "selector"} <= set(
+        SCHEMA["properties"]["status"]["properties"]["decode"]["properties"]
+    )
 
 
 def test_what_a_stored_object_has_wrong_is_named() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
         llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
     with pytest.raises(msgspec.ValidationError, match=r"decode\.parallelism\.redundantExperts"):
-        llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}})
+        llmservice.decode_spec(
+            {"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}}
+        )
 
 
 def test_the_repository_is_up_to_date() -> None:

@@ -27,7 +27,9 @@ GIB = 2**30
 
 
 def member_spec(**fields: Any) -> Object:
-    spec: Object = MemberTemplate(owner(model=fields, decode={"resources": RESOURCES}), "decode").pod(0)["spec"]
+    spec: Object = MemberTemplate(
+        owner(model=fields, decode={"resources": RESOURCES}), "decode"
+    ).pod(0)["spec"]
     return spec
 
 
@@ -48,7 +50,11 @@ def volume_of(spec: Object) -> Object:
     ("uri", "path", "source"),
     [
         ("file:///models/x/", "/models/x", {"hostPath": {"path": "/models/x"}}),
-        ("pvc://c/x", "/models/c/x", {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}}),
+        (
+            "pvc://c/x",
+            "/models/c/x",
+            {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
+        ),
         (
             "image://reg.io/a/b:v1",
             "/models/image",
@@ -57,11 +63,18 @@ def volume_of(spec: Object) -> Object:
         (
             f"image://host:5000/a@sha256:{'0' * 64}/weights/x",
             "/models/image/weights/x",
-            {"image": {"reference": f"host:5000/a@sha256:{'0' * 64}", "pullPolicy": "IfNotPresent"}},
+            {
+                "image": {
+                    "reference": f"host:5000/a@sha256:{'0' * 64}",
+                    "pullPolicy": "IfNotPresent",
+                }
+            },
         ),
     ],
 )
-def test_what_is_there_already_is_mounted_and_not_fetched(uri: str, path: str, source: Object) -> None:
+def test_what_is_there_already_is_mounted_and_not_fetched(
+    uri: str, path: str, source: Object
+) -> None:
     assert re.fullmatch(MODEL_URI, uri)
     found = model.source(Model(uri=uri), "decode")
     assert found.path == path
@@ -104,7 +117,9 @@ def test_a_model_of_a_hub_is_fetched_into_the_folder_that_the_engine_reads() -> 
     assert not any(mount.get("readOnly") for mount in container["volumeMounts"])
     assert volume_of(spec) == {"emptyDir": {}}
     assert container["securityContext"] == engine["securityContext"]
-    assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}, "no device waits for a download"
+    assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}, (
+        "no device waits for a download"
+    )
 
 
 def test_a_gateway_fetches_no_weights_and_has_a_folder_of_its_own() -> None:
@@ -113,7 +128,11 @@ def test_a_gateway_fetches_no_weights_and_has_a_folder_of_its_own() -> None:
     command = fetcher_of(spec)["command"]
     assert command[command.index("--only") + 1] == "tokenizer"
     read: GatewayConfig = config.gateway_config(wanted)
-    assert command[command.index("--to") + 1] == read.model.path != config.engine_config(wanted, "decode").model.path
+    assert (
+        command[command.index("--to") + 1]
+        == read.model.path
+        != config.engine_config(wanted, "decode").model.path
+    )
 
 
 def test_other_models_and_revisions_have_other_folders() -> None:
@@ -124,10 +143,18 @@ def test_other_models_and_revisions_have_other_folders() -> None:
 @pytest.mark.parametrize(
     ("cache", "source", "limit"),
     [
-        ({"hostPath": "/var/models"}, {"hostPath": {"path": "/var/models", "type": "DirectoryOrCreate"}}, None),
+        (
+            {"hostPath": "/var/models"},
+            {"hostPath": {"path": "/var/models", "type": "DirectoryOrCreate"}},
+            None,
+        ),
         ({"claim": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}, None),
         ({"sizeLimit": "2Gi"}, {"emptyDir": {"sizeLimit": "2Gi"}}, 2 * GIB),
-        ({"claim": "models", "sizeLimit": "1Gi"}, {"persistentVolumeClaim": {"claimName": "models"}}, GIB),
+        (
+            {"claim": "models", "sizeLimit": "1Gi"},
+            {"persistentVolumeClaim": {"claimName": "models"}},
+            GIB,
+        ),
     ],
 )
 def test_the_cache(cache: Object, source: Object, limit: int | None) -> None:
@@ -157,7 +184,11 @@ def fetching_pod(fetcher: Object, last: Object | None = None, **more: Any) -> Ob
 
 RUNNING = {"running": {"startedAt": NOW.isoformat()}}
 DONE = {"terminated": {"exitCode": 0, "message": '{"revision":"c0ffee"}'}}
-ON_THE_WAY = {"demo-decode-0": Health("Fetching", "fetching hf://org/m at c0ffee", LoadProgress(3 * GIB, 14 * GIB))}
+ON_THE_WAY = {
+    "demo-decode-0": Health(
+        "Fetching", "fetching hf://org/m at c0ffee", LoadProgress(3 * GIB, 14 * GIB)
+    )
+}
 
 
 def failed(line: str, code: int = 78) -> Object:
@@ -165,7 +196,10 @@ def failed(line: str, code: int = 78) -> Object:
 
 
 def status_of(
-    pods: list[Object], loading: dict[str, Health] | None = None, problem: Problem | None = None, **spec: Any
+    pods: list[Object],
+    loading: dict[str, Health] | None = None,
+    problem: Problem | None = None,
+    **spec: Any,
 ) -> Any:
     group = Group(role="decode", desired=1, pods=pods, revision="new", loading=loading or {})
     wanted = owner(model=spec or HUB)
@@ -184,7 +218,10 @@ def verdict(*args: Any, **kwargs: Any) -> tuple[str, str, str]:
 
 def test_unknown_before_any_pod() -> None:
     assert verdict([])[:2] == ("Unknown", "NotObserved")
-    assert verdict([fetching_pod({"waiting": {"reason": "PodInitializing"}})])[:2] == ("Unknown", "Starting")
+    assert verdict([fetching_pod({"waiting": {"reason": "PodInitializing"}})])[:2] == (
+        "Unknown",
+        "Starting",
+    )
 
 
 def test_how_far_the_first_pod_is() -> None:
@@ -240,11 +277,15 @@ def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> Non
     )
 
 
-def after(before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any) -> tuple[str, str]:
+def after(
+    before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any
+) -> tuple[str, str]:
     """ModelAvailable of the service whose status `before` was written."""
     told = {**service(), "status": msgspec.to_builtins(before)}
     group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
-    status = report(told, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    status = report(
+        told, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
+    )
     found = condition(status)
     return found.status, found.message
 
@@ -263,13 +304,20 @@ def test_a_service_that_sleeps_has_the_model_that_its_pods_had() -> None:
         "no pod runs; those before had the model; the next one fetches it again",
     )
     kept = {**HUB, "cache": {"claim": "models"}}
-    assert after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1] == "no pod runs; those before had the model"
+    assert (
+        after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1]
+        == "no pod runs; those before had the model"
+    )
 
 
 def test_a_service_that_never_had_its_model_does_not_say_so_in_its_sleep() -> None:
     missing = pod(ready=False)
     missing["status"]["containerStatuses"] = [
-        {"name": "engine", "state": failed("FATAL ModelNotFound: /models/x does not exist"), "restartCount": 1}
+        {
+            "name": "engine",
+            "state": failed("FATAL ModelNotFound: /models/x does not exist"),
+            "restartCount": 1,
+        }
     ]
     had = {"conditions": [], "model": {"uri": FILE["uri"]}}
     lost = report(
@@ -289,11 +337,19 @@ def test_a_service_that_wakes_knows_of_a_model_that_is_not_fetched_anew() -> Non
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
     assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
-    assert after(awake, [pod()], loading, **FILE) == ("True", "pod demo-decode-0: loading /models/x")
-    assert after(status_of([fetching_pod(DONE)]), [fetching_pod(RUNNING)], ON_THE_WAY, **HUB)[0] == "False"
+    assert after(awake, [pod()], loading, **FILE) == (
+        "True",
+        "pod demo-decode-0: loading /models/x",
+    )
+    assert (
+        after(status_of([fetching_pod(DONE)]), [fetching_pod(RUNNING)], ON_THE_WAY, **HUB)[0]
+        == "False"
+    )
 
 
-@pytest.mark.parametrize("reason", ["ModelMissing", "ModelAccessDenied", "NoSpace", "ModelCacheInvalid"])
+@pytest.mark.parametrize(
+    "reason", ["ModelMissing", "ModelAccessDenied", "NoSpace", "ModelCacheInvalid"]
+)
 def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
     ended = failed(f"FATAL {reason}: the words of the fetcher")
     back_off = {"waiting": {"reason": "CrashLoopBackOff"}}
@@ -315,7 +371,11 @@ def test_a_fetcher_that_runs_again_still_says_why_and_how_far_it_is() -> None:
 def test_an_engines_own_fatal_line_about_its_model() -> None:
     crashed = pod(ready=False)
     crashed["status"]["containerStatuses"] = [
-        {"name": "engine", "state": failed("FATAL ModelNotFound: /models/x does not exist"), "restartCount": 1}
+        {
+            "name": "engine",
+            "state": failed("FATAL ModelNotFound: /models/x does not exist"),
+            "restartCount": 1,
+        }
     ]
     assert verdict([crashed], uri="file:///models/x")[:2] == ("False", "ModelNotFound")
 
@@ -329,8 +389,13 @@ def test_a_configuration_that_is_wrong_for_other_reasons_says_nothing_about_the_
 
 
 def test_a_cluster_without_image_volumes_is_told_apart() -> None:
-    refused = ReconcileError('Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type')
-    assert verdict([], problem=refused, uri="image://reg/a:b")[:2] == ("False", "ImageVolumeUnsupported")
+    refused = ReconcileError(
+        'Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type'
+    )
+    assert verdict([], problem=refused, uri="image://reg/a:b")[:2] == (
+        "False",
+        "ImageVolumeUnsupported",
+    )
     assert verdict([], problem=refused, **HUB)[:2] == ("Unknown", "NotObserved")
 
 
@@ -383,7 +448,9 @@ async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> 
     ],
     ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
 )
-def test_who_begins_to_run_is_asked_again_soon(state: Object, started: bool, expected: bool) -> None:
+def test_who_begins_to_run_is_asked_again_soon(
+    state: Object, started: bool, expected: bool
+) -> None:
     member = pod(state=state, status={"podIP": "10.0.0.1"})
     member["status"]["containerStatuses"][0]["started"] = started
     assert is_progress_expected([member], {}) is expected
@@ -395,5 +462,9 @@ def test_who_begins_to_run_is_asked_again_soon(state: Object, started: bool, exp
 def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
     """Else the first it says is heard twenty seconds later."""
     waiting = {"waiting": {"reason": "PodInitializing"}}
-    assert is_progress_expected([fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {})
-    assert not is_progress_expected([fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {})
+    assert is_progress_expected(
+        [fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {}
+    )
+    assert not is_progress_expected(
+        [fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {}
+    )

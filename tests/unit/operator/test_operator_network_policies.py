@@ -39,9 +39,14 @@ def policies(service: Owner, operator_namespace: str | None = OPERATOR_NAMESPACE
 def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
     """One pod of each role of a service."""
     service = owner(name, coordinator="10.0.0.1", **SPEC)
-    labels = {role: MemberTemplate(service, role).pod(0)["metadata"]["labels"] for role in ("prefill", "decode")}
+    labels = {
+        role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
+        for role in ("prefill", "decode")
+    }
     labels["gateway"] = gateway.deployment(service)["spec"]["template"]["metadata"]["labels"]
-    labels["coordinator"] = coordinator.deployment(service)["spec"]["template"]["metadata"]["labels"]
+    labels["coordinator"] = coordinator.deployment(service)["spec"]["template"]["metadata"][
+        "labels"
+    ]
     return {role: Pod(namespace=namespace, labels=found) for role, found in labels.items()}
 
 
@@ -62,7 +67,9 @@ def sources() -> dict[str, Pod]:
         "its gateway": pods("demo", "other")["gateway"],
         "a pod of the namespace": Pod(namespace="default", labels={"app": "web"}),
         "a pod of another namespace": Pod(namespace="other", labels={"app": "web"}),
-        "a pod of the operator's namespace": Pod(namespace=OPERATOR_NAMESPACE, labels={"app": "web"}),
+        "a pod of the operator's namespace": Pod(
+            namespace=OPERATOR_NAMESPACE, labels={"app": "web"}
+        ),
         "somebody with the operator's labels": Pod(namespace="other", labels=operator().labels),
         "prometheus": Pod(namespace="monitoring", labels={"app": "prometheus"}),
     }
@@ -83,7 +90,9 @@ ALLOWED["decode"] = ALLOWED["prefill"]
 
 
 @pytest.mark.parametrize("target", ["prefill", "decode", "coordinator"])
-def test_engines_and_coordinator_are_reached_by_their_own_and_the_operator_only(target: str) -> None:
+def test_engines_and_coordinator_are_reached_by_their_own_and_the_operator_only(
+    target: str,
+) -> None:
     applied = [
         *policies(owner(coordinator="10.0.0.1", **SPEC)),
         *policies(owner("alien", coordinator="10.0.0.1", **SPEC)),
@@ -105,7 +114,9 @@ def test_the_gateway_is_reached_by_everybody() -> None:
 
 
 def test_who_collects_metrics_reaches_http_and_nothing_else() -> None:
-    applied = policies(owner(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC))
+    applied = policies(
+        owner(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC)
+    )
     prometheus, web = sources()["prometheus"], sources()["a pod of the namespace"]
     for role, http in (
         ("prefill", ENGINE_HTTP_PORT),
@@ -114,7 +125,9 @@ def test_who_collects_metrics_reaches_http_and_nothing_else() -> None:
     ):
         target = pods("demo")[role]
         ports = {*ENGINE_PORTS, *COORDINATOR_PORTS}
-        assert {port for port in ports if admits(applied, NAMESPACES, prometheus, target, port)} == {http}
+        assert {
+            port for port in ports if admits(applied, NAMESPACES, prometheus, target, port)
+        } == {http}
         assert not any(admits(applied, NAMESPACES, web, target, port) for port in ports)
 
 
@@ -122,7 +135,9 @@ def test_an_operator_that_is_no_pod_is_not_locked_out() -> None:
     applied = policies(owner(coordinator="10.0.0.1", **SPEC), operator_namespace=None)
     elsewhere = sources()["a pod of another namespace"]
     target = pods("demo")["decode"]
-    assert [port for port in ENGINE_PORTS if admits(applied, NAMESPACES, elsewhere, target, port)] == [ENGINE_HTTP_PORT]
+    assert [
+        port for port in ENGINE_PORTS if admits(applied, NAMESPACES, elsewhere, target, port)
+    ] == [ENGINE_HTTP_PORT]
 
 
 def test_policies_can_be_switched_off_and_go_with_the_coordinator() -> None:
@@ -138,7 +153,9 @@ def test_policies_can_be_switched_off_and_go_with_the_coordinator() -> None:
 
 def test_what_keeps_others_out_is_there_before_the_pods() -> None:
     kinds = [obj["kind"] for obj in desired(owner(coordinator="10.0.0.1", **SPEC), None).objects]
-    assert max(i for i, kind in enumerate(kinds) if kind == "NetworkPolicy") < kinds.index("Deployment")
+    assert max(i for i, kind in enumerate(kinds) if kind == "NetworkPolicy") < kinds.index(
+        "Deployment"
+    )
 
 
 def test_the_evaluator_knows_blocks_expressions_named_ports_and_ranges() -> None:
@@ -152,12 +169,23 @@ def test_the_evaluator_knows_blocks_expressions_named_ports_and_ranges() -> None
     assert admits(policy({"from": [block]}), NAMESPACES, web, target, 1)
     excepted = Pod(namespace="other", ip="10.2.1.9")
     assert not admits(policy({"from": [block]}), NAMESPACES, excepted, target, 1)
-    some = {"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}}
+    some = {
+        "namespaceSelector": {},
+        "podSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]},
+    }
     assert admits(policy({"from": [some]}), NAMESPACES, web, target, 1)
     assert not admits(policy({"from": [some]}), NAMESPACES, excepted, target, 1)
     assert admits(policy({"ports": [{"port": "http"}]}), NAMESPACES, web, target, 8000)
     assert not admits(policy({"ports": [{"port": "http"}]}), NAMESPACES, web, target, 8001)
     assert admits(policy({"ports": [{"port": 5, "endPort": 9}]}), NAMESPACES, web, target, 7)
-    assert not admits(policy({"ports": [{"port": 7, "protocol": "UDP"}]}), NAMESPACES, web, target, 7)
-    assert not admits([{"metadata": {"namespace": "default"}, "spec": {"podSelector": {}}}], NAMESPACES, web, target, 7)
+    assert not admits(
+        policy({"ports": [{"port": 7, "protocol": "UDP"}]}), NAMESPACES, web, target, 7
+    )
+    assert not admits(
+        [{"metadata": {"namespace": "default"}, "spec": {"podSelector": {}}}],
+        NAMESPACES,
+        web,
+        target,
+        7,
+    )
     assert admits(policy({}), NAMESPACES, web, target, 7)

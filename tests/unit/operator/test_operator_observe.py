@@ -76,7 +76,12 @@ def test_only_the_controller_reference_counts() -> None:
 
 @pytest.mark.parametrize(
     ("status", "body", "unfinished"),
-    [(200, '{"draining": true, "unfinished": 3}', 3), (500, "", None), (200, "{}", None), (200, "not JSON", None)],
+    [
+        (200, '{"draining": true, "unfinished": 3}', 3),
+        (500, "", None),
+        (200, "{}", None),
+        (200, "not JSON", None),
+    ],
 )
 async def test_drain_answers(status: int, body: str, unfinished: int | None) -> None:
     async def drain(_: web.Request) -> web.Response:
@@ -89,7 +94,9 @@ async def test_drain_answers(status: int, body: str, unfinished: int | None) -> 
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with aiohttp.ClientSession() as session:
-            assert await Drainer(session, port=runner.addresses[0][1]).drain("127.0.0.1") == unfinished
+            assert (
+                await Drainer(session, port=runner.addresses[0][1]).drain("127.0.0.1") == unfinished
+            )
     finally:
         await runner.cleanup()
 
@@ -100,7 +107,9 @@ async def test_an_engine_that_is_gone_gives_no_answer() -> None:
 
 
 @asynccontextmanager
-async def drained_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[Drainer]:
+async def drained_by(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> AsyncIterator[Drainer]:
     app = web.Application()
     app.add_routes([web.post("/drain", handler), web.post("/elsewhere", handler)])
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -118,7 +127,9 @@ async def test_a_redirect_of_a_pod_is_not_followed() -> None:
 
     async def redirect(request: web.Request) -> web.Response:
         asked.append(request.path)
-        return web.Response(status=307, headers={"Location": "/elsewhere"}, text='{"unfinished": 0}')
+        return web.Response(
+            status=307, headers={"Location": "/elsewhere"}, text='{"unfinished": 0}'
+        )
 
     async with drained_by(redirect) as drainer:
         assert await drainer.drain("127.0.0.1") is None
@@ -141,7 +152,9 @@ async def test_no_more_of_a_reply_is_read_than_a_reply_can_have() -> None:
     assert sent < 64 * pod_clients.MAX_BODY_BYTES
 
 
-async def test_an_address_that_is_silent_holds_up_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_is_silent_holds_up_one_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pod_clients, "TIMEOUT_S", 0.2)
     asked = 0
 

@@ -65,7 +65,9 @@ class Operator:
 
     def metric(self, name: str) -> float | None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=2) as response:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/metrics", timeout=2
+            ) as response:
                 lines = response.read().decode().splitlines()
         except OSError:
             return None
@@ -80,11 +82,27 @@ def operator(plane: EmbeddedControlPlane, folder: Path, name: str) -> Iterator[O
     [port] = free_ports(1)
     log = folder / f"{name}.log"
     with api_proxy(plane.kubeconfig, folder / name) as proxy:
-        command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(proxy.kubeconfig), "--leader-elect"]
-        command += ["--lease-namespace", NAMESPACE, "--lease-duration", str(LEASE_S), "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_operator.cli",
+            "--kubeconfig",
+            str(proxy.kubeconfig),
+            "--leader-elect",
+        ]
+        command += [
+            "--lease-namespace",
+            NAMESPACE,
+            "--lease-duration",
+            str(LEASE_S),
+            "--log-format",
+            "json",
+        ]
         command += ["--host", "127.0.0.1", "--http-port", str(port)]
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "POD_NAME": name})
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, "POD_NAME": name}
+            )
         try:
             yield Operator(process, proxy, port, log)
         finally:
@@ -103,7 +121,12 @@ class Pair:
     def create(self, name: str) -> None:
         spec = {"model": {"uri": "file:///models/x"}, "decode": {"replicas": 1}}
         metadata = {"name": name, "namespace": NAMESPACE}
-        body = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": spec}
+        body = {
+            "apiVersion": "serving.baton.dev/v1alpha1",
+            "kind": "LLMService",
+            "metadata": metadata,
+            "spec": spec,
+        }
 
         async def post() -> None:
             async with connect(self.plane.kubeconfig) as connection:
@@ -117,7 +140,9 @@ class Pair:
             async with connect(self.plane.kubeconfig) as connection:
                 kube = Kube(connection)
                 with contextlib.suppress(KubeError):
-                    found = await kube.list_all("Pod", NAMESPACE, {"serving.baton.dev/service": service})
+                    found = await kube.list_all(
+                        "Pod", NAMESPACE, {"serving.baton.dev/service": service}
+                    )
                     return [pod["metadata"]["name"] for pod in found]
                 return []
 
@@ -144,8 +169,12 @@ def test_only_the_holder_works_and_the_other_only_looks_at_the_lease(pair: Pair)
     pair.wait_for_pod("steady")
     assert not pair.standby.leads()
     assert pair.standby.writes_since(0.0) == []
-    assert {path.partition("?")[0].rpartition("/")[2] for _, path in pair.standby.proxy.reads} <= {"baton-operator"}
-    line = json.loads(next(text for text in pair.leader.log.read_text().splitlines() if "Created" in text))
+    assert {path.partition("?")[0].rpartition("/")[2] for _, path in pair.standby.proxy.reads} <= {
+        "baton-operator"
+    }
+    line = json.loads(
+        next(text for text in pair.leader.log.read_text().splitlines() if "Created" in text)
+    )
     assert (line["namespace"], line["service"], line["level"]) == (NAMESPACE, "steady", "info")
 
 
@@ -162,7 +191,9 @@ def test_a_holder_that_is_told_to_end_hands_over_at_once(pair: Pair) -> None:
     pair.leader.process.terminate()
     assert pair.leader.process.wait(60) == 0, pair.leader.log.read_text()[-2000:]
     ended = time.monotonic()
-    eventually(pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over", every_s=0.05)
+    eventually(
+        pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over", every_s=0.05
+    )
     first = next(at for at, _, path in pair.standby.proxy.writes if "/leases" in path)
     assert first - ended < LEASE_S / 2, "it waited, although the Lease was released"
     assert "Traceback" not in pair.leader.log.read_text(), pair.leader.log.read_text()[-3000:]
@@ -185,16 +216,25 @@ def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) ->
 
 def test_without_an_api_server_it_waits_and_is_healthy(tmp_path: Path) -> None:
     [dead, port] = free_ports(2)
-    cluster = {"clusters": [{"name": "x", "cluster": {"server": f"http://127.0.0.1:{dead}"}}], "current-context": "x"}
+    cluster = {
+        "clusters": [{"name": "x", "cluster": {"server": f"http://127.0.0.1:{dead}"}}],
+        "current-context": "x",
+    }
     contexts = [{"name": "x", "context": {"cluster": "x", "user": "x"}}]
     kubeconfig, log = tmp_path / "kubeconfig", tmp_path / "log"
-    kubeconfig.write_text(json.dumps({**cluster, "contexts": contexts, "users": [{"name": "x", "user": {}}]}))
+    kubeconfig.write_text(
+        json.dumps({**cluster, "contexts": contexts, "users": [{"name": "x", "user": {}}]})
+    )
     command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
     command += ["--host", "127.0.0.1", "--http-port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        eventually(lambda: "does not answer" in log.read_text(), timeout_s=120, what="it to say what it waits for")
+        eventually(
+            lambda: "does not answer" in log.read_text(),
+            timeout_s=120,
+            what="it to say what it waits for",
+        )
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
             assert answer.status == 200, "its kubelet would restart it, and nothing would be better"
         process.terminate()

@@ -27,7 +27,12 @@ LARGE_BLOCKS = msgspec.structs.replace(KV, block_size=32)
 
 
 def group(role: Any, *pods: Object, desired: int | None = None) -> Group:
-    return Group(role=role, desired=len(pods) if desired is None else desired, pods=list(pods), revision="new")
+    return Group(
+        role=role,
+        desired=len(pods) if desired is None else desired,
+        pods=list(pods),
+        revision="new",
+    )
 
 
 def of(role: str, ordinal: int, **options: Any) -> Object:
@@ -46,7 +51,11 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
 
 
 def test_pods_that_fit_are_no_news() -> None:
-    status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), dict.fromkeys(PAIR, KV))
+    status = told(
+        group("prefill", of("prefill", 0)),
+        group("decode", of("decode", 0)),
+        dict.fromkeys(PAIR, KV),
+    )
     assert condition(status, "Ready")[:2] == ("True", "AllGroupsReady")
 
 
@@ -62,7 +71,9 @@ PAIR = ("demo-prefill-0", "demo-decode-0")
         ("version", 3, "version is 2 at demo-prefill-0 and 3 at demo-decode-0"),
     ],
 )
-def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(field: str, value: Any, text: str) -> None:
+def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(
+    field: str, value: Any, text: str
+) -> None:
     other = msgspec.structs.replace(KV, **{field: value})
     kv = {"demo-prefill-0": KV, "demo-decode-0": other}
     status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), kv)
@@ -78,13 +89,20 @@ def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(field: str, val
 def test_one_pod_without_a_partner_is_named() -> None:
     pods = [of("decode", 0), of("decode", 1)]
     kv = {"demo-prefill-0": KV, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
-    message = condition(told(group("prefill", of("prefill", 0)), group("decode", *pods), kv), "PrefillReady")[2]
+    message = condition(
+        told(group("prefill", of("prefill", 0)), group("decode", *pods), kv), "PrefillReady"
+    )[2]
     assert "1 of 2 decode pods can take KV blocks from no prefill pod" in message
     assert "block_size is 32 at demo-decode-1 and 16 at demo-prefill-0" in message
 
 
 def test_every_pod_with_some_partner_is_enough() -> None:
-    kv = {"demo-prefill-0": KV, "demo-prefill-1": LARGE_BLOCKS, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
+    kv = {
+        "demo-prefill-0": KV,
+        "demo-prefill-1": LARGE_BLOCKS,
+        "demo-decode-0": KV,
+        "demo-decode-1": LARGE_BLOCKS,
+    }
     prefill = group("prefill", of("prefill", 0), of("prefill", 1))
     status = told(prefill, group("decode", of("decode", 0), of("decode", 1)), kv)
     assert condition(status, "Ready")[0] == "True"
@@ -98,7 +116,9 @@ def test_nothing_is_claimed_of_who_said_nothing(known: dict[str, KVCompatibility
 
 def test_revisions_that_do_not_fit_are_by_design_while_a_rollout_gets_on() -> None:
     prefill = group("prefill", of("prefill", 0))
-    decode = group("decode", of("decode", 0, revision="old"), of("decode", 1, ready=False), desired=1)
+    decode = group(
+        "decode", of("decode", 0, revision="old"), of("decode", 1, ready=False), desired=1
+    )
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
     status = told(prefill, decode, kv)
     assert condition(status, "Updating")[0] == "True"
@@ -120,7 +140,9 @@ def test_revisions_that_do_not_fit_are_told_when_the_rollout_stands_still() -> N
 
 def test_what_keeps_pods_from_serving_is_told_first() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
-    fatal = {"terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}}
+    fatal = {
+        "terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}
+    }
     broken = of("decode", 1, ready=False, state=fatal)
     status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0), broken), kv)
     assert condition(status, "PrefillReady")[1] == "IncompatiblePeers"
@@ -131,9 +153,13 @@ def test_pods_that_leave_and_groups_without_pods_do_not_count() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
     leaving = of("decode", 0, draining=True)
     decode = group("decode", of("decode", 1), leaving, desired=1)
-    assert condition(told(group("prefill", of("prefill", 0)), decode, kv), "PrefillReady")[0] == "True"
+    assert (
+        condition(told(group("prefill", of("prefill", 0)), decode, kv), "PrefillReady")[0] == "True"
+    )
     asleep = group("decode", desired=0)
-    assert condition(told(group("prefill", of("prefill", 0)), asleep, kv), "PrefillReady")[0] == "True"
+    assert (
+        condition(told(group("prefill", of("prefill", 0)), asleep, kv), "PrefillReady")[0] == "True"
+    )
 
 
 def test_differences_name_both_values() -> None:
@@ -183,7 +209,11 @@ def body(kv: KVCompatibility | None) -> bytes:
 
 
 async def test_each_engine_that_serves_is_asked_once(engines: Engines) -> None:
-    engines.answers = {"127.0.0.1": body(KV), "127.0.0.2": body(None), "127.0.0.3": body(LARGE_BLOCKS)}
+    engines.answers = {
+        "127.0.0.1": body(KV),
+        "127.0.0.2": body(None),
+        "127.0.0.3": body(LARGE_BLOCKS),
+    }
     pods = [
         at("127.0.0.1", "prefill", 0),
         at("127.0.0.2", "prefill", 1),
@@ -200,7 +230,10 @@ async def test_each_engine_that_serves_is_asked_once(engines: Engines) -> None:
 
         restarted = at("127.0.0.3", "decode", 0, restarts=1)
         engines.answers["127.0.0.3"] = body(KV)
-        assert await peers.kv(KEY, [pods[0], restarted]) == {"demo-prefill-0": KV, "demo-decode-0": KV}
+        assert await peers.kv(KEY, [pods[0], restarted]) == {
+            "demo-prefill-0": KV,
+            "demo-decode-0": KV,
+        }
         assert engines.asked[3:] == ["127.0.0.3"], "another process, and only that"
         peers.forget(KEY)
         assert await peers.kv(KEY, pods[:1]) == {"demo-prefill-0": KV}

@@ -27,7 +27,9 @@ SURGE = Update(max_surge=1, max_unavailable=0, surge_timeout_s=30.0)
 PAUSED = Update(paused=True)
 
 
-def plan(members: list[Member], desired: int, update: Update = IN_PLACE, *, has_former: bool = False) -> GroupPlan:
+def plan(
+    members: list[Member], desired: int, update: Update = IN_PLACE, *, has_former: bool = False
+) -> GroupPlan:
     return plan_group(
         members,
         desired=desired,
@@ -193,7 +195,9 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("update", "members", "desired", "step"), ROLLOUTS.values(), ids=ROLLOUTS.keys())
+@pytest.mark.parametrize(
+    ("update", "members", "desired", "step"), ROLLOUTS.values(), ids=ROLLOUTS.keys()
+)
 def test_rollout(update: Update, members: list[Member], desired: int, step: dict[str, Any]) -> None:
     result = plan(members, desired, update)
     assert result.create == step.get("create", [])
@@ -243,7 +247,9 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys())
+@pytest.mark.parametrize(
+    ("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys()
+)
 def test_a_rollout_of_which_the_former_revision_is_known(
     update: Update, members: list[Member], desired: int, step: dict[str, Any]
 ) -> None:
@@ -291,7 +297,9 @@ def test_a_drain_under_way_is_looked_at_again_soon() -> None:
 class Simulation:
     """A cluster that starts pods, drains engines and deletes pods as slowly as `draw` says."""
 
-    def __init__(self, members: list[Member], update: Update, draw: Any, *, has_former: bool) -> None:
+    def __init__(
+        self, members: list[Member], update: Update, draw: Any, *, has_former: bool
+    ) -> None:
         self.members = {m.name: m for m in members}
         self.update = update
         self.has_former = has_former
@@ -311,13 +319,17 @@ class Simulation:
         )
         self._check(before, result, desired)
         for name in result.drain:
-            self._set(name, draining=True, drain_started=self.now, unfinished=self.draw(st.integers(0, 2)))
+            self._set(
+                name, draining=True, drain_started=self.now, unfinished=self.draw(st.integers(0, 2))
+            )
         for name in deleted(result):
             self._set(name, deletion=self.now, ready=False)
         for ordinal in [*result.create, *result.restore]:
             roomless = self.now if self.draw(st.booleans()) else None
             revision = "new" if ordinal in result.create else "old"
-            created = member(ordinal, **DOWN, revision=revision, unready_since=self.now, no_room_since=roomless)
+            created = member(
+                ordinal, **DOWN, revision=revision, unready_since=self.now, no_room_since=roomless
+            )
             assert created.name not in self.members, f"{created.name} exists"
             self.members[created.name] = created
         return result
@@ -326,20 +338,28 @@ class Simulation:
         by_name = {m.name: m for m in before}
         for name in deleted(result):
             gone = by_name[name]
-            timed_out = gone.drain_started and self.now >= gone.drain_started + timedelta(seconds=TIMEOUT_S)
-            assert gone.failed or not gone.serving or gone.unfinished == 0 or timed_out, f"{name} was not drained"
+            timed_out = gone.drain_started and self.now >= gone.drain_started + timedelta(
+                seconds=TIMEOUT_S
+            )
+            assert gone.failed or not gone.serving or gone.unfinished == 0 or timed_out, (
+                f"{name} was not drained"
+            )
         leaving = {*result.drain, *deleted(result)}
         staying = [m for m in before if m.deletion is None and not m.failed and not m.draining]
         ready = [m for m in staying if m.ready]
         left = [m for m in ready if m.name not in leaving]
         if len(left) < len(ready):
             patience = timedelta(seconds=self.update.surge_timeout_s)
-            in_place = any(m.no_room_since and self.now >= m.no_room_since + patience for m in staying)
+            in_place = any(
+                m.no_room_since and self.now >= m.no_room_since + patience for m in staying
+            )
             spared = max(self.update.max_unavailable, 1 if in_place else 0)
             assert len(left) >= desired - spared, "the step takes too many ready members"
         newest = [m for m in staying if m.revision == "new"]
         going = [m for m in newest if m.name in leaving]
-        assert len(going) <= max(0, len(newest) - desired), "a member of the newest revision is replaced"
+        assert len(going) <= max(0, len(newest) - desired), (
+            "a member of the newest revision is replaced"
+        )
         alive = sum(m.deletion is None or self.now < m.deletion + STUCK_TERMINATING for m in before)
         most = max(desired + self.update.max_surge, alive)
         assert alive + len(result.create) + len(result.restore) <= most, "more members than wanted"
@@ -356,7 +376,9 @@ class Simulation:
                 self._set(m.name, unfinished=m.unfinished - 1)
             elif not m.ready and not m.failed and not m.draining:
                 since = None if m.serving else m.unready_since
-                self._set(m.name, serving=True, ready=m.serving, unready_since=since, no_room_since=None)
+                self._set(
+                    m.name, serving=True, ready=m.serving, unready_since=since, no_room_since=None
+                )
 
     def settle(self) -> None:
         """What is under way ends well."""

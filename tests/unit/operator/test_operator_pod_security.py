@@ -24,25 +24,41 @@ EXPERTS: Object = {"replicas": 2, "parallelism": {"expert": True, "tensor": 2}}
 
 SPECS: dict[str, Object] = {
     "aggregated": {},
-    "prefill and decode": {"prefill": {"replicas": 2}, "decode": {"replicas": 3, "parallelism": {"tensor": 4}}},
+    "prefill and decode": {
+        "prefill": {"replicas": 2},
+        "decode": {"replicas": 3, "parallelism": {"tensor": 4}},
+    },
     "experts": {"prefill": {"parallelism": {"tensor": 2}}, "decode": EXPERTS},
     "tuned": {
         "engine": {"device": "cuda", "numThreads": 4, "offloadMemory": "8Gi"},
         "kvTransfer": {"transport": "nixl"},
     },
-    "by ingress": {"gateway": {"replicas": 3, "ingress": {"host": "a.example"}, "maxConcurrentRequests": 7}},
+    "by ingress": {
+        "gateway": {"replicas": 3, "ingress": {"host": "a.example"}, "maxConcurrentRequests": 7}
+    },
     "with resources": {"decode": {"resources": {"limits": {"nvidia.com/gpu": 8}}}},
     "from a hub": {"model": {"uri": "hf://acme/x@main", "credentialsSecret": "hub"}, "prefill": {}},
-    "from an object store, kept in a claim": {"model": {"uri": "s3://bucket/x", "cache": {"claim": "models"}}},
+    "from an object store, kept in a claim": {
+        "model": {"uri": "s3://bucket/x", "cache": {"claim": "models"}}
+    },
     "from an image": {"model": {"uri": "image://registry.example/models/x:1"}},
     "with keys and a certificate": {
         "gateway": {"apiKeys": {"secretName": "keys"}, "tls": {"secretName": "certificate"}}
     },
     "with overlays": {
         "decode": {
-            "template": {"spec": {"nodeSelector": {"gpu": "yes"}, "securityContext": {"supplementalGroups": [7]}}}
+            "template": {
+                "spec": {
+                    "nodeSelector": {"gpu": "yes"},
+                    "securityContext": {"supplementalGroups": [7]},
+                }
+            }
         },
-        "gateway": {"template": {"spec": {"containers": [{"name": "gateway", "env": [{"name": "A", "value": "1"}]}]}}},
+        "gateway": {
+            "template": {
+                "spec": {"containers": [{"name": "gateway", "env": [{"name": "A", "value": "1"}]}]}
+            }
+        },
     },
 }
 
@@ -50,7 +66,9 @@ SPECS: dict[str, Object] = {
 def templates(service: Owner) -> dict[str, Object]:
     """Pod templates by role, that of the coordinator included."""
     found = {
-        role: MemberTemplate(service, role).pod(0) for role in MEMBER_ROLES if role != "prefill" or service.has_prefill
+        role: MemberTemplate(service, role).pod(0)
+        for role in MEMBER_ROLES
+        if role != "prefill" or service.has_prefill
     }
     deployments: dict[str, Callable[[Owner], Object]] = {
         "gateway": gateway.deployment,
@@ -61,7 +79,9 @@ def templates(service: Owner) -> dict[str, Object]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_pod_is_restricted(name: str) -> None:
-    for role, pod in templates(owner(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})).items():
+    for role, pod in templates(
+        owner(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})
+    ).items():
         assert violations(pod["metadata"], pod["spec"]) == [], role
         for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
             assert container["securityContext"]["readOnlyRootFilesystem"], role
@@ -79,10 +99,14 @@ def test_only_the_gateway_has_access_to_the_api() -> None:
     for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
         mounted = pod["spec"].get("automountServiceAccountToken", True)
         account = pod["spec"]["serviceAccountName"]
-        assert (mounted, account) == ((True, "demo-gateway") if role == "gateway" else (False, "demo-engine")), role
+        assert (mounted, account) == (
+            (True, "demo-gateway") if role == "gateway" else (False, "demo-engine")
+        ), role
     subjects = gateway.role_binding(owner())["subjects"]
     assert [subject["name"] for subject in subjects] == ["demo-gateway"]
-    assert gateway.role(owner())["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert gateway.role(owner())["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    ]
 
 
 def test_the_operators_own_pod_is_restricted() -> None:
@@ -119,12 +143,18 @@ def _set(path: str, value: Any) -> Callable[[Object], None]:
         ("spec.securityContext.seLinuxOptions", {"type": "spc_t"}),
         ("spec.securityContext.appArmorProfile", {"type": "Unconfined"}),
         ("spec.securityContext.windowsOptions", {"hostProcess": True}),
-        ("metadata.annotations", {"container.apparmor.security.beta.kubernetes.io/engine": "unconfined"}),
+        (
+            "metadata.annotations",
+            {"container.apparmor.security.beta.kubernetes.io/engine": "unconfined"},
+        ),
         ("spec.containers.0.securityContext", None),
         ("spec.containers.0.securityContext.privileged", True),
         ("spec.containers.0.securityContext.allowPrivilegeEscalation", True),
         ("spec.containers.0.securityContext.capabilities", {"drop": ["NET_RAW"]}),
-        ("spec.containers.0.securityContext.capabilities", {"drop": ["ALL"], "add": ["SYS_PTRACE"]}),
+        (
+            "spec.containers.0.securityContext.capabilities",
+            {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+        ),
         ("spec.containers.0.securityContext.procMount", "Unmasked"),
         ("spec.containers.0.securityContext.runAsUser", 0),
         ("spec.containers.0.ports.0.hostPort", 80),

@@ -81,12 +81,18 @@ async def test_a_server_that_asks_to_be_left_alone_is_left_alone_by_all() -> Non
     # One round of the workers per pause; each pause begins when the round before was refused.
     assert len(refused) <= WORKERS * 3
     rounds = sorted(refused)
-    assert all(later - earlier < 0.5 or later - earlier >= RETRY_AFTER_S * 0.9 for earlier, later in pairwise(rounds))
+    assert all(
+        later - earlier < 0.5 or later - earlier >= RETRY_AFTER_S * 0.9
+        for earlier, later in pairwise(rounds)
+    )
 
 
 async def test_health_is_about_being_stuck_and_nothing_else() -> None:
     why = ""
-    async with serve("127.0.0.1", 0, Metrics(), lambda: why) as port, aiohttp.ClientSession() as session:
+    async with (
+        serve("127.0.0.1", 0, Metrics(), lambda: why) as port,
+        aiohttp.ClientSession() as session,
+    ):
         async with session.get(f"http://127.0.0.1:{port}/health") as answer:
             assert answer.status == 200
         why = "a reconcile has not ended for 400 s"

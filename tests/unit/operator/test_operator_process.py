@@ -40,7 +40,9 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
     assert (parallel.enable_expert_parallel, parallel.coordinator) == (True, f"{address}:5560")
     deployment = await kube.read("Deployment", NAMESPACE, "experts-coordinator")
     assert deployment
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["command"][0] == "baton-coordinator"
+    assert (
+        deployment["spec"]["template"]["spec"]["containers"][0]["command"][0] == "baton-coordinator"
+    )
     await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
 
     coordinator = PlayedCoordinator()
@@ -91,8 +93,14 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
 
         async def told() -> Any:
             events = await kube.list_all("Event", NAMESPACE)
-            mine = {event["reason"] for event in events if event["involvedObject"]["name"] == "experts"}
-            return {"TopologyOperationStarted", "TopologyOperationFailed", "TopologyOperationEnded"} <= mine
+            mine = {
+                event["reason"] for event in events if event["involvedObject"]["name"] == "experts"
+            }
+            return {
+                "TopologyOperationStarted",
+                "TopologyOperationFailed",
+                "TopologyOperationEnded",
+            } <= mine
 
         await eventually(told, "the events of the operations")
 
@@ -104,18 +112,24 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
 
 async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
     plain = Cluster(kube, "plain")
-    await plain.create(decode={"replicas": 1, "parallelism": {"expert": True}}, drainTimeoutSeconds=0)
+    await plain.create(
+        decode={"replicas": 1, "parallelism": {"expert": True}}, drainTimeoutSeconds=0
+    )
     before = await plain.names("decode-0")
     await plain.patch({"decode": {"parallelism": {"expert": False}}})
 
     async def replaced() -> bool:
         pods = await plain.pods()
         return bool(pods) and all(
-            p["metadata"]["uid"] != before["plain-decode-0"]["metadata"]["uid"] for p in pods.values()
+            p["metadata"]["uid"] != before["plain-decode-0"]["metadata"]["uid"]
+            for p in pods.values()
         )
 
     async def gone() -> bool:
-        found = [await kube.read(kind, NAMESPACE, "plain-coordinator") for kind in ("Deployment", "Service")]
+        found = [
+            await kube.read(kind, NAMESPACE, "plain-coordinator")
+            for kind in ("Deployment", "Service")
+        ]
         return not any(found)
 
     await eventually(replaced, "the rank to be replaced by an engine of its own")
@@ -127,7 +141,9 @@ async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
 
 async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     demo = Cluster(kube, "demo")
-    await demo.create(prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}})
+    await demo.create(
+        prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}}
+    )
     pods = await demo.names("prefill-0", "decode-0", "decode-1")
     starting = await demo.condition("Ready", "False", "Starting")
     assert pods["demo-decode-0"]["spec"]["containers"][0]["command"][0] == "baton-engine"
@@ -142,7 +158,9 @@ async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     assert status["endpoint"] == f"http://{gateway['spec']['clusterIP']}"
     assert status["ingressEndpoint"] == "http://demo.localhost"
     selector = f"{GROUP}/service=demo,{GROUP}/role=decode"
-    assert {"desired": 2, "ready": 2, "replicas": 2, "selector": selector}.items() <= status["decode"].items()
+    assert {"desired": 2, "ready": 2, "replicas": 2, "selector": selector}.items() <= status[
+        "decode"
+    ].items()
     service = await demo.service()
     assert "finalizers" not in service["metadata"]
     assert "annotations" not in service["metadata"]
@@ -157,7 +175,16 @@ async def test_a_steady_service_is_not_written_again(kube: Kube, operator: Opera
     await steady.condition("Ready", "True")
 
     async def versions() -> dict[str, str]:
-        kinds = ("LLMService", "Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "Pod", "ConfigMap")
+        kinds = (
+            "LLMService",
+            "Deployment",
+            "Service",
+            "ServiceAccount",
+            "Role",
+            "RoleBinding",
+            "Pod",
+            "ConfigMap",
+        )
         objects = [(kind, obj) for kind in kinds for obj in await kube.list_all(kind, NAMESPACE)]
         return {
             f"{kind}/{obj['metadata']['name']}": obj["metadata"]["resourceVersion"]
@@ -185,7 +212,9 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
         await shrink.patch({"decode": {"replicas": 1}})
 
         async def draining() -> Any:
-            annotations = (await shrink.pods())["shrink-decode-1"]["metadata"].get("annotations", {})
+            annotations = (await shrink.pods())["shrink-decode-1"]["metadata"].get(
+                "annotations", {}
+            )
             return annotations.get(f"{GROUP}/draining") == "true"
 
         await eventually(draining, "decode-1 to be marked as draining")
@@ -224,14 +253,18 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
     await eventually(replaced("roll-decode-1"), "decode-1 to be replaced")
     await roll.condition("DecodeReady", "False")
     await operator.look_around(times=3)
-    assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"]["metadata"]["uid"]
+    assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
+        "metadata"
+    ]["uid"]
     await roll.run("decode-1")
     await eventually(replaced("roll-decode-0"), "decode-0 to be replaced")
     await roll.run("decode-0")
     await roll.condition("DecodeReady", "True")
 
     async def one_configuration() -> Any:
-        found = await kube.list_all("ConfigMap", NAMESPACE, {f"{GROUP}/service": "roll", f"{GROUP}/role": "decode"})
+        found = await kube.list_all(
+            "ConfigMap", NAMESPACE, {f"{GROUP}/service": "roll", f"{GROUP}/role": "decode"}
+        )
         return len(found) == 1
 
     await eventually(one_configuration, "the old ConfigMap to be collected")
@@ -242,7 +275,9 @@ def key_of(pod: Object) -> str:
     return str(pod["metadata"]["annotations"][f"{GROUP}/service-key"])
 
 
-async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change(kube: Kube) -> None:
+async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change(
+    kube: Kube,
+) -> None:
     service = Cluster(kube, "secretive")
     await service.create(decode={"replicas": 1})
     await service.names("decode-0")
@@ -256,7 +291,9 @@ async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change
         await kube.merge("Secret", NAMESPACE, "secretive-key", {"data": {"key": "eA=="}})
 
 
-async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(kube: Kube, operator: Operator) -> None:
+async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
+    kube: Kube, operator: Operator
+) -> None:
     service = Cluster(kube, "rotated")
     await service.create(prefill={}, decode={"replicas": 2}, drainTimeoutSeconds=0)
     old = await service.names("prefill-0", "decode-0", "decode-1")
@@ -282,7 +319,9 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(k
 
     await eventually(begun, "a decode pod with another key")
     await operator.look_around(times=3)
-    assert [pod for pod in await decode_pods() if key_of(pod) == old_key], "all went although no new one is ready"
+    assert [pod for pod in await decode_pods() if key_of(pod) == old_key], (
+        "all went although no new one is ready"
+    )
 
     async def done() -> bool:
         pods = await decode_pods()
@@ -298,7 +337,9 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(k
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-def test_kubectl_applies_the_generated_files_as_they_are(kubeconfigs: dict[str, Path], operator: Operator) -> None:
+def test_kubectl_applies_the_generated_files_as_they_are(
+    kubeconfigs: dict[str, Path], operator: Operator
+) -> None:
     manifests = Path(__file__).parents[3] / "manifests"
     for path in ("crd", "rbac", "operator.yaml"):
         # Servers before 1.25 know no rules in schemas, and validation refuses them.

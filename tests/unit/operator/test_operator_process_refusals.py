@@ -27,7 +27,9 @@ async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
 
     async def told() -> Any:
         events = await kube.list_all("Event", NAMESPACE)
-        return any(e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events)
+        return any(
+            e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events
+        )
 
     await eventually(told, "the event, which follows the status")
     await lost.run("decode-0")
@@ -37,7 +39,9 @@ async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
 async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
     metadata = {"name": "taken-gateway", "namespace": NAMESPACE}
     ports = [{"port": 1234}]
-    await kube.create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}})
+    await kube.create(
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}}
+    )
     taken = Cluster(kube, "taken")
     await taken.create()
     condition = await taken.condition("Ready", "False", "NameConflict")
@@ -64,19 +68,30 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     gpu = "example.com/quota-gpu"
     path = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
     hard = {f"requests.{gpu}": "1"}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}, "spec": {"hard": hard}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "gpus"},
+        "spec": {"hard": hard},
+    }
     await kube.client.create(path, quota)
 
     async def allow(number: int, used: int) -> None:
         """The quota controller's part."""
         hard[f"requests.{gpu}"] = str(number)
-        body = {"spec": {"hard": hard}, "status": {"hard": hard, "used": {f"requests.{gpu}": str(used)}}}
+        body = {
+            "spec": {"hard": hard},
+            "status": {"hard": hard, "used": {f"requests.{gpu}": str(used)}},
+        }
         for subresource in ("", "/status"):
             await kube.client.merge(f"{path}/gpus{subresource}", body)
 
     async def refuses(number: int) -> bool:
         container = {"name": "c", "image": "i", "resources": {"limits": {gpu: str(number)}}}
-        pod = {"metadata": {"name": "probe", "namespace": NAMESPACE}, "spec": {"containers": [container]}}
+        pod = {
+            "metadata": {"name": "probe", "namespace": NAMESPACE},
+            "spec": {"containers": [container]},
+        }
         try:
             await kube.client._request(
                 "create", "POST", kube.path("Pod", NAMESPACE), body=pod, query=[("dryRun", "All")]
@@ -88,7 +103,9 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     await allow(1, used=0)
     await eventually(lambda: refuses(2), "the quota to count")
     narrow = Cluster(kube, "narrow")
-    await narrow.create(decode={"resources": {"limits": {gpu: "1"}}, "replicas": 1}, prefill={"replicas": 1})
+    await narrow.create(
+        decode={"resources": {"limits": {gpu: "1"}}, "replicas": 1}, prefill={"replicas": 1}
+    )
     await narrow.names("decode-0", "prefill-0")
     await narrow.run("decode-0")
     await narrow.run("prefill-0", ip="127.201.0.2")
@@ -111,12 +128,21 @@ async def test_a_secret_that_a_pod_waits_for_is_named_until_it_exists(kube: Kube
     await lacking.create(decode={"template": {"spec": {"volumes": volumes}}})
     await lacking.names("decode-0")
     metadata = {"name": "lacking-decode-0", "namespace": NAMESPACE}
-    bound = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": {"kind": "Node", "name": "node"}}
+    bound = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": metadata,
+        "target": {"kind": "Node", "name": "node"},
+    }
     await kube.client.create(kube.path("Pod", NAMESPACE, "lacking-decode-0", "binding"), bound)
     condition = await lacking.condition("DecodeReady", "False", "SecretNotFound")
     assert "Secret absent does not exist" in condition["message"]
     assert "volume certificates" in condition["message"]
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "absent", "namespace": NAMESPACE}}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "absent", "namespace": NAMESPACE},
+    }
     await kube.create(secret)
     await lacking.condition("DecodeReady", "False", "Starting")
 
@@ -145,7 +171,11 @@ async def test_a_secret_of_ours_without_a_key_is_told(kube: Kube) -> None:
     await service.names("decode-0")
     drawn = await kube.read("Secret", NAMESPACE, "keyless-key")
     assert drawn is not None
-    emptied = {"metadata": {key: drawn["metadata"][key] for key in ("name", "namespace", "ownerReferences")}}
+    emptied = {
+        "metadata": {
+            key: drawn["metadata"][key] for key in ("name", "namespace", "ownerReferences")
+        }
+    }
 
     async def replaced() -> bool:
         if found := await kube.read("Secret", NAMESPACE, "keyless-key"):
@@ -173,7 +203,9 @@ async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
 
 async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube) -> None:
     """Before Kubernetes 1.25 schemas have no rules: what is stored there meets those of the operator."""
-    definition = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.baton.dev"
+    definition = (
+        "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.baton.dev"
+    )
     bad = Cluster(kube, "brokenrule")
     await bad.create()
     await bad.names("decode-0")
@@ -199,7 +231,9 @@ async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube)
 
 async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kube) -> None:
     routed = Cluster(kube, "routed")
-    await routed.create(gateway={"httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["a.example"]}})
+    await routed.create(
+        gateway={"httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["a.example"]}}
+    )
     condition = await routed.condition("Ready", "False", "GatewayAPIMissing")
     assert "spec.gateway.httpRoute" in condition["message"]
     await routed.names("decode-0")
@@ -216,12 +250,22 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
     await routed.run("decode-0")
     await routed.run_gateway()
     await routed.condition("GatewayReady", "False", "RoutePending")
-    refusal = {"type": "Accepted", "status": "False", "reason": "NotAllowedByListeners", "message": "not from here"}
+    refusal = {
+        "type": "Accepted",
+        "status": "False",
+        "reason": "NotAllowedByListeners",
+        "message": "not from here",
+    }
     parents = [{"parentRef": {"name": "public"}, "conditions": [refusal]}]
     await kube.merge("HTTPRoute", NAMESPACE, "routed-gateway", {"status": {"parents": parents}})
     condition = await routed.condition("Ready", "False", "RouteNotAccepted")
-    assert "Gateway public: Accepted is False, NotAllowedByListeners: not from here" in condition["message"]
-    parents[0]["conditions"] = [{"type": "Accepted", "status": "True", "reason": "Accepted", "message": ""}]
+    assert (
+        "Gateway public: Accepted is False, NotAllowedByListeners: not from here"
+        in condition["message"]
+    )
+    parents[0]["conditions"] = [
+        {"type": "Accepted", "status": "True", "reason": "Accepted", "message": ""}
+    ]
     await kube.merge("HTTPRoute", NAMESPACE, "routed-gateway", {"status": {"parents": parents}})
     await routed.condition("GatewayReady", "True", "PodsReady")
     await routed.patch({"gateway": {"httpRoute": None}})
@@ -246,7 +290,10 @@ async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
         ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri"),
         ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
         ({"decode": {"parallelism": {"tensor": 0}}}, "spec.decode.parallelism.tensor"),
-        ({"decode": {"parallelism": {"redundantExperts": -1}}}, "spec.decode.parallelism.redundantExperts"),
+        (
+            {"decode": {"parallelism": {"redundantExperts": -1}}},
+            "spec.decode.parallelism.redundantExperts",
+        ),
         ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory"),
         ({"kvTransfer": {"transport": "pigeon"}}, "spec.kvTransfer.transport"),
     ],

@@ -24,7 +24,9 @@ QUOTA = (
     "used: requests.nvidia.com/gpu=2, limited: requests.nvidia.com/gpu=2"
 )
 WEBHOOK = 'admission webhook "images.example.com" denied the request: image of an unknown registry'
-CALL_FAILED = 'Internal error occurred: failed calling webhook "images.example.com": connection refused'
+CALL_FAILED = (
+    'Internal error occurred: failed calling webhook "images.example.com": connection refused'
+)
 SPEC: Object = {
     "model": {"uri": "file:///models/x"},
     "prefill": {"replicas": 1},
@@ -42,10 +44,19 @@ class Quota:
         self._request = simulated.server.request
         simulated.server.request = self.request  # type: ignore[method-assign]
 
-    def request(self, method: str, path: str, body: Any, query: dict[str, str], content_type: str) -> Any:
-        if method == "POST" and path.endswith("/pods") and f"-{self.role}-" in body["metadata"].get("name", ""):
+    def request(
+        self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
+    ) -> Any:
+        if (
+            method == "POST"
+            and path.endswith("/pods")
+            and f"-{self.role}-" in body["metadata"].get("name", "")
+        ):
             self.asked += 1
-            if sum(f"-{self.role}-" in pod["metadata"]["name"] for pod in self.simulated.pods()) >= self.limit:
+            if (
+                sum(f"-{self.role}-" in pod["metadata"]["name"] for pod in self.simulated.pods())
+                >= self.limit
+            ):
                 raise KubeError(403, "Forbidden", QUOTA)
         return self._request(method, path, body, query, content_type)
 
@@ -77,12 +88,16 @@ def test_a_quota_is_told_of_its_group_and_the_others_become_ready(simulated: Ser
     assert conditions["PrefillReady"] == conditions["GatewayReady"] == ("True", "PodsReady")
     status = simulated.object()["status"]
     assert (status["decode"]["ready"], status["prefill"]["ready"]) == (1, 1)
-    message = next(each["message"] for each in status["conditions"] if each["type"] == "DecodeReady")
+    message = next(
+        each["message"] for each in status["conditions"] if each["type"] == "DecodeReady"
+    )
     assert "requests.nvidia.com/gpu=2" in message
     assert "1 of 2 decode pods are ready" in message
 
 
-def test_a_surge_beyond_the_quota_waits_and_the_old_pods_serve_on_until_there_is_room(simulated: Service) -> None:
+def test_a_surge_beyond_the_quota_waits_and_the_old_pods_serve_on_until_there_is_room(
+    simulated: Service,
+) -> None:
     quota = Quota(simulated, "decode", limit=2)
     simulated.create(SPEC)
     simulated.settle()
@@ -129,39 +144,62 @@ def test_another_template_is_tried_at_once_and_what_is_not_wanted_is_forgotten()
     [
         (403, QUOTA, "QuotaExceeded"),
         (400, WEBHOOK, "AdmissionDenied"),
-        (422, "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no", "AdmissionDenied"),
+        (
+            422,
+            "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no",
+            "AdmissionDenied",
+        ),
         (500, CALL_FAILED, "AdmissionWebhookFailed"),
-        (403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes', "PodRefused"),
+        (
+            403,
+            'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
+            "PodRefused",
+        ),
         (422, 'Pod "x" is invalid: spec.containers[0].image: Required value', "PodRefused"),
         (500, "etcdserver: leader changed", None),
         (429, "too many requests", None),
         (409, 'Operation cannot be fulfilled on resourcequotas "gpus"', None),
     ],
 )
-def test_what_is_about_the_pod_and_what_about_the_server(status: int, message: str, reason: str | None) -> None:
+def test_what_is_about_the_pod_and_what_about_the_server(
+    status: int, message: str, reason: str | None
+) -> None:
     found = refusal_of(KubeError(status, "", message), "demo-decode-2")
     assert (found.reason if found else None) == reason
     assert found is None or message in found.message
 
 
 def test_pods_of_a_deployment_are_refused_too() -> None:
-    failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": QUOTA}
+    failure = {
+        "type": "ReplicaFailure",
+        "status": "True",
+        "reason": "FailedCreate",
+        "message": QUOTA,
+    }
     deployment = {"metadata": {"name": "demo-gateway"}, "status": {"conditions": [failure]}}
     found = refusal_of_deployment(deployment)
     assert found is not None
     assert found.reason == "QuotaExceeded"
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
     gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)
-    status = report(service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW)
+    status = report(
+        service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
+    )
     (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
     assert [each.reason for each in new_failures(service(), status)] == ["QuotaExceeded"]
 
 
 def test_what_a_pod_itself_says_is_told_first() -> None:
-    fatal = {"terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}}
+    fatal = {
+        "terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}
+    }
     group = Group(
-        role="decode", desired=2, pods=[pod(state=fatal)], revision="new", refusal=Diagnosis("QuotaExceeded", QUOTA)
+        role="decode",
+        desired=2,
+        pods=[pod(state=fatal)],
+        revision="new",
+        refusal=Diagnosis("QuotaExceeded", QUOTA),
     )
     status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
     (ready,) = [each for each in status.conditions or [] if each.type == "DecodeReady"]

@@ -13,7 +13,10 @@ from baton_operator.problems import InvalidSpec, Problem
 from baton_operator.status.report import new_failures, report
 from baton_operator.status.report_group import Group, group_verdict
 
-FATAL = {"exitCode": 78, "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist"}
+FATAL = {
+    "exitCode": 78,
+    "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist",
+}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
 UNSCHEDULABLE = {
     "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a free GPU",
@@ -92,14 +95,18 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys())
+@pytest.mark.parametrize(
+    ("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
+)
 def test_verdict(group: Group, status: str, reason: str, text: str) -> None:
     verdict = group_verdict(group)
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 
 
-def conditions(before: Object, groups: dict[Any, Group], problem: Problem | None = None) -> dict[str, Condition]:
+def conditions(
+    before: Object, groups: dict[Any, Group], problem: Problem | None = None
+) -> dict[str, Condition]:
     status = report(before, owner(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
     return {condition.type: condition for condition in status.conditions or []}
 
@@ -128,25 +135,49 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
 
 def test_all_conditions_exist_on_the_first_visit() -> None:
     told = conditions(service(), {}, InvalidSpec("no such field"))
-    assert set(told) == {"Ready", "ModelAvailable", "PrefillReady", "DecodeReady", "GatewayReady", "Updating"}
+    assert set(told) == {
+        "Ready",
+        "ModelAvailable",
+        "PrefillReady",
+        "DecodeReady",
+        "GatewayReady",
+        "Updating",
+    }
     assert told["DecodeReady"].status == "Unknown"
     assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
 
 
 def test_transition_time_moves_only_when_the_status_flips() -> None:
     earlier = "2020-01-01T00:00:00Z"
-    before = [{"type": "Ready", "status": "False", "reason": "Starting", "lastTransitionTime": earlier}]
-    still = conditions(service(before, generation=5), ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])})
+    before = [
+        {"type": "Ready", "status": "False", "reason": "Starting", "lastTransitionTime": earlier}
+    ]
+    still = conditions(
+        service(before, generation=5),
+        ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])},
+    )
     assert still["Ready"].last_transition_time == earlier
     assert still["Ready"].observed_generation == 5
-    assert conditions(service(before), ALL_READY)["Ready"].last_transition_time == "2026-01-02T03:04:05Z"
+    assert (
+        conditions(service(before), ALL_READY)["Ready"].last_transition_time
+        == "2026-01-02T03:04:05Z"
+    )
 
 
 def test_an_event_is_due_when_a_failure_appears_and_not_while_it_lasts() -> None:
     groups = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
     status = report(service(), owner(), groups, cluster_ip=None, problem=None, now=NOW)
     assert [c.reason for c in new_failures(service(), status)] == ["ModelNotFound"]
-    known = service([{"type": "DecodeReady", "status": "False", "reason": "ModelNotFound", "lastTransitionTime": "x"}])
+    known = service(
+        [
+            {
+                "type": "DecodeReady",
+                "status": "False",
+                "reason": "ModelNotFound",
+                "lastTransitionTime": "x",
+            }
+        ]
+    )
     assert new_failures(known, status) == []
 
 
@@ -170,16 +201,29 @@ def test_one_event_warns_of_kv_transfers_that_strangers_reach(
         return
     warning = found["KVTransferProtected"]
     assert (warning.status, warning.reason) == ("False", "NetworkPolicyOff")
-    assert all(word in warning.message for word in (transport, "security.networkPolicy", "kvTransfer.transport to tcp"))
+    assert all(
+        word in warning.message
+        for word in (transport, "security.networkPolicy", "kvTransfer.transport to tcp")
+    )
     assert new_failures(service(), status) == [warning]
-    known = {"type": warning.type, "status": "False", "reason": warning.reason, "lastTransitionTime": "x"}
+    known = {
+        "type": warning.type,
+        "status": "False",
+        "reason": warning.reason,
+        "lastTransitionTime": "x",
+    }
     assert new_failures(service([known]), status) == []
 
 
 def test_counts_and_endpoints() -> None:
-    groups = ALL_READY | {"decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])}
+    groups = ALL_READY | {
+        "decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])
+    }
     wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})
     status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
     assert status.decode
     assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
-    assert (status.endpoint, status.ingress_endpoint) == ("http://10.0.0.7", "http://demo.localhost")
+    assert (status.endpoint, status.ingress_endpoint) == (
+        "http://10.0.0.7",
+        "http://demo.localhost",
+    )

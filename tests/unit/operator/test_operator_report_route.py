@@ -12,7 +12,13 @@ from baton_operator.status.report_group import Group, diagnose_route
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:
-    return {"type": type_, "status": status, "reason": reason, "message": f"words of {reason}", **more}
+    return {
+        "type": type_,
+        "status": status,
+        "reason": reason,
+        "message": f"words of {reason}",
+        **more,
+    }
 
 
 def parent(*conditions: Object, name: str = "edge") -> Object:
@@ -22,7 +28,11 @@ def parent(*conditions: Object, name: str = "edge") -> Object:
 def route(*parents: Object, generation: int = 1) -> Object:
     metadata = {"name": "demo-gateway", "generation": generation}
     references = [{"kind": "Gateway", "name": "edge", "namespace": "infra", "sectionName": "https"}]
-    return {"metadata": metadata, "spec": {"parentRefs": references}, "status": {"parents": list(parents)}}
+    return {
+        "metadata": metadata,
+        "spec": {"parentRefs": references},
+        "status": {"parents": list(parents)},
+    }
 
 
 ACCEPTED = condition("Accepted", "True")
@@ -57,7 +67,9 @@ def test_route(given: Object, reason: str | None, text: str) -> None:
 
 
 def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
-    group = Group(role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given))
+    group = Group(
+        role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given)
+    )
     status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
     (found,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     return found, [each.reason for each in new_failures(service(), status)]

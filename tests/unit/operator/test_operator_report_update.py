@@ -74,7 +74,9 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
 
 
 def told(pods: list[Object], **spec: Any) -> Any:
-    groups: dict[Any, Group] = {"decode": Group(role="decode", desired=2, pods=pods, revision="new")}
+    groups: dict[Any, Group] = {
+        "decode": Group(role="decode", desired=2, pods=pods, revision="new")
+    }
     return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW)
 
 
@@ -83,7 +85,9 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-@pytest.mark.parametrize(("pods", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys())
+@pytest.mark.parametrize(
+    ("pods", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
+)
 def test_updating(pods: list[Object], status: str, reason: str, text: str) -> None:
     verdict = condition(told(pods), "Updating")
     assert verdict[:2] == (status, reason)
@@ -106,13 +110,27 @@ def test_old_pods_that_satisfy_the_count_are_no_success() -> None:
 def test_a_stalled_rollout_is_an_event_once() -> None:
     status = told([old(0), old(1), made(new(2), **LATE)])
     assert "RolloutStalled" in [each.reason for each in new_failures(service(), status)]
-    known = service([{"type": "Updating", "status": "False", "reason": "RolloutStalled", "lastTransitionTime": "x"}])
+    known = service(
+        [
+            {
+                "type": "Updating",
+                "status": "False",
+                "reason": "RolloutStalled",
+                "lastTransitionTime": "x",
+            }
+        ]
+    )
     assert "RolloutStalled" not in [each.reason for each in new_failures(known, status)]
-    assert "UpToDate" not in [each.reason for each in new_failures(service(), told([new(0, ready=True)]))]
+    assert "UpToDate" not in [
+        each.reason for each in new_failures(service(), told([new(0, ready=True)]))
+    ]
 
 
 def test_the_gateway_counts_too() -> None:
-    gateways = [made(pod(f"gateway-{n}", ready=True, revision=rev), **RECENT) for n, rev in enumerate(["g1", "g2"])]
+    gateways = [
+        made(pod(f"gateway-{n}", ready=True, revision=rev), **RECENT)
+        for n, rev in enumerate(["g1", "g2"])
+    ]
     group = Group(role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2")
     status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
     assert condition(status, "Updating")[:2] == ("True", "Replacing")

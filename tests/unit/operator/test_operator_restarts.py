@@ -16,7 +16,9 @@ from baton_operator.status.report_group import Group
 from baton_protocol.progress import Health, LoadProgress
 
 TYPO = "file:///models/typo"
-BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+BACK_OFF = {
+    "waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}
+}
 LOADING = Health("Loading", "loading /models/typo")
 
 
@@ -27,7 +29,12 @@ def at(seconds: float) -> str:
 
 def not_found(started: float, finished: float) -> Object:
     message = "loading\nFATAL ModelNotFound: /models/typo does not exist"
-    return {"exitCode": 78, "message": message, "startedAt": at(started), "finishedAt": at(finished)}
+    return {
+        "exitCode": 78,
+        "message": message,
+        "startedAt": at(started),
+        "finishedAt": at(finished),
+    }
 
 
 def killed(started: float, finished: float) -> Object:
@@ -62,9 +69,18 @@ class Told:
     ) -> dict[str, tuple[str, str, str]]:
         """status, reason and message of each condition."""
         group = Group(role="decode", desired=2, pods=pods, revision="new", loading=loading or {})
-        status = report(self.before, owner(model=self.model), {"decode": group}, cluster_ip=None, problem=None, now=at)
+        status = report(
+            self.before,
+            owner(model=self.model),
+            {"decode": group},
+            cluster_ip=None,
+            problem=None,
+            now=at,
+        )
         self.before = {**service(), "status": msgspec.to_builtins(status)}
-        return {each.type: (each.status, each.reason, each.message) for each in status.conditions or []}
+        return {
+            each.type: (each.status, each.reason, each.message) for each in status.conditions or []
+        }
 
 
 def restarts(name: str) -> list[tuple[Object, dict[str, Health]]]:
@@ -94,7 +110,12 @@ def test_a_rollout_to_a_model_that_does_not_exist_says_so_through_all_restarts()
         "status": {
             "model": {"uri": "file:///models/x"},
             "conditions": [
-                {"type": "ModelAvailable", "status": "True", "reason": "Available", "lastTransitionTime": at(-60)}
+                {
+                    "type": "ModelAvailable",
+                    "status": "True",
+                    "reason": "Available",
+                    "lastTransitionTime": at(-60),
+                }
             ],
         },
     }
@@ -106,13 +127,17 @@ def test_a_rollout_to_a_model_that_does_not_exist_says_so_through_all_restarts()
     for step, (member, says) in enumerate(states[1:], 1):
         conditions = told.when([old(0), old(1), member], says, NOW + timedelta(seconds=100))
         for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
-            assert conditions[type_][:2] == ("False", "ModelNotFound"), f"{type_} in state {step}: {conditions[type_]}"
+            assert conditions[type_][:2] == ("False", "ModelNotFound"), (
+                f"{type_} in state {step}: {conditions[type_]}"
+            )
         assert "/models/typo does not exist" in conditions["Updating"][2], step
         assert conditions["Updating"][:2] == ("True", "Starting")
 
 
 @given(st.permutations(range(1, 8)), st.lists(st.integers(1, 7), max_size=6))
-def test_of_two_pods_that_fail_in_any_order_none_hides_the_other(order: list[int], others: list[int]) -> None:
+def test_of_two_pods_that_fail_in_any_order_none_hides_the_other(
+    order: list[int], others: list[int]
+) -> None:
     told, ours, theirs = Told(), restarts("demo-decode-0"), restarts("demo-decode-1")
     for mine, yours in zip(order, [*others, *order], strict=False):
         member, says = ours[mine]
@@ -125,7 +150,9 @@ def test_of_two_pods_that_fail_in_any_order_none_hides_the_other(order: list[int
 def test_a_pod_that_got_ready_since_has_got_past_its_failure() -> None:
     told = Told()
     once = failing("demo-decode-0", since=90, state=running(30), last=not_found(0, 20), restarts=1)
-    assert told.when([once])["DecodeReady"][1] == "Starting", "it was ready until 60 s after it had started"
+    assert told.when([once])["DecodeReady"][1] == "Starting", (
+        "it was ready until 60 s after it had started"
+    )
     ready = pod("demo-decode-0", ready=True, state=running(30), last=not_found(0, 20), restarts=1)
     conditions = told.when([ready, pod("demo-decode-1", ready=True)])
     assert conditions["ModelAvailable"][:2] == ("True", "Available")
@@ -133,9 +160,15 @@ def test_a_pod_that_got_ready_since_has_got_past_its_failure() -> None:
 
 
 def test_what_runs_again_after_a_failure_tells_how_far_it_is_too() -> None:
-    last = {"exitCode": 1, "message": "FATAL ModelSourceUnavailable: nothing came for 300 s", "startedAt": at(0)}
+    last = {
+        "exitCode": 1,
+        "message": "FATAL ModelSourceUnavailable: nothing came for 300 s",
+        "startedAt": at(0),
+    }
     again = failing("demo-decode-0", since=0, state=running(30), last=last, restarts=1)
-    says = {"demo-decode-0": Health("Fetching", "fetching hf://org/m", LoadProgress(2**30, 4 * 2**30))}
+    says = {
+        "demo-decode-0": Health("Fetching", "fetching hf://org/m", LoadProgress(2**30, 4 * 2**30))
+    }
     for type_ in ("ModelAvailable", "DecodeReady"):
         verdict = Told("hf://org/m").when([again], says)[type_]
         assert verdict[:2] == ("False", "ModelSourceUnavailable")
@@ -153,7 +186,12 @@ READY_UNTIL = 1000.0
         ({"terminated": killed(0, READY_UNTIL)}, None, 0, "ContainerTerminated"),
         (BACK_OFF, killed(0, READY_UNTIL), 3, "ContainerTerminated"),
         (running(READY_UNTIL + 1), killed(0, READY_UNTIL), 4, "ContainerTerminated"),
-        ({"terminated": killed(READY_UNTIL + 1, READY_UNTIL + 9)}, killed(0, READY_UNTIL), 4, "CrashLooping"),
+        (
+            {"terminated": killed(READY_UNTIL + 1, READY_UNTIL + 9)},
+            killed(0, READY_UNTIL),
+            4,
+            "CrashLooping",
+        ),
         (BACK_OFF, killed(READY_UNTIL + 1, READY_UNTIL + 9), 4, "CrashLooping"),
         (running(READY_UNTIL + 20), killed(READY_UNTIL + 1, READY_UNTIL + 9), 5, "CrashLooping"),
     ],
@@ -175,17 +213,28 @@ def test_a_crash_loop_is_of_those_who_do_not_get_ready_between(
     ids=["it was told to end", "its node ended"],
 )
 def test_what_starts_again_after_no_failure_of_its_own_loads(last: Object) -> None:
-    member = failing("demo-decode-0", since=READY_UNTIL, state=running(READY_UNTIL + 60), last=last, restarts=3)
+    member = failing(
+        "demo-decode-0", since=READY_UNTIL, state=running(READY_UNTIL + 60), last=last, restarts=3
+    )
     verdict = Told().when([member], {"demo-decode-0": LOADING})["DecodeReady"]
     assert verdict[:2] == ("False", "Loading")
 
 
 def test_an_init_container_that_has_done_its_work_is_no_failure() -> None:
     done = {"exitCode": 0, "message": '{"revision":"c0ffee"}', "startedAt": at(30)}
-    earlier = {"exitCode": 1, "message": "FATAL ModelSourceUnavailable: no network", "startedAt": at(0)}
+    earlier = {
+        "exitCode": 1,
+        "message": "FATAL ModelSourceUnavailable: no network",
+        "startedAt": at(0),
+    }
     member = failing("demo-decode-0", since=0, state=running(60))
     member["status"]["initContainerStatuses"] = [
-        {"name": "model", "restartCount": 1, "state": {"terminated": done}, "lastState": {"terminated": earlier}}
+        {
+            "name": "model",
+            "restartCount": 1,
+            "state": {"terminated": done},
+            "lastState": {"terminated": earlier},
+        }
     ]
     conditions = Told("hf://org/m").when([member], {"demo-decode-0": LOADING})
     assert conditions["DecodeReady"][:2] == ("False", "Loading")
@@ -195,7 +244,10 @@ def test_an_init_container_that_has_done_its_work_is_no_failure() -> None:
 def test_pods_of_an_earlier_revision_do_not_vouch_for_another_model() -> None:
     told = Told()
     told.when([])
-    for pods in ([old(0), old(1)], [old(0), old(1), failing("demo-decode-2", since=0, state=running(0))]):
+    for pods in (
+        [old(0), old(1)],
+        [old(0), old(1), failing("demo-decode-2", since=0, state=running(0))],
+    ):
         conditions = told.when(pods)
         assert conditions["ModelAvailable"][0] == "Unknown", conditions["ModelAvailable"]
         assert told.before["status"].get("model") is None

@@ -50,7 +50,11 @@ RESOURCES = {"limits": {"cpu": "2"}}
 EDITS: list[tuple[str, Any, set[str]]] = [
     ("image", "baton:2", {"prefill", "decode", "gateway"}),
     ("model.uri", "file:///models/y", {"prefill", "decode", "gateway"}),
-    ("model.servedName", "other", {"prefill", "decode", "gateway"}),  # engines label their metrics with it
+    (
+        "model.servedName",
+        "other",
+        {"prefill", "decode", "gateway"},
+    ),  # engines label their metrics with it
     ("engine.maxNumSeqs", 7, {"prefill", "decode"}),
     ("engine.blockSize", 32, {"prefill", "decode"}),
     ("kvTransfer.mode", "push", {"prefill", "decode"}),
@@ -75,7 +79,9 @@ EDITS: list[tuple[str, Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "restarted"), EDITS, ids=[path for path, _, _ in EDITS])
-def test_an_edit_of_one_field_replaces_only_who_reads_it(path: str, value: Any, restarted: set[str]) -> None:
+def test_an_edit_of_one_field_replaces_only_who_reads_it(
+    path: str, value: Any, restarted: set[str]
+) -> None:
     before, after = revisions(BASE), revisions(edited(path, value))
     assert {role for role in before if before[role] != after[role]} == restarted
 

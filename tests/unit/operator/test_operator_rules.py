@@ -28,7 +28,11 @@ TEXTS = (
 
 def stored(spec: Object) -> Object:
     """As the API server keeps it."""
-    document: Object = {"apiVersion": "serving.baton.dev/v1alpha1", "kind": "LLMService", "metadata": {"name": "demo"}}
+    document: Object = {
+        "apiVersion": "serving.baton.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "demo"},
+    }
     return SCHEMA.default(document | {"spec": copy.deepcopy(spec)})
 
 
@@ -84,23 +88,47 @@ def test_both_say_the_same_of_any_spec(spec: Object) -> None:
 M = {"model": {"uri": "file:///m"}}
 GATEWAY_TLS = {"tls": {"secretName": "s"}}
 BROKEN: list[tuple[str, Object]] = [
-    ("decode.parallelism.pipeline must be 1 with prefill", {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}}),
-    ("engine.numBlocks is needed", {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}}),
-    ("kvTransfer.rdma needs transport ucx or auto", {"kvTransfer": {"rdma": True, "transport": "tcp"}}),
-    ("model.quantization is for CPUs", {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}}),
+    (
+        "decode.parallelism.pipeline must be 1 with prefill",
+        {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}},
+    ),
+    (
+        "engine.numBlocks is needed",
+        {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}},
+    ),
+    (
+        "kvTransfer.rdma needs transport ucx or auto",
+        {"kvTransfer": {"rdma": True, "transport": "tcp"}},
+    ),
+    (
+        "model.quantization is for CPUs",
+        {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}},
+    ),
     ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
     ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
     ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
     ("cache and credentialsSecret are for", {"model": {**M["model"], "cache": {"claim": "c"}}}),
-    ("exclude each other", {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}}),
-    ("pipeline must be 1 with expert", {"decode": {"parallelism": {"expert": True, "pipeline": 2}}}),
+    (
+        "exclude each other",
+        {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}},
+    ),
+    (
+        "pipeline must be 1 with expert",
+        {"decode": {"parallelism": {"expert": True, "pipeline": 2}}},
+    ),
     ("redundantExperts needs expert", {"decode": {"parallelism": {"redundantExperts": 1}}}),
     (
         "ingress and httpRoute exclude each other",
         {"gateway": {"ingress": {"host": "h"}, "httpRoute": {"parentRefs": [{"name": "g"}]}}},
     ),
-    ("limits.maxConcurrentPerKey needs apiKeys", {"gateway": {"limits": {"maxConcurrentPerKey": 1}}}),
-    ("apiKeys.secretName must not be", {"gateway": {"apiKeys": {"secretName": "s"}, **GATEWAY_TLS}}),
+    (
+        "limits.maxConcurrentPerKey needs apiKeys",
+        {"gateway": {"limits": {"maxConcurrentPerKey": 1}}},
+    ),
+    (
+        "apiKeys.secretName must not be",
+        {"gateway": {"apiKeys": {"secretName": "s"}, **GATEWAY_TLS}},
+    ),
     (
         "apiKeys.secretName must not be",
         {"gateway": {"apiKeys": {"secretName": "s"}, "ingress": {"host": "h", **GATEWAY_TLS}}},
@@ -117,8 +145,14 @@ BROKEN: list[tuple[str, Object]] = [
         "idleSeconds belongs to",
         {"prefill": {"autoscaling": {"ttftMilliseconds": 1, "minReplicas": 0, "maxReplicas": 1}}},
     ),
-    ("idleSeconds belongs to", {"decode": {"autoscaling": {"itlMilliseconds": 1, "idleSeconds": 1, "maxReplicas": 1}}}),
-    ("holdSeconds is of use", {"decode": {"autoscaling": {"itlMilliseconds": 1, "holdSeconds": 1, "maxReplicas": 1}}}),
+    (
+        "idleSeconds belongs to",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "idleSeconds": 1, "maxReplicas": 1}}},
+    ),
+    (
+        "holdSeconds is of use",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "holdSeconds": 1, "maxReplicas": 1}}},
+    ),
 ]
 
 
@@ -133,7 +167,14 @@ def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> Non
 @pytest.mark.parametrize(
     "uri",
     [
-        *("file:///../../etc", "file:///m/..", "pvc://c/../../..", "pvc://c/a/../b", "s3://b/../m", "s3://b/m/.."),
+        *(
+            "file:///../../etc",
+            "file:///m/..",
+            "pvc://c/../../..",
+            "pvc://c/a/../b",
+            "s3://b/../m",
+            "s3://b/m/..",
+        ),
         *(
             "hf://o/m@a/../b",
             "image://r/a:v1/../x",
@@ -192,7 +233,9 @@ PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "bat
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5))
+@given(
+    st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5)
+)
 def test_both_say_the_same_of_any_uri(root: str, parts: list[str]) -> None:
     uri = root + "/".join(parts)
     if re.search(MODEL_URI, uri):
@@ -202,13 +245,20 @@ def test_both_say_the_same_of_any_uri(root: str, parts: list[str]) -> None:
 
 def test_every_rule_was_broken_above() -> None:
     broken = {found for _, spec in BROKEN for found in violations(decode_spec(M | spec))}
-    assert broken == {f"{rule.path}: {rule.message}" if rule.path else rule.message for rule in RULES}
+    assert broken == {
+        f"{rule.path}: {rule.message}" if rule.path else rule.message for rule in RULES
+    }
 
 
 def test_the_api_server_evaluates_each_where_its_fields_are() -> None:
     def rules(node: Object, path: str) -> list[tuple[str, str]]:
         here = [(path, rule["rule"]) for rule in node.get("x-kubernetes-validations", ())]
-        below = (rules(child, f"{path}.{name}" if path else name) for name, child in node.get("properties", {}).items())
+        below = (
+            rules(child, f"{path}.{name}" if path else name)
+            for name, child in node.get("properties", {}).items()
+        )
         return here + [rule for found in below for rule in found]
 
-    assert sorted(rules(ROOT["properties"]["spec"], "")) == sorted((rule.path, rule.cel) for rule in RULES)
+    assert sorted(rules(ROOT["properties"]["spec"], "")) == sorted(
+        (rule.path, rule.cel) for rule in RULES
+    )

@@ -91,7 +91,9 @@ async def test_kopf_is_started_again_when_it_ends(monkeypatch: pytest.MonkeyPatc
     await starts_again(monkeypatch, Watched(), ends)
 
 
-async def test_kopf_is_started_again_when_it_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_is_started_again_when_it_gets_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As when it waits for credentials."""
     monkeypatch.setattr(runner, "SILENCE_S", 0.05)
 
@@ -101,7 +103,9 @@ async def test_kopf_is_started_again_when_it_gets_no_answer(monkeypatch: pytest.
     await starts_again(monkeypatch, Watched(), waits)
 
 
-async def test_kopf_is_started_again_when_there_is_another_kind_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_is_started_again_when_there_is_another_kind_to_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime: Any = Watched()
 
     async def waits(runtime: Any, namespaces: Any) -> None:

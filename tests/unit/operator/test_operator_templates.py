@@ -12,7 +12,11 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.names import ConfiguredRole
 
 Object = dict[str, Any]
-ROLES: list[tuple[ConfiguredRole, str]] = [("prefill", "engine"), ("decode", "engine"), ("gateway", "gateway")]
+ROLES: list[tuple[ConfiguredRole, str]] = [
+    ("prefill", "engine"),
+    ("decode", "engine"),
+    ("gateway", "gateway"),
+]
 GPU = {"limits": {"nvidia.com/gpu": 8, "memory": "64Gi"}, "requests": {"cpu": "4"}}
 
 
@@ -36,8 +40,18 @@ def main_container(spec: Object, name: str) -> Object:
     [
         ("nodeSelector", {"gpu": "h200"}),
         ("tolerations", [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]),
-        ("affinity", {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}),
-        ("topologySpreadConstraints", [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]),
+        (
+            "affinity",
+            {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}
+                }
+            },
+        ),
+        (
+            "topologySpreadConstraints",
+            [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+        ),
         ("priorityClassName", "high"),
         ("runtimeClassName", "nvidia"),
         ("imagePullSecrets", [{"name": "registry"}]),
@@ -54,10 +68,16 @@ def test_fields_of_the_pod(role: ConfiguredRole, name: str, field: str, value: A
 @pytest.mark.parametrize(("role", "name"), ROLES)
 def test_resources_and_devices(role: ConfiguredRole, name: str) -> None:
     assert main_container(pod_spec(role, resources=GPU), name)["resources"] == GPU
-    template = {"spec": {"containers": [{"name": name, "resources": {"limits": {"nvidia.com/gpu": 4}}}]}}
-    assert main_container(pod_spec(role, template=template), name)["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    template = {
+        "spec": {"containers": [{"name": name, "resources": {"limits": {"nvidia.com/gpu": 4}}}]}
+    }
+    assert main_container(pod_spec(role, template=template), name)["resources"] == {
+        "limits": {"nvidia.com/gpu": 4}
+    }
     both = main_container(pod_spec(role, resources=GPU, template=template), name)["resources"]
-    assert both == {**GPU, "limits": {"nvidia.com/gpu": 4, "memory": "64Gi"}}, "the template has the last word"
+    assert both == {**GPU, "limits": {"nvidia.com/gpu": 4, "memory": "64Gi"}}, (
+        "the template has the last word"
+    )
 
 
 @pytest.mark.parametrize(("role", "name"), ROLES)
@@ -66,7 +86,10 @@ def test_volumes_are_added_to_those_the_operator_mounts(role: ConfiguredRole, na
     mount = {"name": "shm", "mountPath": "/dev/shm"}
     before = pod_spec(role)
     spec = pod_spec(
-        role, template={"spec": {"volumes": [shared], "containers": [{"name": name, "volumeMounts": [mount]}]}}
+        role,
+        template={
+            "spec": {"volumes": [shared], "containers": [{"name": name, "volumeMounts": [mount]}]}
+        },
     )
     assert spec["volumes"] == [*before["volumes"], shared]
     mounts = main_container(spec, name)["volumeMounts"]
@@ -74,9 +97,15 @@ def test_volumes_are_added_to_those_the_operator_mounts(role: ConfiguredRole, na
 
 
 @pytest.mark.parametrize(("role", "name"), ROLES)
-def test_variables_are_added_and_replaced_but_who_the_pod_is_stays(role: ConfiguredRole, name: str) -> None:
+def test_variables_are_added_and_replaced_but_who_the_pod_is_stays(
+    role: ConfiguredRole, name: str
+) -> None:
     secret = {"name": "XDG_CACHE_HOME", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-    wanted = [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "POD_IP", "value": "0.0.0.0"}, secret]
+    wanted = [
+        {"name": "NCCL_DEBUG", "value": "INFO"},
+        {"name": "POD_IP", "value": "0.0.0.0"},
+        secret,
+    ]
     spec = pod_spec(role, template={"spec": {"containers": [{"name": name, "env": wanted}]}})
     env = {item["name"]: item for item in main_container(spec, name)["env"]}
     assert env["NCCL_DEBUG"]["value"] == "INFO"
@@ -85,5 +114,7 @@ def test_variables_are_added_and_replaced_but_who_the_pod_is_stays(role: Configu
     for variable in ("POD_IP", "POD_NAME", "POD_NAMESPACE"):
         assert env[variable] == own[variable]
     assert next(iter(env)) == "POD_IP", "others may refer to it"
-    without = main_container(pod_spec(role, template={"spec": {"containers": [{"name": name, "env": None}]}}), name)
+    without = main_container(
+        pod_spec(role, template={"spec": {"containers": [{"name": name, "env": None}]}}), name
+    )
     assert {item["name"] for item in without["env"]} == {"POD_IP", "POD_NAME", "POD_NAMESPACE"}

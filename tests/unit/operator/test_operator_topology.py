@@ -13,7 +13,13 @@ from services import Object, pod, service
 from baton_operator.api import llmservice
 from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.observe.pod_clients import CoordinatorClient
-from baton_operator.plan.topology import TopologyView, asleep, filter_by_service_key, record, recorded_for
+from baton_operator.plan.topology import (
+    TopologyView,
+    asleep,
+    filter_by_service_key,
+    record,
+    recorded_for,
+)
 from baton_operator.status.report_group import Group, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
 from baton_protocol.topology import (
@@ -38,19 +44,30 @@ def operation(
     phase: str, kind: str = "scale", generation: int = 4, id_: str = "op", reason: str = ""
 ) -> llmservice.OperationStatus:
     return llmservice.OperationStatus(
-        id=id_, kind=kind, phase=phase, generation=generation, reason=reason, seconds=llmservice.OperationSeconds()
+        id=id_,
+        kind=kind,
+        phase=phase,
+        generation=generation,
+        reason=reason,
+        seconds=llmservice.OperationSeconds(),
     )
 
 
 def status(
     *names: str, generation: int = 3, last: llmservice.OperationStatus | None = None
 ) -> llmservice.TopologyStatus:
-    ranks = [llmservice.RankStatus(name=name, rank=rank, phase="serving") for rank, name in enumerate(names)]
-    return llmservice.TopologyStatus(coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last)
+    ranks = [
+        llmservice.RankStatus(name=name, rank=rank, phase="serving")
+        for rank, name in enumerate(names)
+    ]
+    return llmservice.TopologyStatus(
+        coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last
+    )
 
 
 @pytest.mark.parametrize(
-    ("code", "body"), [(200, b"{}"), (200, b"no JSON"), (400, b'{"reason": "BadRequest"}'), (503, b"")]
+    ("code", "body"),
+    [(200, b"{}"), (200, b"no JSON"), (400, b'{"reason": "BadRequest"}'), (503, b"")],
 )
 async def test_an_answer_that_is_no_topology_is_none(code: int, body: bytes) -> None:
     async def answer(_: web.Request) -> web.Response:
@@ -65,7 +82,10 @@ async def test_an_answer_that_is_no_topology_is_none(code: int, body: bytes) -> 
         async with aiohttp.ClientSession() as session:
             client = CoordinatorClient(session, port=runner.addresses[0][1])
             assert await client.topology("127.0.0.1") is None
-            assert await client.ask_for("127.0.0.1", TopologyRequest(operation_id="x", members=["a"])) is None
+            assert (
+                await client.ask_for("127.0.0.1", TopologyRequest(operation_id="x", members=["a"]))
+                is None
+            )
     finally:
         await runner.cleanup()
 
@@ -79,8 +99,13 @@ def test_a_restarted_rank_is_judged_by_its_new_process_but_stays_a_rank_while_th
     None
 ):
     both = [entry("a", rank=0, instance="old"), entry("a", phase=RankPhase.LOADING, instance="new")]
-    assert TopologyView(TopologyStatus(generation=3, desired=["a"], members=both), None).is_rank("a")
-    retired = [entry("a", phase=RankPhase.SERVING, instance="old"), entry("a", phase=RankPhase.STANDBY, instance="new")]
+    assert TopologyView(TopologyStatus(generation=3, desired=["a"], members=both), None).is_rank(
+        "a"
+    )
+    retired = [
+        entry("a", phase=RankPhase.SERVING, instance="old"),
+        entry("a", phase=RankPhase.STANDBY, instance="new"),
+    ]
     view = TopologyView(TopologyStatus(generation=4, desired=[], members=retired), None)
     assert not view.is_rank("a")
     assert view.stands_by("a")
@@ -94,10 +119,18 @@ def test_the_record_survives_a_coordinator_that_starts_and_forgets_pods_that_are
     assert starting
     assert (starting.generation, [rank.name for rank in starting.ranks]) == (7, ["a"])
     partly = record(
-        TopologyStatus(generation=7, desired=["a", "b"], members=[entry("a", 0)]), before, {"a", "b"}, ADDRESS
+        TopologyStatus(generation=7, desired=["a", "b"], members=[entry("a", 0)]),
+        before,
+        {"a", "b"},
+        ADDRESS,
     )
     assert partly == before
-    newer = record(TopologyStatus(generation=8, desired=["a"], members=[entry("a", 0)]), before, {"a", "b"}, ADDRESS)
+    newer = record(
+        TopologyStatus(generation=8, desired=["a"], members=[entry("a", 0)]),
+        before,
+        {"a", "b"},
+        ADDRESS,
+    )
     assert newer
     assert [rank.name for rank in newer.ranks] == ["a"]
 
@@ -130,7 +163,12 @@ def test_time_alone_does_not_change_the_status() -> None:
             operation_id="op", kind="scale", phase=OperationPhase.PREPARING, generation=4,
             seconds={"waiting": 1.25, "preparing": seconds},
         )  # fmt: skip
-        return record(TopologyStatus(generation=3, desired=[], members=[], operation=running), None, set(), ADDRESS)
+        return record(
+            TopologyStatus(generation=3, desired=[], members=[], operation=running),
+            None,
+            set(),
+            ADDRESS,
+        )
 
     assert at(1.0) == at(2.0)
     told = at(1.0)
@@ -155,11 +193,18 @@ VERDICTS: dict[str, tuple[llmservice.TopologyStatus | None, set[str], int, tuple
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("told", "asked_for", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys())
+@pytest.mark.parametrize(
+    ("told", "asked_for", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
+)
 def test_scaling(
-    told: llmservice.TopologyStatus | None, asked_for: set[str], desired: int, verdict: tuple[str, str, str]
+    told: llmservice.TopologyStatus | None,
+    asked_for: set[str],
+    desired: int,
+    verdict: tuple[str, str, str],
 ) -> None:
-    got = scaling_verdict(GroupTopology(status=told, reachable=True, asked_for=frozenset(asked_for)), desired)
+    got = scaling_verdict(
+        GroupTopology(status=told, reachable=True, asked_for=frozenset(asked_for)), desired
+    )
     assert got[:2] == verdict[:2]
     assert verdict[2] in got[2]
 
@@ -181,7 +226,9 @@ def test_ready_counts_ranks_that_serve() -> None:
     two = GroupTopology(status=status("demo-decode-0", "demo-decode-1"), reachable=True)
     assert group_verdict(msgspec.structs.replace(group, topology=two))[0] == "True"
     away = msgspec.structs.replace(one, reachable=False)
-    assert group_verdict(msgspec.structs.replace(group, topology=away))[0] == "True", "they serve on"
+    assert group_verdict(msgspec.structs.replace(group, topology=away))[0] == "True", (
+        "they serve on"
+    )
     more = msgspec.structs.replace(group, topology=away, desired=3)
     assert group_verdict(more)[:2] == ("False", "CoordinatorUnreachable")
     first = msgspec.structs.replace(more, topology=GroupTopology(status=None, reachable=False))
@@ -192,20 +239,36 @@ def test_what_keeps_the_coordinator_from_running_is_told_of_its_ranks() -> None:
     topology = GroupTopology(status=None, reachable=False)
     state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     coordinators = [pod("demo-coordinator-0", state=state)]
-    group = Group(role="decode", desired=1, pods=[pod()], revision="new", topology=topology, coordinators=coordinators)
+    group = Group(
+        role="decode",
+        desired=1,
+        pods=[pod()],
+        revision="new",
+        topology=topology,
+        coordinators=coordinators,
+    )
     verdict = group_verdict(group)
     assert verdict[:2] == ("False", "ImagePull")
     assert "pod demo-coordinator-0" in verdict[2]
 
 
 def test_events_of_an_operation() -> None:
-    waiting, running = status(last=operation("waiting", generation=0)), status(last=operation("preparing"))
+    waiting, running = (
+        status(last=operation("waiting", generation=0)),
+        status(last=operation("preparing")),
+    )
     failed, done = status(last=FAILED), status(last=operation("done"))
 
-    def reasons(before: llmservice.TopologyStatus | None, now: llmservice.TopologyStatus | None) -> list[str]:
+    def reasons(
+        before: llmservice.TopologyStatus | None, now: llmservice.TopologyStatus | None
+    ) -> list[str]:
         return [reason for _, reason, _ in operation_events(before, now)]
 
-    started, ended, broke = "TopologyOperationStarted", "TopologyOperationEnded", "TopologyOperationFailed"
+    started, ended, broke = (
+        "TopologyOperationStarted",
+        "TopologyOperationEnded",
+        "TopologyOperationFailed",
+    )
     assert reasons(None, waiting) == [started]
     assert reasons(waiting, running) == []
     assert reasons(running, done) == [ended]

@@ -15,30 +15,92 @@ NOT_REASONS = {
     *("True", "False", "Unknown", "Normal", "Warning", "None", "KMGTki", "Ki", "Mi", "Gi", "Ti"),
     *("Accept", "Authorization", "BearerToken", "DeleteOptions", "AnyKube", "List"),
     # Kinds.
-    *("ClusterRole", "ClusterRoleBinding", "ConfigMap", "ControllerRevision", "CustomResourceDefinition", "Deployment"),
-    *("Event", "Gateway", "HTTPRoute", "Ingress", "LLMService", "Lease", "Namespace", "NetworkPolicy", "Pod", "Role"),
-    *("PodDisruptionBudget", "RoleBinding", "Secret", "Service", "ServiceAccount", "ValidatingAdmissionPolicy"),
+    *(
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ConfigMap",
+        "ControllerRevision",
+        "CustomResourceDefinition",
+        "Deployment",
+    ),
+    *(
+        "Event",
+        "Gateway",
+        "HTTPRoute",
+        "Ingress",
+        "LLMService",
+        "Lease",
+        "Namespace",
+        "NetworkPolicy",
+        "Pod",
+        "Role",
+    ),
+    *(
+        "PodDisruptionBudget",
+        "RoleBinding",
+        "Secret",
+        "Service",
+        "ServiceAccount",
+        "ValidatingAdmissionPolicy",
+    ),
     # What Kubernetes says of pods, Deployments and routes, and of refusals.
-    *("Accepted", "AlreadyExists", "ContainerStatusUnknown", "CrashLoopBackOff", "CreateContainerConfigError"),
-    *("CreateContainerError", "ErrImageNeverPull", "ErrImagePull", "Failed", "ImagePullBackOff", "InvalidImageName"),
-    *("OOMKilled", "Pending", "PodScheduled", "RegistryUnavailable", "ReplicaFailure", "ResolvedRefs"),
+    *(
+        "Accepted",
+        "AlreadyExists",
+        "ContainerStatusUnknown",
+        "CrashLoopBackOff",
+        "CreateContainerConfigError",
+    ),
+    *(
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "Failed",
+        "ImagePullBackOff",
+        "InvalidImageName",
+    ),
+    *(
+        "OOMKilled",
+        "Pending",
+        "PodScheduled",
+        "RegistryUnavailable",
+        "ReplicaFailure",
+        "ResolvedRefs",
+    ),
     *("RunContainerError", "Succeeded", "Unschedulable"),
     # Fields of objects, and columns of kubectl.
-    *("Age", "ClusterIP", "Decode", "Endpoint", "FallbackToLogsOnError", "Namespaced", "Prefill", "Reason"),
+    *(
+        "Age",
+        "ClusterIP",
+        "Decode",
+        "Endpoint",
+        "FallbackToLogsOnError",
+        "Namespaced",
+        "Prefill",
+        "Reason",
+    ),
     *("RollingUpdate",),
     # Half of a reason: see `_words`.
     "NotFound",
 }
 """CamelCase words in the operator's source that are no reasons and no types of conditions. A new word is taken for a reason until
 it stands here."""
-CONDITIONS = {"Ready", "ModelAvailable", "PrefillReady", "DecodeReady", "GatewayReady", "Updating", "Scaling"} | {
-    "KVTransferProtected"
-}
+CONDITIONS = {
+    "Ready",
+    "ModelAvailable",
+    "PrefillReady",
+    "DecodeReady",
+    "GatewayReady",
+    "Updating",
+    "Scaling",
+} | {"KVTransferProtected"}
 
 
 def documented() -> set[str]:
     """Words in the first cells of the page's tables."""
-    cells = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    cells = re.findall(
+        r"^\| (`[^|]+`) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+    )
     return {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
 
 
@@ -46,7 +108,9 @@ def of_operator() -> dict[str, str]:
     """Word -> where, of all that the operator may say as a reason or as the type of a condition."""
     found = {}
     for path in sorted(OPERATOR.rglob("*.py")):
-        if path.parent.name == "builders" and path.stem != "network_policy":  # what objects are made of
+        if (
+            path.parent.name == "builders" and path.stem != "network_policy"
+        ):  # what objects are made of
             continue
         for word, line in _words(ast.parse(path.read_text())):
             found.setdefault(word, f"{path.relative_to(ROOT)}:{line}")
@@ -55,9 +119,15 @@ def of_operator() -> dict[str, str]:
 
 def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and WORD.fullmatch(node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and WORD.fullmatch(node.value)
+        ):
             yield node.value, node.lineno
-        elif isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Problem"]:
+        elif isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == [
+            "Problem"
+        ]:
             yield node.name, node.lineno  # its name is the reason
         elif isinstance(node, ast.JoinedStr) and ast.unparse(node).endswith("kind}NotFound'"):
             yield from (("SecretNotFound", node.lineno), ("ConfigMapNotFound", node.lineno))
@@ -71,12 +141,22 @@ def of_components() -> dict[str, str]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     words = re.findall(r"^FATAL ([A-Z]\w+):", node.value)
-                elif isinstance(node, ast.Call) and len(node.args) > 1 and _names_an_error(node.func):
+                elif (
+                    isinstance(node, ast.Call) and len(node.args) > 1 and _names_an_error(node.func)
+                ):
                     first = node.args[0]
-                    words = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+                    words = (
+                        [first.value]
+                        if isinstance(first, ast.Constant) and isinstance(first.value, str)
+                        else []
+                    )
                 else:
                     continue
-                found |= {word: f"{path.relative_to(ROOT)}:{node.lineno}" for word in words if WORD.fullmatch(word)}
+                found |= {
+                    word: f"{path.relative_to(ROOT)}:{node.lineno}"
+                    for word in words
+                    if WORD.fullmatch(word)
+                }
     return found
 
 
@@ -86,7 +166,13 @@ def _names_an_error(function: ast.expr) -> bool:
 
 def test_every_reason_has_its_line() -> None:
     reasons = of_operator() | of_components()
-    assert {"AllGroupsReady", "InvalidSpec", "SecretNotFound", "TTFTAboveTarget", "InsufficientMemory"} <= set(reasons)
+    assert {
+        "AllGroupsReady",
+        "InvalidSpec",
+        "SecretNotFound",
+        "TTFTAboveTarget",
+        "InsufficientMemory",
+    } <= set(reasons)
     assert {word: where for word, where in reasons.items() if word not in documented()} == {}
 
 

@@ -13,6 +13,8 @@ class LlamaForCausalLM(CausalLM):
     def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
         return DecoderLayer(
             config,
-            attention=Attention(config, group, qkv_bias=config.attention_bias, o_bias=config.attention_bias),
+            attention=Attention(
+                config, group, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+            ),
             mlp=GatedMLP(config.hidden_size, config.intermediate_size, group, bias=config.mlp_bias),
         )

@@ -19,4 +19,6 @@ class Qwen3ForCausalLM(CausalLM):
             qk_norm=True,
             window=config.sliding_window if layer in config.windowed_layers else None,
         )
-        return DecoderLayer(config, attention, GatedMLP(config.hidden_size, config.intermediate_size, group))
+        return DecoderLayer(
+            config, attention, GatedMLP(config.hidden_size, config.intermediate_size, group)
+        )

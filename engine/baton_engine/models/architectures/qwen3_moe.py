@@ -21,5 +21,9 @@ class Qwen3MoeForCausalLM(CausalLM):
             window=config.sliding_window,
         )
         if layer in config.sparse_layers:
-            return DecoderLayer(config, attention, SparseMoE(config, group, renormalize=config.norm_topk_prob))
-        return DecoderLayer(config, attention, GatedMLP(config.hidden_size, config.intermediate_size, group))
+            return DecoderLayer(
+                config, attention, SparseMoE(config, group, renormalize=config.norm_topk_prob)
+            )
+        return DecoderLayer(
+            config, attention, GatedMLP(config.hidden_size, config.intermediate_size, group)
+        )

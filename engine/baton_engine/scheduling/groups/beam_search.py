@@ -138,18 +138,24 @@ def advance(
             # Lower ranks only serve to find `width` live beams. Ending them would favour short hypotheses.
             if rank < config.width:
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
-                finished.append(FinishedBeam(parent, token_id, -loss, reason, config.score(-loss, num_tokens)))
+                finished.append(
+                    FinishedBeam(parent, token_id, -loss, reason, config.score(-loss, num_tokens))
+                )
         elif len(live) < config.width:
             live.append(LiveBeam(parent, token_id, -loss))
 
-    best = sorted([*finished_scores, *(beam.score for beam in finished)], reverse=True)[: config.width]
+    best = sorted([*finished_scores, *(beam.score for beam in finished)], reverse=True)[
+        : config.width
+    ]
     if len(best) == config.width:
         finished = [beam for beam in finished if beam.score >= best[-1]]
     over = not live or _cannot_improve(live[0], num_tokens, best, config)
     return BeamStep([] if over else live, finished, over)
 
 
-def _cannot_improve(best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig) -> bool:
+def _cannot_improve(
+    best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig
+) -> bool:
     """Return whether `width` hypotheses are finished that no live beam is expected to beat.
 
     A live beam is scored at its present length, as in `transformers`. With a positive length
@@ -158,4 +164,7 @@ def _cannot_improve(best_live: LiveBeam, num_tokens: int, best_scores: Sequence[
     """
     if len(best_scores) < config.width:
         return False
-    return config.early_stopping or config.score(best_live.cumulative_logprob, num_tokens) <= best_scores[-1]
+    return (
+        config.early_stopping
+        or config.score(best_live.cumulative_logprob, num_tokens) <= best_scores[-1]
+    )

@@ -76,7 +76,9 @@ class BeamSearches:
         """
         assert isinstance(beam, Beam)
         if logprobs is None or not logprobs.top:
-            raise RuntimeError(f"{beam!r}: the step brought no top tokens; a beam search needs 2 * beam_width of them")
+            raise RuntimeError(
+                f"{beam!r}: the step brought no top tokens; a beam search needs 2 * beam_width of them"
+            )
         beam.num_placeholders = 0
         beam.candidates = logprobs.top
 
@@ -105,8 +107,12 @@ class BeamSearches:
                     cumulative_logprob=finished.cumulative_logprob,
                     score=finished.score,
                     finish_reason=finished.finish_reason,
-                    stop_token_id=finished.token_id if finished.finish_reason is FinishReason.STOP else None,
-                    logprobs=[*parent.chosen, _chosen(root, parent, finished.token_id)] if with_logprobs else None,
+                    stop_token_id=finished.token_id
+                    if finished.finish_reason is FinishReason.STOP
+                    else None,
+                    logprobs=[*parent.chosen, _chosen(root, parent, finished.token_id)]
+                    if with_logprobs
+                    else None,
                 ),
             )
         children: list[Beam] = []
@@ -117,8 +123,14 @@ class BeamSearches:
             else:
                 reused.add(index)
                 children.append(parents[index])
-        chosen = [_chosen(root, parents[index], token_id) for index, token_id, _ in step.live] if with_logprobs else []
-        for number, (child, (_, token_id, cumulative_logprob)) in enumerate(zip(children, step.live, strict=True)):
+        chosen = (
+            [_chosen(root, parents[index], token_id) for index, token_id, _ in step.live]
+            if with_logprobs
+            else []
+        )
+        for number, (child, (_, token_id, cumulative_logprob)) in enumerate(
+            zip(children, step.live, strict=True)
+        ):
             child.token_ids.append(token_id)
             child.cumulative_logprob = cumulative_logprob
             child.candidates = None
@@ -143,7 +155,9 @@ class BeamSearches:
                 writers[block.block_id] += 1
                 holders[block.block_id] = block.ref_count
         # The last holder of a block writes in place.
-        return num_blocks + sum(min(count, holders[block_id] - 1) for block_id, count in writers.items())
+        return num_blocks + sum(
+            min(count, holders[block_id] - 1) for block_id, count in writers.items()
+        )
 
     def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:
         child = _new_beam(root, group, parent.token_ids)

@@ -23,11 +23,15 @@ class SampleGroups:
         """
         cache_key = (request.cache_salt, request.lora_name)
         prompt = request.token_ids[: request.num_prompt_tokens]
-        group = self._groups.get(group_id) or SampleGroup(group_id, request.order, prompt, cache_key)
+        group = self._groups.get(group_id) or SampleGroup(
+            group_id, request.order, prompt, cache_key
+        )
         if request.token_ids != group.prompt_token_ids:
             raise ValueError("members of a group must have equal prompts and no generated tokens")
         if cache_key != group.cache_key:
-            raise ValueError("members of a group must have the same cache_salt and lora_name: they share KV blocks")
+            raise ValueError(
+                "members of a group must have the same cache_salt and lora_name: they share KV blocks"
+            )
         request.order = (*group.order[:3], request.order[3])
         request.group = group
         group.members[request.request_id] = request
@@ -50,7 +54,8 @@ class SampleGroups:
                 member is not request
                 and member.status is RequestStatus.RUNNING
                 and member.num_uncomputed_tokens <= 1
-                and member.num_computed_tokens - step.num_scheduled(member) >= member.num_prompt_tokens
+                and member.num_computed_tokens - step.num_scheduled(member)
+                >= member.num_prompt_tokens
             ):
                 return member
         return None

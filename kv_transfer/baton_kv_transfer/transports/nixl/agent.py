@@ -76,7 +76,9 @@ class _Peer:
 
 class _RegDescs(RegDescs):
     def __init__(self, rows: list[tuple[int, int, int, str]], mem_type: str, native: Any) -> None:
-        super().__init__([Region(address, length, mem_type, device_id) for address, length, device_id, _ in rows])
+        super().__init__(
+            [Region(address, length, mem_type, device_id) for address, length, device_id, _ in rows]
+        )
         self.rows = rows
         self.mem_type = mem_type
         self.native = native
@@ -89,7 +91,9 @@ class _Dlist(DlistHandle):
 
 
 class _Xfer(XferHandle):
-    def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes, native: _Native) -> None:
+    def __init__(
+        self, peer: str, known_peer: object, num_descs: int, notif: bytes, native: _Native
+    ) -> None:
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
@@ -116,7 +120,9 @@ class NixlAgent(Agent):
         self._registered: list[_RegDescs] = []
         self._self = _Peer()
         self._peers: dict[str, _Peer] = {}
-        self._leaving: dict[str, float] = {}  # removed while transfers were in flight -> how long those may take
+        self._leaving: dict[
+            str, float
+        ] = {}  # removed while transfers were in flight -> how long those may take
         self._in_flight: list[_Xfer] = []
         self._known_outside = False  # somebody has this agent's metadata
         self._pause_s = POLL_MIN_S
@@ -124,14 +130,18 @@ class NixlAgent(Agent):
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._thread.start()
 
-    def register_memory(self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM") -> RegDescs:
+    def register_memory(
+        self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
+    ) -> RegDescs:
         check_mem_type(mem_type)
         rows = list(reg_list)
         with self._lock:
             try:
                 native = self._open().register_memory(rows, mem_type)
             except self._errors as error:
-                raise ValueError(f"NIXL registers no {mem_type} memory at these addresses here: {error}") from None
+                raise ValueError(
+                    f"NIXL registers no {mem_type} memory at these addresses here: {error}"
+                ) from None
             self._registered.append(_RegDescs(rows, mem_type, native))
             return self._registered[-1]
 
@@ -151,7 +161,9 @@ class NixlAgent(Agent):
     def add_remote_agent(self, metadata: bytes) -> str:
         packed, name = library.unseal(metadata)
         if name == self.name:
-            raise ValueError(f"metadata of an agent called {self.name}, as this one is, which knows itself")
+            raise ValueError(
+                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+            )
         with self._lock:
             nixl = self._open()
             known = self._peers.get(name)
@@ -188,13 +200,19 @@ class NixlAgent(Agent):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        descs = xfer_list if isinstance(xfer_list, XferDescs) else self.get_xfer_descs(xfer_list, mem_type)
+        descs = (
+            xfer_list
+            if isinstance(xfer_list, XferDescs)
+            else self.get_xfer_descs(xfer_list, mem_type)
+        )
         with self._lock:
             local = agent_name in ("", INIT_AGENT)
             peer = None if local else self._peer(agent_name)
             if local:
                 self._locate(descs)
-            native = self._native(lambda: self._nixl.prep_xfer_dlist(agent_name, descs.rows, descs.mem_type))
+            native = self._native(
+                lambda: self._nixl.prep_xfer_dlist(agent_name, descs.rows, descs.mem_type)
+            )
             self._build(native, agent_name)
             return _Dlist("" if local else agent_name, descs, peer, native)
 
@@ -209,8 +227,13 @@ class NixlAgent(Agent):
     ) -> XferHandle:
         assert isinstance(local_xfer_side, _Dlist)
         assert isinstance(remote_xfer_side, _Dlist)
-        ours, theirs = np.asarray(local_indices, dtype=np.int64), np.asarray(remote_indices, dtype=np.int64)
-        num_descs = len(run_starts(*pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)))
+        ours, theirs = (
+            np.asarray(local_indices, dtype=np.int64),
+            np.asarray(remote_indices, dtype=np.int64),
+        )
+        num_descs = len(
+            run_starts(*pair(operation, local_xfer_side, ours, remote_xfer_side, theirs))
+        )
         lists, rows = (
             (local_xfer_side.native, remote_xfer_side.native),
             (ours.astype(np.int32), theirs.astype(np.int32)),
@@ -218,11 +241,15 @@ class NixlAgent(Agent):
 
         def build() -> Any:
             local_list, remote_list = self._get(lists[0]), self._get(lists[1])
-            return self._nixl.make_prepped_xfer(operation, local_list, rows[0], remote_list, rows[1])
+            return self._nixl.make_prepped_xfer(
+                operation, local_list, rows[0], remote_list, rows[1]
+            )
 
         with self._lock:
             peer = remote_xfer_side.agent
-            return _Xfer(peer, remote_xfer_side.known_peer, num_descs, notif_msg, self._native(build))
+            return _Xfer(
+                peer, remote_xfer_side.known_peer, num_descs, notif_msg, self._native(build)
+            )
 
     def initialize_xfer(
         self,
@@ -299,7 +326,9 @@ class NixlAgent(Agent):
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:
-            super().release_xfer_handle(handle)  # the library would release one in flight, with bytes still to come
+            super().release_xfer_handle(
+                handle
+            )  # the library would release one in flight, with bytes still to come
             assert isinstance(handle, _Xfer)
             handle.native.drop()
 
@@ -328,7 +357,9 @@ class NixlAgent(Agent):
         for native in list(self._natives):
             native.drop()
         if self._nixl is not None:
-            self._nixl.agent = None  # whoever still holds the wrapper (a traceback) does not hold the agent
+            self._nixl.agent = (
+                None  # whoever still holds the wrapper (a traceback) does not hold the agent
+            )
             self._nixl = None
         for xfer in self._in_flight:
             xfer.end(xfer.doomed or reason)
@@ -363,7 +394,11 @@ class NixlAgent(Agent):
         return [xfer for xfer in self._in_flight if xfer.peer == peer]
 
     def _locate(self, descs: XferDescs) -> None:
-        locate(descs, [region for registered in self._registered for region in registered.regions], INIT_AGENT)
+        locate(
+            descs,
+            [region for registered in self._registered for region in registered.regions],
+            INIT_AGENT,
+        )
 
     def _native(self, build: Callable[[], Any]) -> _Native:
         self._open()
@@ -380,7 +415,9 @@ class NixlAgent(Agent):
         try:
             self._get(native)
         except self._errors as error:
-            raise ValueError(f"a descriptor is outside the memory {owner} registered, says NIXL: {error}") from None
+            raise ValueError(
+                f"a descriptor is outside the memory {owner} registered, says NIXL: {error}"
+            ) from None
 
     # -- the polling thread
 
@@ -392,7 +429,9 @@ class NixlAgent(Agent):
                     try:
                         moved = self._poll()
                     except Exception:
-                        logger.exception("the NIXL polling thread failed; all transfers of this agent end")
+                        logger.exception(
+                            "the NIXL polling thread failed; all transfers of this agent end"
+                        )
                         self._destroy("the polling thread failed")
                         moved = True
             if moved:
@@ -417,7 +456,10 @@ class NixlAgent(Agent):
                 del self._leaving[name]
                 self._nixl.remove_remote_agent(name)
             elif time.monotonic() >= deadline:
-                logger.warning("transfers with %s did not end after its removal: NIXL's agent is made anew", name)
+                logger.warning(
+                    "transfers with %s did not end after its removal: NIXL's agent is made anew",
+                    name,
+                )
                 self._restart("NIXL's agent was made anew")
                 return True
         return moved

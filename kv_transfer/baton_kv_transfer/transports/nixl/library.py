@@ -32,14 +32,20 @@ def load() -> tuple[Any, tuple[type[Exception], ...]]:
         logging.raiseExceptions = raise_exceptions  # NIXL sets it for the whole process
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)
-    kinds = [value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)]
+    kinds = [
+        value
+        for value in vars(_bindings).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
     return _api, tuple(kinds)
 
 
 def create(api: Any, name: str) -> Any:
     """An agent of the library that is polled by its user, with the UCX backend."""
     config = api.nixl_agent_config(
-        enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        enable_prog_thread=False,
+        backends=[],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
     )
     with _quiet_ucx():
         nixl = api.nixl_agent(name, config)
@@ -72,7 +78,9 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
     if metadata[max(tail, 0) :].startswith(_DIGEST_TAG):
         packed, digest = metadata[:tail], metadata[-_DIGEST_BYTES:]
         if _digest(packed) != digest:
-            raise ValueError(f"agent metadata of {len(metadata)} bytes is damaged: fetch it again from its agent")
+            raise ValueError(
+                f"agent metadata of {len(metadata)} bytes is damaged: fetch it again from its agent"
+            )
     try:
         if not (packed.startswith(_NAME_TAG) and packed.endswith(_END)):
             raise ValueError("its frame is broken")
@@ -91,4 +99,8 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
 
 def _digest(packed: bytes) -> bytes:
     """As text, which never ends as NIXL's bytes do."""
-    return hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl").hexdigest().encode()
+    return (
+        hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl")
+        .hexdigest()
+        .encode()
+    )

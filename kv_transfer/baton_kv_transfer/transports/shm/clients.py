@@ -97,7 +97,9 @@ class SHMClients(Clients[_Client]):
         self._thread.watch(server.fileno(), self._accept)
         here = get_location()
         self.address = msgspec.msgpack.encode(
-            HostAddress(*here, os.getpid(), self._cell.address, self._cell.value, server.getsockname())
+            HostAddress(
+                *here, os.getpid(), self._cell.address, self._cell.value, server.getsockname()
+            )
         )
 
     def close(self) -> None:

@@ -108,9 +108,13 @@ class Process:
         if self.pidfd < 0:
             raise CopyError(f"process {self.pid} was given up")
         count = len(local) // RUN_BYTES + 1
-        copied = self._readv(self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0)
+        copied = self._readv(
+            self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
+        )
         if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
-            raise CopyError(f"the memory of process {self.pid} may not be read: {os.strerror(c.get_errno())}")
+            raise CopyError(
+                f"the memory of process {self.pid} may not be read: {os.strerror(c.get_errno())}"
+            )
         if copied != nbytes + CELL_BYTES:
             if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
                 raise CopyError(f"process {self.pid} died")

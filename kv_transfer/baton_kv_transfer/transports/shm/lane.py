@@ -22,7 +22,13 @@ from baton_kv_transfer.transports.lane_clients import LinkedLane
 from baton_kv_transfer.transports.lane_link import HELLO, NOTIF, WRITE, Link
 from baton_kv_transfer.transports.lane_thread import Job
 from baton_kv_transfer.transports.lanes import LaneContext
-from baton_kv_transfer.transports.shm.clients import Hello, HostAddress, SHMClients, encode_write, get_location
+from baton_kv_transfer.transports.shm.clients import (
+    Hello,
+    HostAddress,
+    SHMClients,
+    encode_write,
+    get_location,
+)
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, CopyError, Process
 
 logger = logging.getLogger(__name__)
@@ -47,7 +53,9 @@ class _SHMLink(Link):
         try:
             link = FramedSocket(end)
             end.connect(self._address.socket_name)
-            hello = Hello(self._address.cell, self._context.name, self._cell.address, self._cell.value)
+            hello = Hello(
+                self._address.cell, self._context.name, self._cell.address, self._cell.value
+            )
             link.send(HELLO, 0, msgspec.msgpack.encode(hello))
         except OSError:
             end.close()
@@ -91,7 +99,11 @@ class SHMLane(LinkedLane[_SHMLink]):
         self.remove_peer(name)
         try:
             decoded = msgspec.msgpack.decode(address, type=HostAddress)
-            if (decoded.boot_id, decoded.pid_namespace, decoded.network_namespace) != get_location():
+            if (
+                decoded.boot_id,
+                decoded.pid_namespace,
+                decoded.network_namespace,
+            ) != get_location():
                 return
             link = _SHMLink(self._context, name, decoded)
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
@@ -107,7 +119,11 @@ class SHMLane(LinkedLane[_SHMLink]):
         if link is None:
             return False
         if transfer.op == "WRITE":
-            link.post(WRITE, encode_write(transfer.notif, pack(transfer.local), pack(transfer.remote)), transfer)
+            link.post(
+                WRITE,
+                encode_write(transfer.notif, pack(transfer.local), pack(transfer.remote)),
+                transfer,
+            )
             return True
         copy = BatchedCopy(link.process, pack(transfer.local), pack(transfer.remote))
         if copy.nbytes > INLINE_BYTES or link.error or link.process.busy:

@@ -47,7 +47,9 @@ _SECRET_BYTES = 16
 def set_options(end: socket.socket) -> None:
     """Of both ends of a connection."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # no connection after 3 s: there is none
+    end.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1
+    )  # no connection after 3 s: there is none
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -79,7 +81,9 @@ class TCPClients(Clients[_Client]):
             self._server.listen(MAX_STRANGERS)
         except OSError as error:
             self._server.close()
-            raise OSError(error.errno, f"KV transfers cannot be served at {host}: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"KV transfers cannot be served at {host}: {error.strerror}"
+            ) from error
         self._here: tuple[str, int] = self._server.getsockname()[:2]
         self._listen()
         self._draw_secret()
@@ -89,7 +93,9 @@ class TCPClients(Clients[_Client]):
             for number, rows in client.link.transfers.items():
                 if not count_outside(rows.iovec, self._context.regions):
                     continue
-                if client.link.announced_whole(number):  # it would take what ends the frame for the memory
+                if client.link.announced_whole(
+                    number
+                ):  # it would take what ends the frame for the memory
                     self._drop(client, "memory that it was reading was deregistered")
                     break
                 client.link.stop(number)
@@ -126,7 +132,9 @@ class TCPClients(Clients[_Client]):
         if len(strangers) >= MAX_STRANGERS:
             self._drop(strangers[0], "too many do not say hello")
         set_options(end)
-        client = _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}")
+        client = _Client(
+            FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}"
+        )
         self._add(client)
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_stranger(client))
 

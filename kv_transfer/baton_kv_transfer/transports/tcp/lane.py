@@ -73,7 +73,12 @@ class TCPLane(LinkedLane[_TCPLink]):
         if transfer.op == "READ":
             link.post(READ, encode_request(b"", pack(transfer.remote)), transfer, incoming=rows)
         else:
-            link.post(WRITE, encode_request(transfer.notif, pack(transfer.remote)), transfer, outgoing=rows)
+            link.post(
+                WRITE,
+                encode_request(transfer.notif, pack(transfer.remote)),
+                transfer,
+                outgoing=rows,
+            )
         return True
 
     def fence(self) -> None:

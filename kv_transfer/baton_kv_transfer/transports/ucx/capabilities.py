@@ -45,7 +45,9 @@ def find_components() -> list[str]:
 
 def find_libraries() -> list[str]:
     """Return the files of libucp that this process has mapped. More than one: another UCX is in use beside ucxx's."""
-    paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    paths = {
+        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+    }
     return sorted(path for path in paths if Path(path).name.startswith("libucp"))
 
 

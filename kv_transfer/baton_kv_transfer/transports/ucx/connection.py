@@ -27,7 +27,13 @@ class Outgoing:
 class Connection:
     """An endpoint of UCX with what depends on it."""
 
-    def __init__(self, worker: UCXWorker, address: bytes, on_close: Callable[[int], None], moved: Counter[str]) -> None:
+    def __init__(
+        self,
+        worker: UCXWorker,
+        address: bytes,
+        on_close: Callable[[int], None],
+        moved: Counter[str],
+    ) -> None:
         """
         Args:
             on_close: called with `session` when UCX says that the connection failed.

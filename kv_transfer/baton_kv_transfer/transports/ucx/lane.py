@@ -22,7 +22,16 @@ from baton_kv_transfer.transports.lanes import Lane, LaneContext
 from baton_kv_transfer.transports.ucx import capabilities, messages
 from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
 from baton_kv_transfer.transports.ucx.library import UCXError
-from baton_kv_transfer.transports.ucx.messages import DATA_BIT, Done, Go, Hello, Notif, Read, Refused, Write
+from baton_kv_transfer.transports.ucx.messages import (
+    DATA_BIT,
+    Done,
+    Go,
+    Hello,
+    Notif,
+    Read,
+    Refused,
+    Write,
+)
 from baton_kv_transfer.transports.ucx.streams import Stream
 from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext, UCXWorker
 
@@ -58,7 +67,9 @@ class UCXLane(Lane):
         super().__init__(context)
         self._ucx = UCXContext(context.host)
         restriction = os.environ.get("UCX_TLS", SETTINGS["TLS"])
-        logger.info("KV transfers use %s; of these UCX_TLS=%s", capabilities.describe(), restriction)
+        logger.info(
+            "KV transfers use %s; of these UCX_TLS=%s", capabilities.describe(), restriction
+        )
         self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
         self._peers: dict[str, PeerAddress] = {}
         self._by_address: dict[bytes, Connection] = {}
@@ -80,7 +91,9 @@ class UCXLane(Lane):
         peer = self._peers.pop(name, None)
         if peer is not None:
             with contextlib.suppress(TransportError):  # closed: all are disconnected
-                self._thread.mailbox.submit(lambda: self._disconnect(peer, f"agent {name} was removed"))
+                self._thread.mailbox.submit(
+                    lambda: self._disconnect(peer, f"agent {name} was removed")
+                )
 
     def begin(self, transfer: Transfer) -> bool:
         peer = self._peers.get(transfer.peer)
@@ -101,10 +114,15 @@ class UCXLane(Lane):
             connection = self._connect(peer, transfer.peer)
             remote, notif = pack(transfer.remote), transfer.notif
             if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
-                raise ValueError(f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones")
+                raise ValueError(
+                    f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones"
+                )
             number = secrets.randbits(messages.TRANSFER_BITS)
             stream = Stream(
-                connection, number, pack(transfer.local), lambda stream: self._end_outgoing(connection, number)
+                connection,
+                number,
+                pack(transfer.local),
+                lambda stream: self._end_outgoing(connection, number),
             )
         except (UCXError, ValueError) as error:
             transfer.end(f"{transfer.op} of {transfer.peer}'s memory: {error}")
@@ -134,7 +152,8 @@ class UCXLane(Lane):
     def forget_region(self, region: Region) -> None:
         for connection in self._by_address.values():
             if any(
-                count_outside(stream.pieces.iovec, self._context.regions) for stream in connection.incoming.values()
+                count_outside(stream.pieces.iovec, self._context.regions)
+                for stream in connection.incoming.values()
             ):
                 connection.fail("memory that was used was deregistered")
         if self._cut_failed() and not self._wait_for_memory():
@@ -163,7 +182,9 @@ class UCXLane(Lane):
             worker.progress()
             while arrived := worker.probe(0, DATA_BIT):
                 self._take(worker, *arrived)
-            worker.discard(DATA_BIT, DATA_BIT)  # data of a transfer that was given up, or of a stranger
+            worker.discard(
+                DATA_BIT, DATA_BIT
+            )  # data of a transfer that was given up, or of a stranger
             self._cut_failed()
             if worker.arm():
                 return False
@@ -280,7 +301,9 @@ class UCXLane(Lane):
             connection.has_greeted = True
             connection.peer_name = connection.peer_name or name
             assert self._worker is not None, "it is connected"
-            connection.tell(Hello(peer.secret, connection.session, self._context.name, self._worker.address))
+            connection.tell(
+                Hello(peer.secret, connection.session, self._context.name, self._worker.address)
+            )
         return connection
 
     def _open(self, address: bytes) -> Connection:
@@ -328,7 +351,9 @@ class UCXLane(Lane):
         for connection in self._by_address.values():
             connection.silent_ticks += connection.is_busy
             if connection.silent_ticks >= SILENT_TICKS:
-                connection.fail(f"nothing arrived of {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s")
+                connection.fail(
+                    f"nothing arrived of {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s"
+                )
         if not self._wait_for_memory():
             logger.error("UCX did not give back memory of a cut connection: its worker is replaced")
             self._replace_worker("UCX's worker was replaced")

@@ -46,7 +46,9 @@ class Pieces:
 class Stream:
     """One side's part of a transfer's data."""
 
-    def __init__(self, connection: Connection, transfer: int, iovec: bytes, on_end: Callable[[Stream], None]) -> None:
+    def __init__(
+        self, connection: Connection, transfer: int, iovec: bytes, on_end: Callable[[Stream], None]
+    ) -> None:
         """
         Args:
             transfer: number in the tags.
@@ -58,7 +60,9 @@ class Stream:
         self.transfer = transfer
         self.pieces = Pieces(iovec)
         if len(self.pieces) >= 1 << messages.PIECE_BITS:
-            raise ValueError(f"{len(self.pieces)} pieces are too many for one transfer: make several smaller ones")
+            raise ValueError(
+                f"{len(self.pieces)} pieces are too many for one transfer: make several smaller ones"
+            )
         self.error = ""
         self.ended = False
         self._connection = connection

@@ -50,7 +50,8 @@ class UCXContext:
         features = (self._ucxx.Feature.TAG, self._ucxx.Feature.WAKEUP)
         try:
             self._context = self._ucxx.UCXContext(
-                {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ}, features
+                {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ},
+                features,
             )
         except self._ucxx.UCXError as error:
             raise UCXError(
@@ -61,7 +62,9 @@ class UCXContext:
     def has_cuda(self) -> bool:
         attributes = library.ContextAttr(field_mask=library.CONTEXT_ATTR_MEMORY_TYPES)
         status = library.load().ucp_context_query(self._context.handle, c.byref(attributes))
-        return status == library.OK and bool(attributes.memory_types >> library.MEMORY_TYPE_CUDA & 1)
+        return status == library.OK and bool(
+            attributes.memory_types >> library.MEMORY_TYPE_CUDA & 1
+        )
 
     def create_worker(self) -> UCXWorker:
         """Raises UCXError: the network is down."""
@@ -73,7 +76,9 @@ class UCXContext:
 
 def find_devices(host: str) -> str:
     """UCX_NET_DEVICES for an address of this machine: its network device, and all RDMA devices."""
-    devices = [f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")]
+    devices = [
+        f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
+    ]
     return ",".join([_find_interface(host), *sorted(devices)])
 
 
@@ -87,7 +92,9 @@ def _find_interface(host: str) -> str:
             ip = address.family in (socket.AF_INET, socket.AF_INET6)
             if ip and ipaddress.ip_address(address.address.partition("%")[0]) == wanted:
                 return name
-    raise OSError(f"KV transfers cannot be served at {host}: no network device of this machine has that address")
+    raise OSError(
+        f"KV transfers cannot be served at {host}: no network device of this machine has that address"
+    )
 
 
 class Buffer:
@@ -145,7 +152,9 @@ class UCXWorker:
         self._on_received = library.ReceiveCallback(self._received)
         mask = library.OP_ATTR_CALLBACK | library.OP_ATTR_USER_DATA | library.OP_ATTR_DATATYPE
         self._send = library.RequestParam(
-            op_attr_mask=mask, datatype=library.DATATYPE_IOV, callback=c.cast(self._on_sent, c.c_void_p)
+            op_attr_mask=mask,
+            datatype=library.DATATYPE_IOV,
+            callback=c.cast(self._on_sent, c.c_void_p),
         )
         self._receive = library.RequestParam(
             op_attr_mask=mask | library.OP_ATTR_RECV_INFO,
@@ -184,11 +193,15 @@ class UCXWorker:
             pointer = self._ucp.ucp_ep_close_nbx(endpoint.handle, c.byref(param))
         self._begin(request, key, pointer)
 
-    def send(self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+    def send(
+        self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]
+    ) -> Request:
         """`on_end(error)` is called within a later `progress`, when UCX needs the memory no more."""
         request, key = self._new_request(buffer, on_end)
         self._send.user_data = key
-        pointer = self._ucp.ucp_tag_send_nbx(endpoint.handle, buffer.address, buffer.count, tag, c.byref(self._send))
+        pointer = self._ucp.ucp_tag_send_nbx(
+            endpoint.handle, buffer.address, buffer.count, tag, c.byref(self._send)
+        )
         return self._begin(request, key, pointer, buffer.nbytes)
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
@@ -251,7 +264,9 @@ class UCXWorker:
         if self._ucp.ucp_ep_query(endpoint.handle, c.byref(attributes)) != library.OK:
             return "unknown"
         used = entries[: attributes.num_entries]
-        return ",".join(sorted({f"{lane.transport_name.decode()}/{lane.device_name.decode()}" for lane in used}))
+        return ",".join(
+            sorted({f"{lane.transport_name.decode()}/{lane.device_name.decode()}" for lane in used})
+        )
 
     def destroy(self) -> None:
         """After its endpoints were dropped: UCX does not touch the memory of requests any more, and all of them end."""
@@ -266,7 +281,9 @@ class UCXWorker:
             request.pointer = None
             request.on_end("the connection was cut")
 
-    def _new_request(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> tuple[Request, int]:
+    def _new_request(
+        self, buffer: Buffer | None, on_end: Callable[[str], None]
+    ) -> tuple[Request, int]:
         self._next_key += 1
         request = self._requests[self._next_key] = Request(buffer, on_end)
         return request, self._next_key

@@ -60,12 +60,18 @@ class EmbeddedControlPlane:
     def start(self, timeout_s: float = 60.0) -> None:
         """Serve from a thread of its own. Raises: ControlPlaneError."""
         ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="embedded-control-plane", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(ready,), name="embedded-control-plane", daemon=True
+        )
         self._thread.start()
         if not ready.wait(timeout_s):
-            raise ControlPlaneError(f"the embedded control plane did not start within {timeout_s:.0f} s")
+            raise ControlPlaneError(
+                f"the embedded control plane did not start within {timeout_s:.0f} s"
+            )
         if self._failure:
-            raise ControlPlaneError(f"the embedded control plane did not start: {self._failure}") from self._failure
+            raise ControlPlaneError(
+                f"the embedded control plane did not start: {self._failure}"
+            ) from self._failure
 
     def stop(self) -> None:
         if self._loop and self._ending and self._thread and self._thread.is_alive():
@@ -76,7 +82,9 @@ class EmbeddedControlPlane:
     def check(self) -> None:
         """Raises: ControlPlaneError if it does not serve any more."""
         if self._thread is None or not self._thread.is_alive():
-            raise ControlPlaneError(f"the embedded control plane ended: {self._failure!r}") from self._failure
+            raise ControlPlaneError(
+                f"the embedded control plane ended: {self._failure!r}"
+            ) from self._failure
 
     def _run(self, ready: threading.Event) -> None:
         try:

@@ -49,10 +49,14 @@ class Manager:
 
     @classmethod
     def of(cls, entry: Object) -> Manager:
-        return cls(entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", ""))
+        return cls(
+            entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", "")
+        )
 
 
-def apply(live: Object, applied: Object, manager: Manager, types: FieldTypes, force: bool) -> tuple[Object, FieldSet]:
+def apply(
+    live: Object, applied: Object, manager: Manager, types: FieldTypes, force: bool
+) -> tuple[Object, FieldSet]:
     """What `live` becomes when `manager` wants `applied`, and the fields the manager owns then.
 
     Raises: ApiError 409 naming managers and fields, unless `force`.
@@ -70,13 +74,21 @@ def apply(live: Object, applied: Object, manager: Manager, types: FieldTypes, fo
     # Items of lists first: a field of a removed item is gone with it, and one without its key could not be found.
     for path in sorted(previously - owned - others, key=lambda path: (path[-1] != ".", len(path))):
         target = path[:-1] if path[-1] == "." else path
-        if not any(kept[: len(target)] == target for kept in owned | others):  # nobody owns anything inside it
+        if not any(
+            kept[: len(target)] == target for kept in owned | others
+        ):  # nobody owns anything inside it
             _remove(merged, path, types)
     if not force:
         before, after = leaves(_tracked(live), types), leaves(_tracked(merged), types)
-        changed = {path for path, value in after.items() if path not in before or before[path] != value}
+        changed = {
+            path for path, value in after.items() if path not in before or before[path] != value
+        }
         conflicts = [
-            (f'"{owner.name}"' + (f" using {owner.api_version}" if owner.operation == "Update" else ""), show(path))
+            (
+                f'"{owner.name}"'
+                + (f" using {owner.api_version}" if owner.operation == "Update" else ""),
+                show(path),
+            )
             for owner, fields in owners.items()
             for path in sorted(fields & changed)
         ]
@@ -86,33 +98,52 @@ def apply(live: Object, applied: Object, manager: Manager, types: FieldTypes, fo
 
 
 def track_apply(
-    live: Object | None, stored: Object, manager: Manager, owned: FieldSet, types: FieldTypes, now: str
+    live: Object | None,
+    stored: Object,
+    manager: Manager,
+    owned: FieldSet,
+    types: FieldTypes,
+    now: str,
 ) -> None:
     """Write into `stored` who owns what after an apply; changed fields leave their other owners."""
     _track(live, stored, manager, owned, types, now)
 
 
-def track_update(live: Object | None, stored: Object, manager: Manager, types: FieldTypes, now: str) -> None:
+def track_update(
+    live: Object | None, stored: Object, manager: Manager, types: FieldTypes, now: str
+) -> None:
     """Write into `stored` who owns what after a create, update or patch: the writer owns what it changed."""
     _track(live, stored, manager, None, types, now)
 
 
 def _track(
-    live: Object | None, stored: Object, manager: Manager, owned: FieldSet | None, types: FieldTypes, now: str
+    live: Object | None,
+    stored: Object,
+    manager: Manager,
+    owned: FieldSet | None,
+    types: FieldTypes,
+    now: str,
 ) -> None:
     before = leaves(_tracked(live), types) if live else {}
     after = leaves(_tracked(stored), types)
-    changed = frozenset(path for path, value in after.items() if path not in before or before[path] != value)
+    changed = frozenset(
+        path for path, value in after.items() if path not in before or before[path] != value
+    )
     gone = frozenset(before) - frozenset(after)
     owners = managed_fields(live) if live else {}
-    times = {Manager.of(e): e.get("time", now) for e in (live or {}).get("metadata", {}).get("managedFields", [])}
+    times = {
+        Manager.of(e): e.get("time", now)
+        for e in (live or {}).get("metadata", {}).get("managedFields", [])
+    }
     mine = owners.pop(manager, frozenset())
     kept = {owner: fields - changed - gone for owner, fields in owners.items()}
     new = owned if owned is not None else (mine | changed) - gone
     if new != mine or manager not in times:
         times[manager] = now
     entries = [(owner, fields) for owner, fields in [*kept.items(), (manager, new)] if fields]
-    stored["metadata"]["managedFields"] = [_entry(owner, fields, times[owner]) for owner, fields in entries]
+    stored["metadata"]["managedFields"] = [
+        _entry(owner, fields, times[owner]) for owner, fields in entries
+    ]
 
 
 def _entry(manager: Manager, fields: FieldSet, time: str) -> Object:
@@ -148,7 +179,11 @@ def show(path: FieldPath) -> str:
             text += f".{element[2:]}"
         elif element.startswith("k:"):
             keys = json.loads(element[2:])
-            text += "[" + ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(keys.items())) + "]"
+            text += (
+                "["
+                + ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(keys.items()))
+                + "]"
+            )
         elif element.startswith("v:"):
             text += f"[={element[2:]}]"
     return text
@@ -161,7 +196,9 @@ def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
     return found
 
 
-def _collect(value: Any, types: FieldTypes, names: Path, path: FieldPath, found: dict[FieldPath, Any]) -> None:
+def _collect(
+    value: Any, types: FieldTypes, names: Path, path: FieldPath, found: dict[FieldPath, Any]
+) -> None:
     if not isinstance(value, (dict, list)):
         found[path] = value
         return
@@ -187,11 +224,15 @@ def _collect(value: Any, types: FieldTypes, names: Path, path: FieldPath, found:
 
 def _key(item: Any, kind: FieldType) -> str:
     if not isinstance(item, dict):
-        raise bad_request(f"an item of a list keyed by {', '.join(kind.keys)} must be an object, not {item!r}")
+        raise bad_request(
+            f"an item of a list keyed by {', '.join(kind.keys)} must be an object, not {item!r}"
+        )
     keys = {key: item.get(key, kind.key_defaults.get(key)) for key in kind.keys}
     if missing := [key for key, value in keys.items() if value is None and len(kind.keys) == 1]:
         raise bad_request(f"an item of a keyed list lacks its key {missing[0]}")
-    return "k:" + json.dumps({k: v for k, v in keys.items() if v is not None}, sort_keys=True, separators=(",", ":"))
+    return "k:" + json.dumps(
+        {k: v for k, v in keys.items() if v is not None}, sort_keys=True, separators=(",", ":")
+    )
 
 
 def _member(value: Any) -> str:
@@ -204,7 +245,11 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
             return copy.deepcopy(applied)
         result = dict(live)
         for name, value in applied.items():
-            result[name] = _merge(live[name], value, types, (*names, name)) if name in live else copy.deepcopy(value)
+            result[name] = (
+                _merge(live[name], value, types, (*names, name))
+                if name in live
+                else copy.deepcopy(value)
+            )
         return result
     if isinstance(live, list) and isinstance(applied, list):
         kind = types.at(names, applied)
@@ -247,7 +292,11 @@ def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
 
 
 def _tracked(obj: Object) -> Object:
-    metadata = {key: value for key, value in (obj.get("metadata") or {}).items() if key not in _UNTRACKED_METADATA}
+    metadata = {
+        key: value
+        for key, value in (obj.get("metadata") or {}).items()
+        if key not in _UNTRACKED_METADATA
+    }
     rest = {key: value for key, value in obj.items() if key not in (*_UNTRACKED, "metadata")}
     return {**rest, "metadata": metadata} if metadata else rest
 

@@ -15,7 +15,14 @@ Object = dict[str, Any]
 
 # Kinds whose metadata.generation counts changes of the desired state; custom resources always do.
 WITH_GENERATION = frozenset(
-    {"Deployment", "ReplicaSet", "Ingress", "NetworkPolicy", "PodDisruptionBudget", "CustomResourceDefinition"}
+    {
+        "Deployment",
+        "ReplicaSet",
+        "Ingress",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "CustomResourceDefinition",
+    }
 )
 
 # Built-in kinds whose updates must name the version they replace, as those of custom resources.
@@ -68,7 +75,10 @@ def _container_defaults(container: Object) -> None:
     container.setdefault("terminationMessagePolicy", "File")
     image = container.get("image", "")
     _, _, tag = image.rpartition("/")[2].partition(":")
-    container.setdefault("imagePullPolicy", "Always" if tag in ("", "latest") and "@" not in image else "IfNotPresent")
+    container.setdefault(
+        "imagePullPolicy",
+        "Always" if tag in ("", "latest") and "@" not in image else "IfNotPresent",
+    )
     for port in container.get("ports") or ():
         port.setdefault("protocol", "TCP")
     for variable in container.get("env") or ():
@@ -105,7 +115,10 @@ def _qos_class(spec: Object) -> str:
 
     def guaranteed(r: Object) -> bool:
         limits, requests = r.get("limits") or {}, r.get("requests") or r.get("limits") or {}
-        return all(name in limits and limits[name] == requests.get(name, limits[name]) for name in ("cpu", "memory"))
+        return all(
+            name in limits and limits[name] == requests.get(name, limits[name])
+            for name in ("cpu", "memory")
+        )
 
     return "Guaranteed" if all(map(guaranteed, resources)) else "Burstable"
 
@@ -153,7 +166,9 @@ def _secret(obj: Object) -> None:
 
 
 def _namespace(obj: Object) -> None:
-    obj["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = obj["metadata"]["name"]
+    obj["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = obj["metadata"][
+        "name"
+    ]
 
 
 def _endpoints(obj: Object) -> None:

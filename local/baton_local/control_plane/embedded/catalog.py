@@ -51,10 +51,14 @@ class Catalog:
 
     def by_storage(self, storage: str) -> Resource:
         """One of the resources kept in `storage` (for deletion and garbage collection any will do)."""
-        return next(resource for resource in self._resources.values() if resource.storage_key == storage)
+        return next(
+            resource for resource in self._resources.values() if resource.storage_key == storage
+        )
 
     def groups(self) -> list[str]:
-        return list(dict.fromkeys(resource.group for resource in self._resources.values() if resource.group))
+        return list(
+            dict.fromkeys(resource.group for resource in self._resources.values() if resource.group)
+        )
 
     def versions(self, group: str) -> list[str]:
         return list(dict.fromkeys(r.version for r in self._resources.values() if r.group == group))
@@ -75,7 +79,10 @@ class Catalog:
     def withdraw(self, crd: Object) -> None:
         spec = crd["spec"]
         for resource in list(self._resources.values()):
-            if resource.custom and (resource.group, resource.plural) == (spec["group"], spec["names"]["plural"]):
+            if resource.custom and (resource.group, resource.plural) == (
+                spec["group"],
+                spec["names"]["plural"],
+            ):
                 del self._resources[resource.group, resource.version, resource.plural]
                 del self._custom[resource]
                 del self._types[resource]
@@ -97,7 +104,8 @@ def custom_versions(crd: Object) -> list[CustomVersion]:
             namespaced=spec["scope"] == "Namespaced",
             short_names=tuple(names.get("shortNames") or ()),
             categories=tuple(names.get("categories") or ()),
-            subresources=((STATUS,) if "status" in below else ()) + ((SCALE,) if "scale" in below else ()),
+            subresources=((STATUS,) if "status" in below else ())
+            + ((SCALE,) if "scale" in below else ()),
             singular=names.get("singular", ""),
             list_kind=names.get("listKind", ""),
             custom=True,
@@ -123,7 +131,9 @@ def default_crd(crd: Object) -> None:
 def validate_crd(crd: Object) -> list[FieldError]:
     spec = crd.get("spec") or {}
     names = spec.get("names") or {}
-    errors = [required(f"spec.{name}") for name in ("group", "scope", "versions") if not spec.get(name)]
+    errors = [
+        required(f"spec.{name}") for name in ("group", "scope", "versions") if not spec.get(name)
+    ]
     errors += [required(f"spec.names.{name}") for name in ("plural", "kind") if not names.get(name)]
     if errors:
         return errors
@@ -134,12 +144,20 @@ def validate_crd(crd: Object) -> list[FieldError]:
     if spec["scope"] not in ("Cluster", "Namespaced"):
         errors.append(unsupported_value("spec.scope", spec["scope"], ("Cluster", "Namespaced")))
     if not _DNS1035.fullmatch(names["plural"]):
-        errors.append(invalid_value("spec.names.plural", names["plural"], "must be a DNS-1035 label"))
+        errors.append(
+            invalid_value("spec.names.plural", names["plural"], "must be a DNS-1035 label")
+        )
     if (spec.get("conversion") or {}).get("strategy", "None") != "None":
-        errors.append(unsupported_value("spec.conversion.strategy", spec["conversion"]["strategy"], ("None",)))
+        errors.append(
+            unsupported_value("spec.conversion.strategy", spec["conversion"]["strategy"], ("None",))
+        )
     if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
         errors.append(
-            invalid_value("spec.versions", spec["versions"], "must have exactly one version marked as storage version")
+            invalid_value(
+                "spec.versions",
+                spec["versions"],
+                "must have exactly one version marked as storage version",
+            )
         )
     for index, version in enumerate(spec["versions"]):
         path = f"spec.versions[{index}].schema.openAPIV3Schema"
@@ -156,12 +174,19 @@ def validate_crd(crd: Object) -> list[FieldError]:
     return errors
 
 
-def _validate_structural(schema: Object, path: str, errors: list[FieldError], root: bool = False) -> None:
+def _validate_structural(
+    schema: Object, path: str, errors: list[FieldError], root: bool = False
+) -> None:
     """A structural schema gives every node a type (or int-or-string, or preserve-unknown-fields)."""
-    free = schema.get("x-kubernetes-int-or-string") or schema.get("x-kubernetes-preserve-unknown-fields")
+    free = schema.get("x-kubernetes-int-or-string") or schema.get(
+        "x-kubernetes-preserve-unknown-fields"
+    )
     if not schema.get("type") and (root or not free):
         errors.append(
-            required(f"{path}.type", "must not be empty for specified " + ("root" if root else "object fields"))
+            required(
+                f"{path}.type",
+                "must not be empty for specified " + ("root" if root else "object fields"),
+            )
         )
     if root and schema.get("type") not in (None, "object"):
         errors.append(invalid_value(f"{path}.type", schema["type"], "must be object at the root"))

@@ -111,7 +111,9 @@ class Rules:
         node = self._compile_node(schema, path)
         return None if node.empty else node
 
-    def _check(self, node: _Node, value: Any, old: Any, path: str, errors: list[FieldError]) -> None:
+    def _check(
+        self, node: _Node, value: Any, old: Any, path: str, errors: list[FieldError]
+    ) -> None:
         for rule in node.rules:
             if (rule.reads_old or value != old) and not (rule.transition and old is None):
                 self._evaluate(rule, value, old, path, errors)
@@ -119,17 +121,26 @@ class Rules:
             before = old if isinstance(old, dict) else {}
             for name, below in value.items():
                 if child := node.properties.get(name, node.values):
-                    self._check(child, below, before.get(name), f"{path}.{name}" if path else name, errors)
+                    self._check(
+                        child, below, before.get(name), f"{path}.{name}" if path else name, errors
+                    )
         elif isinstance(value, list) and node.items:
             for index, item in enumerate(value):
-                self._check(node.items, item, _counterpart(item, old, node.keys), f"{path}[{index}]", errors)
+                self._check(
+                    node.items, item, _counterpart(item, old, node.keys), f"{path}[{index}]", errors
+                )
 
-    def _evaluate(self, rule: _Rule, value: Any, old: Any, path: str, errors: list[FieldError]) -> None:
+    def _evaluate(
+        self, rule: _Rule, value: Any, old: Any, path: str, errors: list[FieldError]
+    ) -> None:
         names = {"self": celpy.json_to_cel(value), "oldSelf": celpy.json_to_cel(old)}
         try:
             passed, problem = bool(rule.program.evaluate(names)), ""
         except celpy.CELEvalError as error:
-            passed, problem = False, f"rule evaluation error: {error.args[0] if error.args else error}"
+            passed, problem = (
+                False,
+                f"rule evaluation error: {error.args[0] if error.args else error}",
+            )
         if passed:
             return
         message = problem or rule.message or f"failed rule: {rule.text}"
@@ -137,7 +148,9 @@ class Rules:
             try:
                 message = str(rule.message_program.evaluate(names))
             except celpy.CELEvalError:
-                message = rule.message or message  # Kubernetes, too, falls back to the plain message
+                message = (
+                    rule.message or message
+                )  # Kubernetes, too, falls back to the plain message
         field = f"{path}{rule.field_path}".lstrip(".") or "<nil>"
         if rule.reason in _WORDS:
             errors.append(FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}"))
@@ -147,11 +160,15 @@ class Rules:
                 if isinstance(value, (int, float))
                 else f'"{value if isinstance(value, str) else type_name(value)}"'
             )
-            errors.append(FieldError(field, "FieldValueInvalid", f"Invalid value: {shown}: {message}"))
+            errors.append(
+                FieldError(field, "FieldValueInvalid", f"Invalid value: {shown}: {message}")
+            )
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:
     """The same item of a keyed list before the write; other lists have no identity to match by."""
     if not keys or not isinstance(old, list) or not isinstance(item, dict):
         return None
-    return next((before for before in old if all(before.get(key) == item.get(key) for key in keys)), None)
+    return next(
+        (before for before in old if all(before.get(key) == item.get(key) for key in keys)), None
+    )

@@ -17,7 +17,9 @@ _BY_CLUSTER = WriteOptions("baton-control-plane")
 class Cluster:
     """A new cluster: its namespaces and their `default` service accounts exist, nothing else."""
 
-    def __init__(self, admin_token: str, service_network: str, window: int = DEFAULT_WINDOW) -> None:
+    def __init__(
+        self, admin_token: str, service_network: str, window: int = DEFAULT_WINDOW
+    ) -> None:
         self.store = Store(window)
         self.catalog = Catalog()
         self.registry = Registry(self.store, self.catalog, ipaddress.IPv4Network(service_network))
@@ -39,7 +41,11 @@ class Cluster:
         """Every namespace has a service account for pods that name none, also after somebody deleted it."""
         if storage == "namespaces" and event.type == "ADDED":
             namespace = event.object["metadata"]["name"]
-        elif storage == "serviceaccounts" and event.type == "DELETED" and event.object["metadata"]["name"] == "default":
+        elif (
+            storage == "serviceaccounts"
+            and event.type == "DELETED"
+            and event.object["metadata"]["name"] == "default"
+        ):
             namespace = event.namespace
             owner = self.store.get("namespaces", "", namespace)
             if owner is None or owner["metadata"].get("deletionTimestamp"):
@@ -47,5 +53,8 @@ class Cluster:
         else:
             return
         self.registry.create(
-            self._builtin("serviceaccounts"), namespace, {"metadata": {"name": "default"}}, _BY_CLUSTER
+            self._builtin("serviceaccounts"),
+            namespace,
+            {"metadata": {"name": "default"}},
+            _BY_CLUSTER,
         )

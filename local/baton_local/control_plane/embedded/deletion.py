@@ -46,7 +46,9 @@ class Deletion:
         self._store = store
         self._catalog = catalog
 
-    def delete(self, resource: Resource, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
+    def delete(
+        self, resource: Resource, namespace: str, name: str, options: DeleteOptions
+    ) -> tuple[Object, bool]:
         """Remove the object, or mark it where a finalizer, a grace period or dependents must come first.
 
         Returns: its last state, and whether it is gone. Raises: ApiError.
@@ -86,7 +88,9 @@ class Deletion:
             if "generation" in metadata:
                 marked["metadata"]["generation"] += 1
             marked["metadata"]["deletionGracePeriodSeconds"] = grace
-        elif grace < metadata.get("deletionGracePeriodSeconds", 0):  # a second delete may only shorten
+        elif grace < metadata.get(
+            "deletionGracePeriodSeconds", 0
+        ):  # a second delete may only shorten
             marked["metadata"]["deletionGracePeriodSeconds"] = grace
         if resource.kind == "Namespace":
             marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
@@ -102,7 +106,9 @@ class Deletion:
         spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
         if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
             return 0
-        given: int = spec.get("terminationGracePeriodSeconds", 30) if asked is None else max(asked, 0)
+        given: int = (
+            spec.get("terminationGracePeriodSeconds", 30) if asked is None else max(asked, 0)
+        )
         left = obj["metadata"].get("deletionGracePeriodSeconds")
         return given if left is None else min(given, left)
 
@@ -116,7 +122,9 @@ class Deletion:
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:
         """Drop references to owners that are gone or gave the object up."""
         kept = [owner for owner in _owners(obj) if owner.get("uid") not in uids]
-        metadata = {key: value for key, value in obj["metadata"].items() if key != "ownerReferences"}
+        metadata = {
+            key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
+        }
         if kept:
             metadata["ownerReferences"] = kept
         self._store.put(storage, {**obj, "metadata": metadata})
@@ -184,7 +192,11 @@ class Collector:
         if storage not in self._store.storages():
             return None
         current = self._store.get(storage, metadata.get("namespace", ""), metadata["name"])
-        return current if current is not None and current["metadata"]["uid"] == metadata["uid"] else None
+        return (
+            current
+            if current is not None and current["metadata"]["uid"] == metadata["uid"]
+            else None
+        )
 
     def _delete(self, storage: str, obj: Object, propagation: str = "Background") -> None:
         metadata = obj["metadata"]
@@ -193,7 +205,9 @@ class Collector:
         if self._current(storage, obj) is not None:
             options = DeleteOptions(propagation=propagation)
             resource = self._catalog.by_storage(storage)
-            self._deletion.delete(resource, metadata.get("namespace", ""), metadata["name"], options)
+            self._deletion.delete(
+                resource, metadata.get("namespace", ""), metadata["name"], options
+            )
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
         uids = {owner.get("uid", "") for owner in _owners(obj)}
@@ -239,7 +253,10 @@ class Collector:
         if owner is None or _FOREGROUND not in (owner[1]["metadata"].get("finalizers") or ()):
             return
         for _, dependent in self._deletion.dependents(uid):
-            if any(ref.get("uid") == uid and ref.get("blockOwnerDeletion") for ref in _owners(dependent)):
+            if any(
+                ref.get("uid") == uid and ref.get("blockOwnerDeletion")
+                for ref in _owners(dependent)
+            ):
                 return
         self._deletion.release(owner[0], owner[1], _FOREGROUND)
 
@@ -268,4 +285,6 @@ class Collector:
         for event in self._store.list("events"):
             last = event.get("lastTimestamp") or event["metadata"]["creationTimestamp"]
             if last < oldest:
-                self._store.remove("events", event["metadata"]["namespace"], event["metadata"]["name"])
+                self._store.remove(
+                    "events", event["metadata"]["namespace"], event["metadata"]["name"]
+                )

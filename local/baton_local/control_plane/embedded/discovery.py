@@ -30,8 +30,17 @@ def core_versions(address: str) -> Object:
 
 
 def group(catalog: Catalog, name: str) -> Object:
-    versions = [{"groupVersion": f"{name}/{version}", "version": version} for version in catalog.versions(name)]
-    return {"kind": "APIGroup", "apiVersion": "v1", "name": name, "versions": versions, "preferredVersion": versions[0]}
+    versions = [
+        {"groupVersion": f"{name}/{version}", "version": version}
+        for version in catalog.versions(name)
+    ]
+    return {
+        "kind": "APIGroup",
+        "apiVersion": "v1",
+        "name": name,
+        "versions": versions,
+        "preferredVersion": versions[0],
+    }
 
 
 def group_list(catalog: Catalog) -> Object:
@@ -47,7 +56,12 @@ def resource_list(catalog: Catalog, group_name: str, version: str) -> Object:
         if (resource.group, resource.version) == (group_name, version):
             resources.extend(_entries(resource))
     group_version = f"{group_name}/{version}" if group_name else version
-    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources}
+    return {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": group_version,
+        "resources": resources,
+    }
 
 
 def _entries(resource: Resource) -> list[Object]:
@@ -110,7 +124,9 @@ def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
         paths[collection] = {"post": _operation("post", gvk), "get": _operation("list", gvk)}
         if "patch" in resource.verbs:
             verbs = {"get": "get", "put": "put", "patch": "patch", "delete": "delete"}
-            paths[f"{collection}/{{name}}"] = {verb: _operation(action, gvk) for verb, action in verbs.items()}
+            paths[f"{collection}/{{name}}"] = {
+                verb: _operation(action, gvk) for verb, action in verbs.items()
+            }
     return {
         "openapi": "3.0.0",
         "info": {"title": "Baton embedded control plane", "version": VERSION["gitVersion"]},
@@ -147,5 +163,7 @@ def openapi_v2_protobuf() -> bytes:
         return bytes([number << 3 | 2, len(value)]) + value
 
     document = openapi_v2()
-    info = text(1, document["info"]["title"].encode()) + text(2, document["info"]["version"].encode())
+    info = text(1, document["info"]["title"].encode()) + text(
+        2, document["info"]["version"].encode()
+    )
     return text(1, document["swagger"].encode()) + text(2, info)

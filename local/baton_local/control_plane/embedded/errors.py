@@ -29,13 +29,17 @@ def invalid_value(field: str, value: object, detail: str) -> FieldError:
 
 
 def required(field: str, detail: str = "") -> FieldError:
-    return FieldError(field, "FieldValueRequired", f"Required value: {detail}" if detail else "Required value")
+    return FieldError(
+        field, "FieldValueRequired", f"Required value: {detail}" if detail else "Required value"
+    )
 
 
 def unsupported_value(field: str, value: object, allowed: Sequence[object]) -> FieldError:
     choices = ", ".join(_show(choice) for choice in allowed)
     return FieldError(
-        field, "FieldValueNotSupported", f"Unsupported value: {_show(value)}: supported values: {choices}"
+        field,
+        "FieldValueNotSupported",
+        f"Unsupported value: {_show(value)}: supported values: {choices}",
     )
 
 
@@ -81,7 +85,9 @@ def type_name(value: object) -> str:
 class ApiError(Exception):
     """A refused request: HTTP `code` and the metav1.Status that says why."""
 
-    def __init__(self, code: int, reason: str, message: str, details: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, code: int, reason: str, message: str, details: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
@@ -145,16 +151,22 @@ def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
         if len(fields) == 1:
             listed.append(f"conflict with {manager}: {fields[0]}")
         else:
-            listed.append(f"conflicts with {manager}:" + "".join(f"\n- {field}" for field in fields))
+            listed.append(
+                f"conflicts with {manager}:" + "".join(f"\n- {field}" for field in fields)
+            )
     count = "1 conflict" if len(causes) == 1 else f"{len(causes)} conflicts"
-    return ApiError(409, "Conflict", f"Apply failed with {count}: " + "\n".join(listed), {"causes": causes})
+    return ApiError(
+        409, "Conflict", f"Apply failed with {count}: " + "\n".join(listed), {"causes": causes}
+    )
 
 
 def invalid(resource: Resource, name: str, errors: Sequence[FieldError]) -> ApiError:
     details: dict[str, Any] = {"name": name, "kind": resource.kind}
     if resource.group:
         details["group"] = resource.group
-    details["causes"] = [{"reason": e.reason, "message": e.message, "field": e.field} for e in errors]
+    details["causes"] = [
+        {"reason": e.reason, "message": e.message, "field": e.field} for e in errors
+    ]
     listed = str(errors[0]) if len(errors) == 1 else "[" + ", ".join(map(str, errors)) + "]"
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
     return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)
@@ -168,7 +180,9 @@ def unauthorized() -> ApiError:
     return ApiError(401, "Unauthorized", "Unauthorized")
 
 
-def forbidden(resource: Resource, name: str, why: str, causes: Sequence[dict[str, str]] = ()) -> ApiError:
+def forbidden(
+    resource: Resource, name: str, why: str, causes: Sequence[dict[str, str]] = ()
+) -> ApiError:
     details = _details(resource, name)
     if causes:
         details["causes"] = list(causes)

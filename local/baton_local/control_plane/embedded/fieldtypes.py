@@ -55,7 +55,11 @@ _POD_SPEC = {
     "hostAliases": _keyed("ip"),
     "topologySpreadConstraints": _keyed("topologyKey", "whenUnsatisfiable"),
     "nodeSelector": ATOMIC,
-    **{f"{group}.{name}": kind for group in ("containers", "initContainers") for name, kind in _CONTAINER.items()},
+    **{
+        f"{group}.{name}": kind
+        for group in ("containers", "initContainers")
+        for name, kind in _CONTAINER.items()
+    },
 }
 _METADATA = {"metadata.finalizers": SET, "metadata.ownerReferences": _keyed("uid")}
 _CONDITIONS = {"status.conditions": _keyed("type")}
@@ -71,7 +75,10 @@ _BY_KIND: dict[str, dict[str, FieldType]] = {
     "Deployment": _WORKLOAD,
     "ReplicaSet": _WORKLOAD,
     "Service": {"spec.ports": _keyed("port", "protocol"), "spec.selector": ATOMIC},
-    "ServiceAccount": {"secrets": _keyed("name"), "imagePullSecrets": FieldType("atomic", merge_key="name")},
+    "ServiceAccount": {
+        "secrets": _keyed("name"),
+        "imagePullSecrets": FieldType("atomic", merge_key="name"),
+    },
     "Node": {
         "status.addresses": _keyed("type"),
         "spec.taints": FieldType("atomic", merge_key="key"),
@@ -125,6 +132,10 @@ class CustomFieldTypes:
             case "map":
                 keys = tuple(schema.get("x-kubernetes-list-map-keys") or ())
                 properties = (schema.get("items") or {}).get("properties") or {}
-                defaults = {key: properties[key]["default"] for key in keys if "default" in properties.get(key, {})}
+                defaults = {
+                    key: properties[key]["default"]
+                    for key in keys
+                    if "default" in properties.get(key, {})
+                }
                 return FieldType("map", keys, "", defaults)
         return ATOMIC

@@ -14,18 +14,32 @@ from .registry import Registry
 Object = dict[str, Any]
 
 SCHEME_ANNOTATION = "baton.dev/kubelet-scheme"
-_PARAMETERS = ("follow", "previous", "sinceSeconds", "sinceTime", "timestamps", "tailLines", "limitBytes")
+_PARAMETERS = (
+    "follow",
+    "previous",
+    "sinceSeconds",
+    "sinceTime",
+    "timestamps",
+    "tailLines",
+    "limitBytes",
+)
 _CONNECT_S = 5.0
 
 
 def _kubelet(node: Object) -> str:
     """Base URL of a node's kubelet. Raises: ApiError 502 if the node does not tell it."""
     status = node.get("status") or {}
-    address = next((a["address"] for a in status.get("addresses") or () if a["type"] == "InternalIP"), None)
+    address = next(
+        (a["address"] for a in status.get("addresses") or () if a["type"] == "InternalIP"), None
+    )
     port = ((status.get("daemonEndpoints") or {}).get("kubeletEndpoint") or {}).get("Port")
     if not address or not port:
         name = node["metadata"]["name"]
-        raise ApiError(502, "BadGateway", f"node {name} reports no InternalIP or kubelet port; is its kubelet running?")
+        raise ApiError(
+            502,
+            "BadGateway",
+            f"node {name} reports no InternalIP or kubelet port; is its kubelet running?",
+        )
     scheme = (node["metadata"].get("annotations") or {}).get(SCHEME_ANNOTATION, "https")
     return f"{scheme}://{address}:{port}"
 
@@ -47,7 +61,11 @@ def _container(pod: Object, asked: str) -> str:
 
 
 async def stream_logs(
-    request: web.Request, registry: Registry, session: aiohttp.ClientSession, namespace: str, name: str
+    request: web.Request,
+    registry: Registry,
+    session: aiohttp.ClientSession,
+    namespace: str,
+    name: str,
 ) -> web.StreamResponse:
     pods, nodes = registry.catalog.find("", "v1", "pods"), registry.catalog.find("", "v1", "nodes")
     assert pods is not None, "the frozen table has pods"
@@ -63,11 +81,19 @@ async def stream_logs(
     try:
         upstream = await session.get(url, params=parameters, ssl=False, timeout=timeout)
     except aiohttp.ClientError as error:
-        raise ApiError(502, "BadGateway", f"cannot reach the kubelet of node {node_name}: {error}") from error
+        raise ApiError(
+            502, "BadGateway", f"cannot reach the kubelet of node {node_name}: {error}"
+        ) from error
     async with upstream:
         if upstream.status != 200:
-            raise ApiError(upstream.status, "KubeletError", (await upstream.text()).strip() or str(upstream.reason))
-        response = web.StreamResponse(headers={"Content-Type": upstream.headers.get("Content-Type", "text/plain")})
+            raise ApiError(
+                upstream.status,
+                "KubeletError",
+                (await upstream.text()).strip() or str(upstream.reason),
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": upstream.headers.get("Content-Type", "text/plain")}
+        )
         await response.prepare(request)
         try:
             async for chunk in upstream.content.iter_any():

@@ -26,7 +26,9 @@ def json_patch(original: Object, operations: Any) -> Object:
         raise bad_request(f"error decoding patch: {error}") from error
     except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException, KeyError) as error:
         raise ApiError(
-            422, "Invalid", f"the server rejected our request due to an error in our request: {error}"
+            422,
+            "Invalid",
+            f"the server rejected our request due to an error in our request: {error}",
         ) from error
 
 
@@ -56,7 +58,9 @@ def _merge_map(original: Object, patch: Object, types: FieldTypes, path: Path) -
         case None | "merge":
             pass
         case other:
-            raise bad_request(f"unknown $patch directive {other!r} at .{'.'.join(path)}; use replace, merge or delete")
+            raise bad_request(
+                f"unknown $patch directive {other!r} at .{'.'.join(path)}; use replace, merge or delete"
+            )
     result = dict(original)
     if (retained := patch.get("$retainKeys")) is not None:
         result = {key: value for key, value in result.items() if key in retained}
@@ -73,7 +77,9 @@ def _merge_map(original: Object, patch: Object, types: FieldTypes, path: Path) -
             result.pop(key, None)
         elif isinstance(value, dict):
             below = result.get(key)
-            result[key] = _merge_map(below if isinstance(below, dict) else {}, value, types, (*path, key))
+            result[key] = _merge_map(
+                below if isinstance(below, dict) else {}, value, types, (*path, key)
+            )
         elif isinstance(value, list):
             result[key] = _merge_list(result.get(key) or [], value, types, (*path, key))
         else:
@@ -91,12 +97,20 @@ def _merge_list(original: list[Any], patch: list[Any], types: FieldTypes, path: 
     if merge_key == "$primitive":
         return [*original, *(item for item in patch if item not in original)]
     if any(_is_directive(item) and item["$patch"] == "replace" for item in patch):
-        return [_without_directives(item) for item in patch if not (_is_directive(item) and len(item) == 1)]
+        return [
+            _without_directives(item)
+            for item in patch
+            if not (_is_directive(item) and len(item) == 1)
+        ]
     result = list(original)
     for item in patch:
         if not isinstance(item, dict) or merge_key not in item:
-            raise bad_request(f"map at .{'.'.join(path)} does not contain declared merge key: {merge_key}")
-        index = next((i for i, old in enumerate(result) if old.get(merge_key) == item[merge_key]), None)
+            raise bad_request(
+                f"map at .{'.'.join(path)} does not contain declared merge key: {merge_key}"
+            )
+        index = next(
+            (i for i, old in enumerate(result) if old.get(merge_key) == item[merge_key]), None
+        )
         if item.get("$patch") == "delete":
             if index is not None:
                 del result[index]
@@ -113,7 +127,11 @@ def _is_directive(item: Any) -> bool:
 
 def _without_directives(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_directives(below) for key, below in value.items() if not key.startswith("$")}
+        return {
+            key: _without_directives(below)
+            for key, below in value.items()
+            if not key.startswith("$")
+        }
     return value
 
 
@@ -125,4 +143,9 @@ def _ordered(items: list[Any], order: list[Any], merge_key: str) -> list[Any]:
     else:
         wanted, keys = order, items
     rank = {key: index for index, key in enumerate(wanted)}
-    return [item for _, item in sorted(zip(keys, items, strict=True), key=lambda pair: rank.get(pair[0], len(rank)))]
+    return [
+        item
+        for _, item in sorted(
+            zip(keys, items, strict=True), key=lambda pair: rank.get(pair[0], len(rank))
+        )
+    ]

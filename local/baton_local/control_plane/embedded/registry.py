@@ -26,7 +26,9 @@ Object = dict[str, Any]
 Address = ipaddress.IPv4Address
 Network = ipaddress.IPv4Network
 
-_NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes' own for generateName: no vowels, no words
+_NAME_ALPHABET = (
+    "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes' own for generateName: no vowels, no words
+)
 
 
 @dataclass
@@ -70,7 +72,9 @@ class Registry:
         return self.view(resource, self.stored(resource, namespace, name))
 
     def list(self, resource: Resource, namespace: str) -> list[Object]:
-        return [self.view(resource, obj) for obj in self.store.list(resource.storage_key, namespace)]
+        return [
+            self.view(resource, obj) for obj in self.store.list(resource.storage_key, namespace)
+        ]
 
     def view(self, resource: Resource, obj: Object) -> Object:
         """The stored object in the version that was asked for."""
@@ -82,19 +86,28 @@ class Registry:
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
-    def create(self, resource: Resource, namespace: str, obj: Object, options: WriteOptions) -> Object:
+    def create(
+        self, resource: Resource, namespace: str, obj: Object, options: WriteOptions
+    ) -> Object:
         new = self._decode(resource, namespace, obj, options)
         return self.view(resource, self._create(resource, namespace, new, options, None))
 
     def _create(
-        self, resource: Resource, namespace: str, new: Object, options: WriteOptions, owned: apply.FieldSet | None
+        self,
+        resource: Resource,
+        namespace: str,
+        new: Object,
+        options: WriteOptions,
+        owned: apply.FieldSet | None,
     ) -> Object:
         metadata = new["metadata"]
         if not metadata.get("name") and metadata.get("generateName"):
             suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
             metadata["name"] = metadata["generateName"][:58] + suffix
         if not metadata.get("name"):
-            raise errors.invalid(resource, "", [errors.required("metadata.name", "name or generateName is required")])
+            raise errors.invalid(
+                resource, "", [errors.required("metadata.name", "name or generateName is required")]
+            )
         if resource.namespaced:
             metadata["namespace"] = namespace
             self._require_namespace(resource, namespace, metadata["name"])
@@ -126,20 +139,35 @@ class Registry:
         return self._establish(stored) if resource.kind == "CustomResourceDefinition" else stored
 
     def update(
-        self, resource: Resource, namespace: str, name: str, obj: Object, options: WriteOptions, subresource: str = ""
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        obj: Object,
+        options: WriteOptions,
+        subresource: str = "",
     ) -> Object:
         old = self.stored(resource, namespace, name)
         new = self._decode(
-            resource, namespace, {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}}, options
+            resource,
+            namespace,
+            {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}},
+            options,
         )
-        if not new["metadata"].get("resourceVersion") and (resource.custom or resource.kind in builtin.VERSIONED):
+        if not new["metadata"].get("resourceVersion") and (
+            resource.custom or resource.kind in builtin.VERSIONED
+        ):
             error = errors.FieldError(
-                "metadata.resourceVersion", "FieldValueInvalid", "Invalid value: 0x0: must be specified for an update"
+                "metadata.resourceVersion",
+                "FieldValueInvalid",
+                "Invalid value: 0x0: must be specified for an update",
             )
             raise errors.invalid(resource, name, [error])
         if new["metadata"]["name"] != name:
             given = new["metadata"]["name"]
-            raise errors.bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
+            raise errors.bad_request(
+                f"the name of the object ({given}) does not match the name on the URL ({name})"
+            )
         return self.view(resource, self._replace(resource, old, new, options, subresource, None))
 
     def patch(
@@ -167,7 +195,11 @@ class Registry:
         elif content_type == "application/strategic-merge-patch+json" and not resource.custom:
             result = patch.strategic_merge_patch(obj, body, self.catalog.types(resource))
         else:
-            accepted = ["application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml"]
+            accepted = [
+                "application/json-patch+json",
+                "application/merge-patch+json",
+                "application/apply-patch+yaml",
+            ]
             if not resource.custom:
                 accepted.insert(2, "application/strategic-merge-patch+json")
             raise errors.unsupported_media_type(
@@ -178,19 +210,33 @@ class Registry:
         return result
 
     def _apply(
-        self, resource: Resource, namespace: str, name: str, body: Any, options: WriteOptions, subresource: str
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Any,
+        options: WriteOptions,
+        subresource: str,
     ) -> Object:
         metadata = body.get("metadata") or {}
         if metadata.get("managedFields"):
             raise errors.bad_request("metadata.managedFields must be nil")
         if metadata.get("name", name) != name:
-            raise errors.bad_request(f"metadata.name {metadata['name']} does not match the name on the URL ({name})")
+            raise errors.bad_request(
+                f"metadata.name {metadata['name']} does not match the name on the URL ({name})"
+            )
         body = {**body, "metadata": {**metadata, "name": name}}
         wanted = self._decode(resource, namespace, body, options, require_type=True)
         if subresource:
-            wanted = {k: v for k, v in wanted.items() if k in ("apiVersion", "kind", "metadata", subresource)}
+            wanted = {
+                k: v
+                for k, v in wanted.items()
+                if k in ("apiVersion", "kind", "metadata", subresource)
+            }
             wanted["metadata"] = {
-                k: v for k, v in wanted["metadata"].items() if k in ("name", "namespace", "resourceVersion")
+                k: v
+                for k, v in wanted["metadata"].items()
+                if k in ("name", "namespace", "resourceVersion")
             }
         elif resource.has_status:
             wanted.pop("status", None)
@@ -212,7 +258,12 @@ class Registry:
         return self.view(resource, self._replace(resource, old, new, options, subresource, owned))
 
     def change(
-        self, resource: Resource, old: Object, edit: Callable[[Object], None], options: WriteOptions, sub: str = ""
+        self,
+        resource: Resource,
+        old: Object,
+        edit: Callable[[Object], None],
+        options: WriteOptions,
+        sub: str = "",
     ) -> Object:
         """Write what `edit` does to a copy of a stored object, as the API server's own subresources do."""
         new = copy.deepcopy(old)
@@ -253,7 +304,9 @@ class Registry:
         metadata = new["metadata"]
         metadata["resourceVersion"] = before["resourceVersion"]
         if "generation" in before:
-            metadata["generation"] = before["generation"] + (_desired(new, resource) != _desired(old, resource))
+            metadata["generation"] = before["generation"] + (
+                _desired(new, resource) != _desired(old, resource)
+            )
         if not (trusted and resource.kind == "Pod"):
             self._validate(resource, new, old)
         self._track(resource, old, new, options, subresource, owned)
@@ -265,14 +318,23 @@ class Registry:
         if resource.kind == "CustomResourceDefinition" and not subresource:
             stored = self._establish(stored)
         released = before.get("finalizers") and not metadata.get("finalizers")
-        if released and metadata.get("deletionTimestamp") and not metadata.get("deletionGracePeriodSeconds"):
+        if (
+            released
+            and metadata.get("deletionTimestamp")
+            and not metadata.get("deletionGracePeriodSeconds")
+        ):
             return self.store.remove(resource.storage_key, metadata.get("namespace", ""), name)
         return stored
 
     # Steps of a write ------------------------------------------------------------------------------------------------
 
     def _decode(
-        self, resource: Resource, namespace: str, obj: Any, options: WriteOptions, require_type: bool = False
+        self,
+        resource: Resource,
+        namespace: str,
+        obj: Any,
+        options: WriteOptions,
+        require_type: bool = False,
     ) -> Object:
         """Return the object in stored form, without unknown fields. Check its type and namespace.
 
@@ -290,8 +352,15 @@ class Registry:
                     f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})"
                 )
             name = (obj.get("metadata") or {}).get("name", "")
-            raise errors.invalid(resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")])
-        obj = {**obj, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": obj.get("metadata") or {}}
+            raise errors.invalid(
+                resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
+            )
+        obj = {
+            **obj,
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": obj.get("metadata") or {},
+        }
         try:
             if custom := self.catalog.custom(resource):
                 pruned, unknown = custom.schema.prune(obj)
@@ -299,7 +368,9 @@ class Registry:
                 new = {**pruned, "metadata": metadata}
                 unknown += [f"metadata.{path}" for path in more]
             else:
-                new, unknown = structure.decode(resource.group, resource.version, resource.kind, obj)
+                new, unknown = structure.decode(
+                    resource.group, resource.version, resource.kind, obj
+                )
         except structure.DecodeError as error:
             where = f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
             raise errors.bad_request(f"{where}: {error}") from error
@@ -316,7 +387,11 @@ class Registry:
                 f"the namespace of the provided object does not match the namespace sent on the request: "
                 f"{new['metadata']['namespace']} is not {namespace}"
             )
-        return builtin.event_to_core(new) if resource.storage_key == "events" and resource.group else new
+        return (
+            builtin.event_to_core(new)
+            if resource.storage_key == "events" and resource.group
+            else new
+        )
 
     def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
         namespaces = self.catalog.find("", "v1", "namespaces")
@@ -348,13 +423,20 @@ class Registry:
             added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
             if added:
                 detail = f"no new finalizers can be added if the object is being deleted, found new finalizers {sorted(added)}"
-                raise errors.invalid(resource, before["name"], [errors.forbidden_value("metadata.finalizers", detail)])
+                raise errors.invalid(
+                    resource,
+                    before["name"],
+                    [errors.forbidden_value("metadata.finalizers", detail)],
+                )
 
     def _default(self, resource: Resource, obj: Object) -> Object:
         """Return the object with defaults, in a deep copy of everything but the metadata."""
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
-            return {**custom.schema.default({k: v for k, v in obj.items() if k != "metadata"}), "metadata": metadata}
+            return {
+                **custom.schema.default({k: v for k, v in obj.items() if k != "metadata"}),
+                "metadata": metadata,
+            }
         new = copy.deepcopy(obj)
         builtin.set_defaults(resource.kind, new)
         return new
@@ -395,8 +477,14 @@ class Registry:
             except ValueError:
                 inside = False
             if not inside or self.store.find("address", asked):
-                why = "provided IP is already allocated" if inside else f"the provided IP is not in {self._services}"
-                raise errors.invalid(resource, name, [errors.invalid_value("spec.clusterIP", asked, why)])
+                why = (
+                    "provided IP is already allocated"
+                    if inside
+                    else f"the provided IP is not in {self._services}"
+                )
+                raise errors.invalid(
+                    resource, name, [errors.invalid_value("spec.clusterIP", asked, why)]
+                )
             return
         size = self._services.num_addresses
         base = int(self._services.network_address)
@@ -408,7 +496,11 @@ class Registry:
                 spec["clusterIP"] = str(candidate)
                 spec["clusterIPs"] = [str(candidate)]
                 return
-        raise ApiError(500, "InternalError", f"no free address in {self._services}; delete services or widen the range")
+        raise ApiError(
+            500,
+            "InternalError",
+            f"no free address in {self._services}; delete services or widen the range",
+        )
 
     def _keep_address(self, resource: Resource, old: Object, new: Object) -> None:
         before = old["spec"]
@@ -432,7 +524,9 @@ class Registry:
         status = dict(crd.get("status") or {})
         storage = next(version["name"] for version in spec["versions"] if version.get("storage"))
         status["acceptedNames"] = spec["names"]
-        status["storedVersions"] = list(dict.fromkeys([*(status.get("storedVersions") or ()), storage]))
+        status["storedVersions"] = list(
+            dict.fromkeys([*(status.get("storedVersions") or ()), storage])
+        )
         known = {condition["type"]: condition for condition in status.get("conditions") or ()}
         for kind, reason, message in (
             ("NamesAccepted", "NoConflicts", "no conflicts found"),
@@ -440,12 +534,20 @@ class Registry:
         ):
             known.setdefault(
                 kind,
-                {"type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": now()},
+                {
+                    "type": kind,
+                    "status": "True",
+                    "reason": reason,
+                    "message": message,
+                    "lastTransitionTime": now(),
+                },
             )
         status["conditions"] = list(known.values())
         if status == crd.get("status"):
             return crd
-        return self.store.put("customresourcedefinitions.apiextensions.k8s.io", {**crd, "status": status})
+        return self.store.put(
+            "customresourcedefinitions.apiextensions.k8s.io", {**crd, "status": status}
+        )
 
 
 def _desired(obj: Object, resource: Resource) -> str:
@@ -455,5 +557,7 @@ def _desired(obj: Object, resource: Resource) -> str:
         skipped.add("status")
     wanted = {key: value for key, value in obj.items() if key not in skipped}
     if resource.kind == "Deployment" and not resource.custom:
-        wanted["annotations"] = obj["metadata"].get("annotations")  # they count, too: replica sets get a copy
+        wanted["annotations"] = obj["metadata"].get(
+            "annotations"
+        )  # they count, too: replica sets get a copy
     return json.dumps(wanted, sort_keys=True)

@@ -113,17 +113,47 @@ BUILTIN: tuple[Resource, ...] = (
         "ServiceAccount",
         "serviceaccounts",
         short_names=("sa",),
-        subresources=(Subresource("token", ("create",), "TokenRequest", "authentication.k8s.io", "v1"),),
+        subresources=(
+            Subresource("token", ("create",), "TokenRequest", "authentication.k8s.io", "v1"),
+        ),
     ),
-    Resource("", "v1", "Event", "events", short_names=("ev",), storage="events", note="kept for one hour"),
+    Resource(
+        "", "v1", "Event", "events", short_names=("ev",), storage="events", note="kept for one hour"
+    ),
     Resource("", "v1", "Node", "nodes", False, ("no",), subresources=(STATUS,)),
     Resource("events.k8s.io", "v1", "Event", "events", short_names=("ev",), storage="events"),
-    Resource("apps", "v1", "Deployment", "deployments", True, ("deploy",), ("all",), subresources=(STATUS, SCALE)),
-    Resource("apps", "v1", "ReplicaSet", "replicasets", True, ("rs",), ("all",), subresources=(STATUS, SCALE)),
-    Resource("apps", "v1", "ControllerRevision", "controllerrevisions"),
-    Resource("networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), subresources=(STATUS,)),
     Resource(
-        "networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", True, ("netpol",), note="stored, not enforced"
+        "apps",
+        "v1",
+        "Deployment",
+        "deployments",
+        True,
+        ("deploy",),
+        ("all",),
+        subresources=(STATUS, SCALE),
+    ),
+    Resource(
+        "apps",
+        "v1",
+        "ReplicaSet",
+        "replicasets",
+        True,
+        ("rs",),
+        ("all",),
+        subresources=(STATUS, SCALE),
+    ),
+    Resource("apps", "v1", "ControllerRevision", "controllerrevisions"),
+    Resource(
+        "networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), subresources=(STATUS,)
+    ),
+    Resource(
+        "networking.k8s.io",
+        "v1",
+        "NetworkPolicy",
+        "networkpolicies",
+        True,
+        ("netpol",),
+        note="stored, not enforced",
     ),
     Resource(
         "policy",
@@ -165,11 +195,16 @@ BUILTIN: tuple[Resource, ...] = (
 
 def markdown_table() -> str:
     """The table for the documentation."""
-    lines = ["| group/version | kind | verbs | subresources | remarks |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| group/version | kind | verbs | subresources | remarks |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for resource in BUILTIN:
         verbs = "all" if resource.verbs == ALL_VERBS else ", ".join(resource.verbs)
         subs = ", ".join(sub.name for sub in resource.subresources)
-        lines.append(f"| `{resource.api_version}` | {resource.kind} | {verbs} | {subs} | {resource.note} |")
+        lines.append(
+            f"| `{resource.api_version}` | {resource.kind} | {verbs} | {subs} | {resource.note} |"
+        )
     return "\n".join(lines)
 
 

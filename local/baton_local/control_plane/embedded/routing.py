@@ -45,15 +45,21 @@ class Call:
 
     def write_options(self, request: web.Request) -> WriteOptions:
         query = request.query
-        applying = request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
+        applying = (
+            request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
+        )
         manager = query.get("fieldManager", "")
         if applying and not manager:
             detail = "is required for apply patch"
-            raise errors.invalid(self.resource, self.name, [errors.required("fieldManager", detail)])
+            raise errors.invalid(
+                self.resource, self.name, [errors.required("fieldManager", detail)]
+            )
         force = _true(query, "force")
         if force and not applying:
             detail = "may not be specified for non-apply patch"
-            raise errors.invalid(self.resource, self.name, [errors.forbidden_value("force", detail)])
+            raise errors.invalid(
+                self.resource, self.name, [errors.forbidden_value("force", detail)]
+            )
         dry_run = query.getall("dryRun", [])
         if any(value != "All" for value in dry_run):
             raise errors.bad_request(f"dryRun: {dry_run[0]!r}: the only supported value is All")
@@ -79,7 +85,11 @@ def parse_path(path: str, catalog: Catalog) -> Call | None:
             return None
     namespace = ""
     # `namespaces/x/pods`, but `namespaces/x` and `namespaces/x/status` are the namespace itself
-    if len(rest) > 2 and rest[0] == "namespaces" and not (len(rest) == 3 and rest[2] in ("status", "finalize")):
+    if (
+        len(rest) > 2
+        and rest[0] == "namespaces"
+        and not (len(rest) == 3 and rest[2] in ("status", "finalize"))
+    ):
         namespace, rest = rest[1], rest[2:]
     resource = catalog.find(group, version, rest[0]) if rest else None
     if resource is None or len(rest) > 3 or bool(namespace) > resource.namespaced:
@@ -100,13 +110,17 @@ def selection(call: Call, query: Mapping[str, str]) -> selectors.Predicate:
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), call.resource.storage_key)
     name = call.name
-    return lambda obj: by_label(obj) and by_field(obj) and (not name or obj["metadata"]["name"] == name)
+    return lambda obj: (
+        by_label(obj) and by_field(obj) and (not name or obj["metadata"]["name"] == name)
+    )
 
 
 def require_object(body: Any) -> Object:
     """A body that is to be an object, with metadata that is one, too. Raises: ApiError 400."""
     if not isinstance(body, dict):
-        raise errors.bad_request(f"the request's body must be an object, not {errors.type_name(body)}")
+        raise errors.bad_request(
+            f"the request's body must be an object, not {errors.type_name(body)}"
+        )
     metadata = body.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise errors.bad_request(f"metadata: expected an object, got {errors.type_name(metadata)}")

@@ -21,7 +21,9 @@ _INT_OR_STRING = "x-kubernetes-int-or-string"
 _TYPE_FIELDS = ("apiVersion", "kind")
 _ROOT_FIELDS = (*_TYPE_FIELDS, "metadata")
 _FORMATS = {
-    "date-time": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE),
+    "date-time": re.compile(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE
+    ),
     "date": re.compile(r"\d{4}-\d\d-\d\d"),
     "uri": re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S+"),
     "uuid": re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE),
@@ -60,7 +62,9 @@ class StructuralSchema:
 def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool = False) -> Any:
     if isinstance(value, list):
         items = schema.get("items") or {}
-        return [_prune(item, items, f"{path}[{index}]", unknown) for index, item in enumerate(value)]
+        return [
+            _prune(item, items, f"{path}[{index}]", unknown) for index, item in enumerate(value)
+        ]
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties") or {}
@@ -121,7 +125,11 @@ def _validate(value: Any, schema: Schema, path: str, errors: list[FieldError]) -
     if not _has_type(value, schema):
         wanted = "integer or string" if schema.get(_INT_OR_STRING) else schema["type"]
         errors.append(
-            invalid_value(path, type_name(value), f'{path} in body must be of type {wanted}: "{type_name(value)}"')
+            invalid_value(
+                path,
+                type_name(value),
+                f'{path} in body must be of type {wanted}: "{type_name(value)}"',
+            )
         )
         return
     if (allowed := schema.get("enum")) is not None and value not in allowed:
@@ -142,14 +150,20 @@ def _validate(value: Any, schema: Schema, path: str, errors: list[FieldError]) -
 
 def _validate_string(value: str, schema: Schema, path: str, errors: list[FieldError]) -> None:
     if (limit := schema.get("maxLength")) is not None and len(value) > limit:
-        errors.append(FieldError(path, "FieldValueTooLong", f"Too long: may not be longer than {limit}"))
+        errors.append(
+            FieldError(path, "FieldValueTooLong", f"Too long: may not be longer than {limit}")
+        )
     if (limit := schema.get("minLength")) is not None and len(value) < limit:
-        errors.append(invalid_value(path, value, f"{path} in body should be at least {limit} chars long"))
+        errors.append(
+            invalid_value(path, value, f"{path} in body should be at least {limit} chars long")
+        )
     if (pattern := schema.get("pattern")) and not _pattern(pattern).search(value):
         errors.append(invalid_value(path, value, f"{path} in body should match '{pattern}'"))
     form = schema.get("format", "")
     if form in _FORMATS and not _FORMATS[form].fullmatch(value):
-        errors.append(invalid_value(path, value, f"{path} in body must be of type {form}: {value!r}"))
+        errors.append(
+            invalid_value(path, value, f"{path} in body must be of type {form}: {value!r}")
+        )
 
 
 @functools.cache
@@ -160,26 +174,44 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 def _validate_number(value: float, schema: Schema, path: str, errors: list[FieldError]) -> None:
     if (low := schema.get("minimum")) is not None:
         if schema.get("exclusiveMinimum") and value <= low:
-            errors.append(invalid_value(path, value, f"{path} in body should be greater than {low}"))
+            errors.append(
+                invalid_value(path, value, f"{path} in body should be greater than {low}")
+            )
         elif value < low:
-            errors.append(invalid_value(path, value, f"{path} in body should be greater than or equal to {low}"))
+            errors.append(
+                invalid_value(
+                    path, value, f"{path} in body should be greater than or equal to {low}"
+                )
+            )
     if (high := schema.get("maximum")) is not None:
         if schema.get("exclusiveMaximum") and value >= high:
             errors.append(invalid_value(path, value, f"{path} in body should be less than {high}"))
         elif value > high:
-            errors.append(invalid_value(path, value, f"{path} in body should be less than or equal to {high}"))
+            errors.append(
+                invalid_value(path, value, f"{path} in body should be less than or equal to {high}")
+            )
     if (step := schema.get("multipleOf")) and (value / step) % 1:
         errors.append(invalid_value(path, value, f"{path} in body should be a multiple of {step}"))
     bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
     if bits and not -(2**bits) <= value < 2**bits:
-        errors.append(invalid_value(path, value, f"{path} in body must be of type {schema['format']}"))
+        errors.append(
+            invalid_value(path, value, f"{path} in body must be of type {schema['format']}")
+        )
 
 
 def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[FieldError]) -> None:
     if (limit := schema.get("maxItems")) is not None and len(value) > limit:
-        errors.append(FieldError(path, "FieldValueTooMany", f"Too many: {len(value)}: must have at most {limit} items"))
+        errors.append(
+            FieldError(
+                path,
+                "FieldValueTooMany",
+                f"Too many: {len(value)}: must have at most {limit} items",
+            )
+        )
     if (limit := schema.get("minItems")) is not None and len(value) < limit:
-        errors.append(invalid_value(path, len(value), f"{path} in body should have at least {limit} items"))
+        errors.append(
+            invalid_value(path, len(value), f"{path} in body should have at least {limit} items")
+        )
     items = schema.get("items") or {}
     for index, item in enumerate(value):
         _validate(item, items, f"{path}[{index}]", errors)
@@ -187,7 +219,9 @@ def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[Fie
     for index, item in enumerate(value):
         match schema.get("x-kubernetes-list-type"):
             case "map" if isinstance(item, dict):
-                identity: Any = {key: item.get(key) for key in schema.get("x-kubernetes-list-map-keys") or ()}
+                identity: Any = {
+                    key: item.get(key) for key in schema.get("x-kubernetes-list-map-keys") or ()
+                }
             case "set":
                 identity = item
             case _:
@@ -200,11 +234,23 @@ def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[Fie
 def _validate_object(value: Object, schema: Schema, path: str, errors: list[FieldError]) -> None:
     properties = schema.get("properties") or {}
     extra = schema.get("additionalProperties")
-    errors.extend(required(f"{path}.{name}") for name in schema.get("required") or () if name not in value)
+    errors.extend(
+        required(f"{path}.{name}") for name in schema.get("required") or () if name not in value
+    )
     if (limit := schema.get("maxProperties")) is not None and len(value) > limit:
-        errors.append(FieldError(path, "FieldValueTooMany", f"Too many: {len(value)}: must have at most {limit} items"))
+        errors.append(
+            FieldError(
+                path,
+                "FieldValueTooMany",
+                f"Too many: {len(value)}: must have at most {limit} items",
+            )
+        )
     if (limit := schema.get("minProperties")) is not None and len(value) < limit:
-        errors.append(invalid_value(path, len(value), f"{path} in body should have at least {limit} properties"))
+        errors.append(
+            invalid_value(
+                path, len(value), f"{path} in body should have at least {limit} properties"
+            )
+        )
     for name, below in value.items():
         if name in properties:
             _validate(below, properties[name], f"{path}.{name}", errors)
@@ -221,9 +267,21 @@ def _fits(value: Any, schema: Schema, path: str) -> bool:
 def _validate_combinations(value: Any, schema: Schema, path: str, errors: list[FieldError]) -> None:
     for below in schema.get("allOf") or ():
         _validate(value, below, path, errors)
-    if (options := schema.get("anyOf")) and not any(_fits(value, option, path) for option in options):
-        errors.append(invalid_value(path, value, f"{path} in body must validate at least one schema (anyOf)"))
-    if (options := schema.get("oneOf")) and sum(_fits(value, option, path) for option in options) != 1:
-        errors.append(invalid_value(path, value, f"{path} in body must validate one and only one schema (oneOf)"))
+    if (options := schema.get("anyOf")) and not any(
+        _fits(value, option, path) for option in options
+    ):
+        errors.append(
+            invalid_value(path, value, f"{path} in body must validate at least one schema (anyOf)")
+        )
+    if (options := schema.get("oneOf")) and sum(
+        _fits(value, option, path) for option in options
+    ) != 1:
+        errors.append(
+            invalid_value(
+                path, value, f"{path} in body must validate one and only one schema (oneOf)"
+            )
+        )
     if (refused := schema.get("not")) is not None and _fits(value, refused, path):
-        errors.append(invalid_value(path, value, f"{path} in body must not validate the schema (not)"))
+        errors.append(
+            invalid_value(path, value, f"{path} in body must not validate the schema (not)")
+        )

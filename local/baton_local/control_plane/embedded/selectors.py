@@ -19,7 +19,13 @@ _EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()]+)\s*$")
 # Fields every kind can be selected by, and what else single kinds offer (as in Kubernetes; others are refused).
 _COMMON = ("metadata.name", "metadata.namespace")
 _BY_KIND: dict[str, tuple[str, ...]] = {
-    "pods": ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
+    "pods": (
+        "spec.nodeName",
+        "spec.restartPolicy",
+        "spec.serviceAccountName",
+        "status.phase",
+        "status.podIP",
+    ),
     "events": (
         "involvedObject.kind",
         "involvedObject.namespace",
@@ -124,4 +130,6 @@ def field_selector(selector: str, storage: str) -> Predicate:
                 f'field label not supported: "{match[1]}"; {storage} can be selected by {", ".join(allowed)}'
             )
         terms.append((match[1], match[2] != "!=", match[3]))
-    return lambda obj: all((field_value(obj, path) == value) == equal for path, equal, value in terms)
+    return lambda obj: all(
+        (field_value(obj, path) == value) == equal for path, equal, value in terms
+    )

@@ -53,10 +53,16 @@ class ApiServer:
         self._kubelets = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         # A client that leaves ends its watch or log at once, not at the next event. Writes have no point to be cut at.
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=0.5
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,
+            shutdown_timeout=0.5,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port, ssl_context=self._tls, reuse_address=True)
+        site = web.TCPSite(
+            self._runner, self._host, self.port, ssl_context=self._tls, reuse_address=True
+        )
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -75,7 +81,9 @@ class ApiServer:
             raise
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path_qs)
-            return _json(ApiError(500, "InternalError", f"Internal error occurred: {error!r}").status(), 500)
+            return _json(
+                ApiError(500, "InternalError", f"Internal error occurred: {error!r}").status(), 500
+            )
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/") or "/"
@@ -84,7 +92,9 @@ class ApiServer:
         if path == "/version":
             return _json(discovery.VERSION)
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        if kind.lower() != "bearer":  # schemes are case-insensitive, and in-cluster clients write it small
+        if (
+            kind.lower() != "bearer"
+        ):  # schemes are case-insensitive, and in-cluster clients write it small
             raise errors.unauthorized()
         self._cluster.tokens.user(token)
         if found := self._discovery(request):
@@ -99,7 +109,18 @@ class ApiServer:
         parts = [part for part in request.path.split("/") if part]
         match parts:
             case []:
-                return _json({"paths": ["/api", "/apis", "/healthz", "/openapi/v2", "/openapi/v3", "/version"]})
+                return _json(
+                    {
+                        "paths": [
+                            "/api",
+                            "/apis",
+                            "/healthz",
+                            "/openapi/v2",
+                            "/openapi/v3",
+                            "/version",
+                        ]
+                    }
+                )
             case ["api"]:
                 return _json(discovery.core_versions(f"{self._host}:{self.port}"))
             case ["api", "v1"]:
@@ -112,7 +133,9 @@ class ApiServer:
                 return _json(discovery.resource_list(catalog, group, version))
             case ["openapi", "v2"]:
                 if "proto-openapi" in request.headers.get("Accept", ""):
-                    return web.Response(body=discovery.openapi_v2_protobuf(), content_type=_OPENAPI_V2_PROTOBUF)
+                    return web.Response(
+                        body=discovery.openapi_v2_protobuf(), content_type=_OPENAPI_V2_PROTOBUF
+                    )
                 return _json(discovery.openapi_v2())
             case ["openapi", "v3"]:
                 return _json(discovery.openapi_v3_index(catalog))
@@ -126,11 +149,15 @@ class ApiServer:
         verb = call.verb(request.method, request.query)
         offered = call.subresource.verbs if call.subresource else call.resource.verbs
         if verb not in offered:
-            what = call.resource.qualified + (f"/{call.subresource.name}" if call.subresource else "")
+            what = call.resource.qualified + (
+                f"/{call.subresource.name}" if call.subresource else ""
+            )
             raise errors.method_not_allowed(f"{what} offers {', '.join(offered)}, not {verb}")
         if call.subresource and call.subresource.name == "log":
             assert self._kubelets is not None, "requests come after start()"
-            return await stream_logs(request, self._cluster.registry, self._kubelets, call.namespace, call.name)
+            return await stream_logs(
+                request, self._cluster.registry, self._kubelets, call.namespace, call.name
+            )
         if verb in ("list", "watch"):
             return await self._read_many(request, call, verb)
         if verb == "deletecollection":
@@ -155,7 +182,9 @@ class ApiServer:
             return cluster.scale.get(call.resource, call.namespace, call.name)
         return cluster.registry.get(call.resource, call.namespace, call.name)
 
-    def _write(self, request: web.Request, call: Call, verb: str, body: Any, options: Any) -> tuple[Object, int]:
+    def _write(
+        self, request: web.Request, call: Call, verb: str, body: Any, options: Any
+    ) -> tuple[Object, int]:
         cluster, resource = self._cluster, call.resource
         target = (resource, call.namespace, call.name)
         sub = call.subresource.name if call.subresource else ""
@@ -188,10 +217,14 @@ class ApiServer:
         custom = self._cluster.catalog.custom(resource)
         return TablePrinter(resource, custom.columns if custom else ())
 
-    def _respond(self, request: web.Request, call: Call, obj: Object, code: int = 200) -> web.Response:
+    def _respond(
+        self, request: web.Request, call: Call, obj: Object, code: int = 200
+    ) -> web.Response:
         if call.subresource is None and (printer := self._printer(request, call.resource)):
             version = {"resourceVersion": obj["metadata"].get("resourceVersion", "")}
-            return _json(printer.table([obj], version, request.query.get("includeObject", "Metadata")), code)
+            return _json(
+                printer.table([obj], version, request.query.get("includeObject", "Metadata")), code
+            )
         return _json(obj, code)
 
     async def _read_many(self, request: web.Request, call: Call, verb: str) -> web.StreamResponse:
@@ -212,7 +245,10 @@ class ApiServer:
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
             return _json(printer.table(objects, metadata, include))
-        items = [{key: value for key, value in obj.items() if key not in ("apiVersion", "kind")} for obj in objects]
+        items = [
+            {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
+            for obj in objects
+        ]
         if call.resource.custom:
             items = list(objects)
         resource = call.resource
@@ -232,10 +268,20 @@ class ApiServer:
         obj, gone = self._cluster.deletion.delete(call.resource, call.namespace, call.name, options)
         if not gone or call.resource.kind == "Pod":
             return self._respond(request, call, self._cluster.registry.view(call.resource, obj))
-        details: Object = {"name": call.name, "kind": call.resource.plural, "uid": obj["metadata"]["uid"]}
+        details: Object = {
+            "name": call.name,
+            "kind": call.resource.plural,
+            "uid": obj["metadata"]["uid"],
+        }
         if call.resource.group:
             details["group"] = call.resource.group
-        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+        status = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Success",
+            "details": details,
+        }
         return _json(status)
 
     async def _delete_collection(self, request: web.Request, call: Call) -> web.Response:
@@ -246,7 +292,9 @@ class ApiServer:
         for obj in cluster.store.list(resource.storage_key, call.namespace):
             if matches(obj):
                 metadata = obj["metadata"]
-                last, _ = cluster.deletion.delete(resource, metadata.get("namespace", ""), metadata["name"], options)
+                last, _ = cluster.deletion.delete(
+                    resource, metadata.get("namespace", ""), metadata["name"], options
+                )
                 deleted.append(cluster.registry.view(resource, last))
         metadata = {"resourceVersion": str(cluster.store.version)}
         return _json(
@@ -270,12 +318,16 @@ class ApiServer:
         if body.get("orphanDependents"):
             propagation = "Orphan"
         if propagation not in (None, "Background", "Foreground", "Orphan"):
-            raise errors.bad_request(f"propagationPolicy {propagation!r}: use Background, Foreground or Orphan")
+            raise errors.bad_request(
+                f"propagationPolicy {propagation!r}: use Background, Foreground or Orphan"
+            )
         wanted = body.get("preconditions") or {}
         try:
             grace_s = None if grace is None else int(grace)
         except (TypeError, ValueError) as error:
-            raise errors.bad_request(f"gracePeriodSeconds: {grace!r} is no number of seconds") from error
+            raise errors.bad_request(
+                f"gracePeriodSeconds: {grace!r} is no number of seconds"
+            ) from error
         return DeleteOptions(
             grace_period_s=grace_s,
             propagation=propagation or "Background",
@@ -322,4 +374,6 @@ def _position(obj: Object) -> tuple[str, str]:
 
 
 def _json(body: Object, code: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=code, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(body), status=code, content_type="application/json"
+    )

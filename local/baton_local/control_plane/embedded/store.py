@@ -107,13 +107,23 @@ class Store:
             labels: (key, value) of labels that every match has. The rarest one limits the search.
         """
         candidates: Mapping[Any, Object] = self._collections[storage].objects
-        candidates = min((self._index.get((storage, *label), {}) for label in labels), key=len, default=candidates)
-        found = [key for key, obj in candidates.items() if (not namespace or key[-2] == namespace) and matches(obj)]
+        candidates = min(
+            (self._index.get((storage, *label), {}) for label in labels),
+            key=len,
+            default=candidates,
+        )
+        found = [
+            key
+            for key, obj in candidates.items()
+            if (not namespace or key[-2] == namespace) and matches(obj)
+        ]
         return [candidates[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
         """Every (storage, object); a snapshot, so the loop may write."""
-        pairs = [(storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()]
+        pairs = [
+            (storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()
+        ]
         return iter(pairs)
 
     def put(self, storage: str, obj: Object) -> Object:
@@ -125,14 +135,20 @@ class Store:
         self._version += 1
         stored = {**obj, "metadata": {**metadata, "resourceVersion": str(self._version)}}
         collection.objects[key] = stored
-        self._publish(storage, Event("MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous))
+        self._publish(
+            storage,
+            Event("MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous),
+        )
         return stored
 
     def remove(self, storage: str, namespace: str, name: str) -> Object:
         """Delete an object; the version of its last state is the deletion's own, as watches expect."""
         previous = self._collections[storage].objects.pop((namespace, name))
         self._version += 1
-        last = {**previous, "metadata": {**previous["metadata"], "resourceVersion": str(self._version)}}
+        last = {
+            **previous,
+            "metadata": {**previous["metadata"], "resourceVersion": str(self._version)},
+        }
         self._publish(storage, Event("DELETED", self._version, namespace, last, previous))
         return last
 

@@ -80,13 +80,20 @@ def _value(kind: str, value: Any, path: str, unknown: list[str]) -> Any:
             raise DecodeError(f"{path}: expected an object, got {type_name(value)}")
         if path.rpartition(".")[2] in _QUANTITIES:  # `cpu: 2` is a quantity, too
             value = {
-                key: str(item) if type_name(item) in ("integer", "number") else item for key, item in value.items()
+                key: str(item) if type_name(item) in ("integer", "number") else item
+                for key, item in value.items()
             }
-        return {key: _value(of, item, f"{path}.{key}", unknown) for key, item in value.items() if item is not None}
+        return {
+            key: _value(of, item, f"{path}.{key}", unknown)
+            for key, item in value.items()
+            if item is not None
+        }
     if kind == "object":
         return value
     if expected := _JSON_TYPES.get(kind):
         if type_name(value) not in expected:
-            raise DecodeError(f"{path}: cannot unmarshal {type_name(value)} into a field of type {expected[-1]}")
+            raise DecodeError(
+                f"{path}: cannot unmarshal {type_name(value)} into a field of type {expected[-1]}"
+            )
         return value
     return _object(kind, value, path, unknown)

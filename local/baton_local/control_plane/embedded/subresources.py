@@ -47,7 +47,9 @@ class Scale:
 
     def _view(self, resource: Resource, obj: Object) -> Object:
         metadata, paths = obj["metadata"], self._paths(resource)
-        selector = _lookup(obj, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
+        selector = (
+            _lookup(obj, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
+        )
         if not resource.custom:
             labels = (obj["spec"].get("selector") or {}).get("matchLabels") or {}
             selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
@@ -63,13 +65,17 @@ class Scale:
             "status": status,
         }
 
-    def update(self, resource: Resource, namespace: str, name: str, scale: Object, options: WriteOptions) -> Object:
+    def update(
+        self, resource: Resource, namespace: str, name: str, scale: Object, options: WriteOptions
+    ) -> Object:
         replicas = (scale.get("spec") or {}).get("replicas", 0)
         if type(replicas) is not int:
             raise errors.bad_request(f"spec.replicas: expected an integer, got {replicas!r}")
         if replicas < 0:
             detail = "must be greater than or equal to 0"
-            raise errors.invalid(resource, name, [errors.invalid_value("spec.replicas", replicas, detail)])
+            raise errors.invalid(
+                resource, name, [errors.invalid_value("spec.replicas", replicas, detail)]
+            )
         old = self._registry.stored(resource, namespace, name)
         *parents, last = self._paths(resource)["specReplicasPath"].strip(".").split(".")
 
@@ -85,10 +91,18 @@ class Scale:
         return self._view(resource, self._registry.change(resource, old, edit, options, "scale"))
 
     def patch(
-        self, resource: Resource, namespace: str, name: str, content_type: str, body: Any, options: WriteOptions
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        content_type: str,
+        body: Any,
+        options: WriteOptions,
     ) -> Object:
         if content_type == "application/apply-patch+yaml":
-            raise errors.unsupported_media_type("apply the object itself, or patch its scale with a merge patch")
+            raise errors.unsupported_media_type(
+                "apply the object itself, or patch its scale with a merge patch"
+            )
         if content_type == "application/strategic-merge-patch+json":
             content_type = "application/merge-patch+json"  # the same for an object without lists
         current = self.get(resource, namespace, name)
@@ -97,7 +111,12 @@ class Scale:
 
 
 def bind(
-    registry: Registry, pods: Resource, namespace: str, name: str, binding: Object, options: WriteOptions
+    registry: Registry,
+    pods: Resource,
+    namespace: str,
+    name: str,
+    binding: Object,
+    options: WriteOptions,
 ) -> Object:
     """Assign a pod to the node a scheduler chose."""
     target = (binding.get("target") or {}).get("name")
@@ -107,15 +126,26 @@ def bind(
     if assigned := pod["spec"].get("nodeName"):
         raise errors.conflict(pods, name, f"pod {name} is already assigned to node {assigned!r}")
     if pod["metadata"].get("deletionTimestamp"):
-        raise errors.conflict(pods, name, f"pod {name} is being deleted, cannot be assigned to a host")
-    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": now()}
+        raise errors.conflict(
+            pods, name, f"pod {name} is being deleted, cannot be assigned to a host"
+        )
+    scheduled = {
+        "type": "PodScheduled",
+        "status": "True",
+        "lastProbeTime": None,
+        "lastTransitionTime": now(),
+    }
 
     def place(obj: Object) -> None:
         obj["spec"]["nodeName"] = target
 
     def report(obj: Object) -> None:
         status = obj.setdefault("status", {})
-        others = [condition for condition in status.get("conditions") or () if condition["type"] != "PodScheduled"]
+        others = [
+            condition
+            for condition in status.get("conditions") or ()
+            if condition["type"] != "PodScheduled"
+        ]
         status["conditions"] = [*others, scheduled]
 
     placed = registry.change(pods, pod, place, options)
@@ -152,7 +182,9 @@ class Tokens:
         seconds = spec.get("expirationSeconds") or _DEFAULT_TOKEN_S
         if type(seconds) is not int or seconds < _MIN_TOKEN_S:
             detail = f"may not specify a duration less than {_MIN_TOKEN_S // 60} minutes"
-            raise errors.invalid(accounts, name, [errors.invalid_value("spec.expirationSeconds", seconds, detail)])
+            raise errors.invalid(
+                accounts, name, [errors.invalid_value("spec.expirationSeconds", seconds, detail)]
+            )
         expires = int(time.time()) + seconds
         claims = {
             "iss": "https://kubernetes.default.svc",
@@ -165,16 +197,19 @@ class Tokens:
                 "serviceaccount": {"name": name, "uid": account["metadata"]["uid"]},
             },
         }
-        signed = (
-            f"{_encode(json.dumps({'alg': 'HS256', 'typ': 'JWT'}).encode())}.{_encode(json.dumps(claims).encode())}"
+        signed = f"{_encode(json.dumps({'alg': 'HS256', 'typ': 'JWT'}).encode())}.{_encode(json.dumps(claims).encode())}"
+        moment = datetime.datetime.fromtimestamp(expires, datetime.UTC).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
         )
-        moment = datetime.datetime.fromtimestamp(expires, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
             "metadata": {"name": name, "namespace": namespace},
             "spec": {**spec, "expirationSeconds": seconds, "audiences": claims["aud"]},
-            "status": {"token": f"{signed}.{self._signature(signed)}", "expirationTimestamp": moment},
+            "status": {
+                "token": f"{signed}.{self._signature(signed)}",
+                "expirationTimestamp": moment,
+            },
         }
 
     def _signature(self, signed: str) -> str:
@@ -187,12 +222,16 @@ class Tokens:
         if hmac.compare_digest(token.encode(), self._admin.encode()):
             return "kubernetes-admin"
         signed, _, signature = token.rpartition(".")
-        if not signed or not hmac.compare_digest(signature.encode(), self._signature(signed).encode()):
+        if not signed or not hmac.compare_digest(
+            signature.encode(), self._signature(signed).encode()
+        ):
             raise errors.unauthorized()
         payload = signed.partition(".")[2]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         private = claims["kubernetes.io"]
-        account = self._registry.store.get("serviceaccounts", private["namespace"], private["serviceaccount"]["name"])
+        account = self._registry.store.get(
+            "serviceaccounts", private["namespace"], private["serviceaccount"]["name"]
+        )
         if claims["exp"] < time.time() or account is None:
             raise errors.unauthorized()
         if account["metadata"]["uid"] != private["serviceaccount"]["uid"]:

@@ -35,7 +35,11 @@ def _step(value: Any, name: str | None, index: str | None) -> list[Any]:
         return list(value.values()) if isinstance(value, dict) else list(value or ())
     if condition := _FILTER.match(index):
         path, wanted = f".{condition[1]}", condition[2]
-        return [item for item in value if str(json_path(item, path)) == wanted] if isinstance(value, list) else []
+        return (
+            [item for item in value if str(json_path(item, path)) == wanted]
+            if isinstance(value, list)
+            else []
+        )
     if isinstance(value, list) and re.fullmatch(r"-?\d+", index):
         return [value[int(index)]] if -len(value) <= int(index) < len(value) else []
     key = index.strip("'\"")
@@ -128,13 +132,22 @@ def _node_status(node: Object) -> str:
 
 def _containers(field: str) -> Callable[[Object], str]:
     def cell(obj: Object) -> str:
-        return ",".join(c.get(field, "") for c in obj["spec"]["template"]["spec"].get("containers") or ())
+        return ",".join(
+            c.get(field, "") for c in obj["spec"]["template"]["spec"].get("containers") or ()
+        )
 
     return cell
 
 
 def _hosts(ingress: Object) -> str:
-    return ",".join(rule["host"] for rule in (ingress.get("spec") or {}).get("rules") or () if rule.get("host")) or "*"
+    return (
+        ",".join(
+            rule["host"]
+            for rule in (ingress.get("spec") or {}).get("rules") or ()
+            if rule.get("host")
+        )
+        or "*"
+    )
 
 
 def _ingress_address(ingress: Object) -> str:
@@ -148,7 +161,11 @@ def _event_object(event: Object) -> str:
 
 
 def _event_age(event: Object) -> str:
-    return age(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
+    return age(
+        event.get("lastTimestamp")
+        or event.get("eventTime")
+        or event["metadata"].get("creationTimestamp")
+    )
 
 
 def _count(field: str) -> Callable[[Object], int]:
@@ -203,7 +220,12 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "Endpoints": (_NAME, ("Endpoints", "string", 0, _endpoints), _AGE),
     "ConfigMap": (_NAME, ("Data", "string", 0, _count("data")), _AGE),
-    "Secret": (_NAME, ("Type", "string", 0, _path(".type")), ("Data", "string", 0, _count("data")), _AGE),
+    "Secret": (
+        _NAME,
+        ("Type", "string", 0, _path(".type")),
+        ("Data", "string", 0, _count("data")),
+        _AGE,
+    ),
     "ServiceAccount": (_NAME, ("Secrets", "string", 0, _count("secrets")), _AGE),
     "Namespace": (_NAME, ("Status", "string", 0, _path(".status.phase")), _AGE),
     "Node": (
@@ -218,7 +240,12 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("Type", "string", 0, _path(".type", "")),
         ("Reason", "string", 0, _path(".reason", "")),
         ("Object", "string", 0, _event_object),
-        ("Message", "string", 0, lambda event: (event.get("message") or event.get("note") or "").strip()),
+        (
+            "Message",
+            "string",
+            0,
+            lambda event: (event.get("message") or event.get("note") or "").strip(),
+        ),
         ("Name", "string", 1, lambda event: event["metadata"]["name"]),
     ),
     "Ingress": (
@@ -238,7 +265,12 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "NetworkPolicy": (
         _NAME,
-        ("Pod-Selector", "string", 0, lambda obj: _selector({"spec": {"selector": obj["spec"].get("podSelector")}})),
+        (
+            "Pod-Selector",
+            "string",
+            0,
+            lambda obj: _selector({"spec": {"selector": obj["spec"].get("podSelector")}}),
+        ),
         _AGE,
     ),
     "Lease": (_NAME, ("Holder", "string", 0, _path(".spec.holderIdentity", "")), _AGE),
@@ -266,7 +298,13 @@ def _custom_columns(printer_columns: Sequence[Object]) -> tuple[Column, ...]:
 
         return read
 
-    return (_NAME, *((c["name"], c.get("type", "string"), c.get("priority", 0), cell(c)) for c in printer_columns))
+    return (
+        _NAME,
+        *(
+            (c["name"], c.get("type", "string"), c.get("priority", 0), cell(c))
+            for c in printer_columns
+        ),
+    )
 
 
 def _text(value: Any) -> str:
@@ -278,9 +316,15 @@ class TablePrinter:
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object] = ()) -> None:
         custom = resource.custom
-        self._columns = _custom_columns(printer_columns) if custom else _COLUMNS.get(resource.kind, (_NAME, _AGE))
+        self._columns = (
+            _custom_columns(printer_columns)
+            if custom
+            else _COLUMNS.get(resource.kind, (_NAME, _AGE))
+        )
 
-    def table(self, objects: Sequence[Object], metadata: Object, include: str, headers: bool = True) -> Object:
+    def table(
+        self, objects: Sequence[Object], metadata: Object, include: str, headers: bool = True
+    ) -> Object:
         """`include`: what each row carries beside its cells (None, Metadata or Object)."""
         definitions = [
             {

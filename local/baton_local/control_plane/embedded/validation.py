@@ -9,7 +9,14 @@ import re
 from typing import Any
 
 from .catalog import validate_crd
-from .errors import FieldError, duplicate, forbidden_value, invalid_value, required, unsupported_value
+from .errors import (
+    FieldError,
+    duplicate,
+    forbidden_value,
+    invalid_value,
+    required,
+    unsupported_value,
+)
 from .resources import Resource
 
 Object = dict[str, Any]
@@ -17,7 +24,9 @@ Object = dict[str, Any]
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_QUALIFIED = re.compile(
+    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
@@ -63,12 +72,16 @@ def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
     elif not pattern.fullmatch(name):
         errors.append(invalid_value("metadata.name", name, text))
     if len(name) > limit:
-        errors.append(invalid_value("metadata.name", name, f"must be no more than {limit} characters"))
+        errors.append(
+            invalid_value("metadata.name", name, f"must be no more than {limit} characters")
+        )
     for key, value in (metadata.get("labels") or {}).items():
         if not _QUALIFIED.fullmatch(key):
             errors.append(
                 invalid_value(
-                    "metadata.labels", key, "name part must consist of alphanumeric characters, '-', '_' or '.'"
+                    "metadata.labels",
+                    key,
+                    "name part must consist of alphanumeric characters, '-', '_' or '.'",
                 )
             )
         if not _LABEL_VALUE.fullmatch(value):
@@ -88,14 +101,20 @@ def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
                     "name is neither a standard finalizer name nor is it fully qualified",
                 )
             )
-    controllers = [owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")]
+    controllers = [
+        owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")
+    ]
     if len(controllers) > 1:
         errors.append(
-            invalid_value("metadata.ownerReferences", "", "Only one reference can have Controller set to true")
+            invalid_value(
+                "metadata.ownerReferences", "", "Only one reference can have Controller set to true"
+            )
         )
     for index, owner in enumerate(metadata.get("ownerReferences") or ()):
         errors += [
-            invalid_value(f"metadata.ownerReferences[{index}].{field}", "", f"{field} must not be empty")
+            invalid_value(
+                f"metadata.ownerReferences[{index}].{field}", "", f"{field} must not be empty"
+            )
             for field in ("apiVersion", "kind", "name", "uid")
             if not owner.get(field)
         ]
@@ -125,7 +144,11 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
             for j, mount in enumerate(container.get("volumeMounts") or ()):
                 if mount.get("name") not in volumes:
                     field = f"{path}.{group}[{i}].volumeMounts[{j}].name"
-                    errors.append(FieldError(field, "FieldValueNotFound", f'Not found: "{mount.get("name", "")}"'))
+                    errors.append(
+                        FieldError(
+                            field, "FieldValueNotFound", f'Not found: "{mount.get("name", "")}"'
+                        )
+                    )
     policies = ("Always", "OnFailure", "Never")
     if spec.get("restartPolicy", "Always") not in policies:
         errors.append(unsupported_value(f"{path}.restartPolicy", spec["restartPolicy"], policies))
@@ -191,14 +214,24 @@ def _workload(obj: Object) -> list[FieldError]:
     if not selector:
         errors.append(required("spec.selector"))
     elif not selector.get("matchLabels") and not selector.get("matchExpressions"):
-        errors.append(invalid_value("spec.selector", selector, "empty selector is invalid for deployment"))
-    elif any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
+        errors.append(
+            invalid_value("spec.selector", selector, "empty selector is invalid for deployment")
+        )
+    elif any(
+        labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()
+    ):
         shown = ",".join(f"{key}={value}" for key, value in labels.items())
         errors.append(
-            invalid_value("spec.template.metadata.labels", shown, "`selector` does not match template `labels`")
+            invalid_value(
+                "spec.template.metadata.labels",
+                shown,
+                "`selector` does not match template `labels`",
+            )
         )
     if spec.get("replicas", 0) < 0:
-        errors.append(invalid_value("spec.replicas", spec["replicas"], "must be greater than or equal to 0"))
+        errors.append(
+            invalid_value("spec.replicas", spec["replicas"], "must be greater than or equal to 0")
+        )
     errors += _pod_spec(template.get("spec") or {}, "spec.template.spec")
     if (policy := (template.get("spec") or {}).get("restartPolicy", "Always")) != "Always":
         errors.append(unsupported_value("spec.template.spec.restartPolicy", policy, ("Always",)))
@@ -218,7 +251,11 @@ def _service(obj: Object) -> list[FieldError]:
     for index, port in enumerate(ports):
         path = f"spec.ports[{index}]"
         if not 0 < port.get("port", 0) < 65536:
-            errors.append(invalid_value(f"{path}.port", port.get("port", 0), "must be between 1 and 65535, inclusive"))
+            errors.append(
+                invalid_value(
+                    f"{path}.port", port.get("port", 0), "must be between 1 and 65535, inclusive"
+                )
+            )
         name = port.get("name", "")
         if len(ports) > 1 and not name:
             errors.append(required(f"{path}.name"))
@@ -226,7 +263,9 @@ def _service(obj: Object) -> list[FieldError]:
             errors.append(duplicate(f"{path}.name", name))
         names.add(name)
         if port.get("nodePort"):
-            errors.append(forbidden_value(f"{path}.nodePort", "this control plane serves no node ports"))
+            errors.append(
+                forbidden_value(f"{path}.nodePort", "this control plane serves no node ports")
+            )
     if spec.get("type") == "ExternalName" and not spec.get("externalName"):
         errors.append(required("spec.externalName"))
     return errors
@@ -236,7 +275,9 @@ def _ingress(obj: Object) -> list[FieldError]:
     spec = obj.get("spec") or {}
     errors: list[FieldError] = []
     if not spec.get("rules") and not spec.get("defaultBackend"):
-        errors.append(invalid_value("spec", spec, "either `defaultBackend` or `rules` must be specified"))
+        errors.append(
+            invalid_value("spec", spec, "either `defaultBackend` or `rules` must be specified")
+        )
     for i, rule in enumerate(spec.get("rules") or ()):
         for j, path in enumerate((rule.get("http") or {}).get("paths") or ()):
             field = f"spec.rules[{i}].http.paths[{j}]"
@@ -245,7 +286,9 @@ def _ingress(obj: Object) -> list[FieldError]:
                 errors.append(required(f"{field}.pathType", "pathType must be specified"))
             elif path["pathType"] not in kinds:
                 errors.append(unsupported_value(f"{field}.pathType", path["pathType"], kinds))
-            if not (path.get("backend") or {}).get("service") and not (path.get("backend") or {}).get("resource"):
+            if not (path.get("backend") or {}).get("service") and not (
+                path.get("backend") or {}
+            ).get("resource"):
                 errors.append(required(f"{field}.backend"))
     return errors
 
@@ -281,13 +324,21 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
     match kind:
         case "Deployment" | "ReplicaSet" if new_spec.get("selector") != old_spec.get("selector"):
             return [invalid_value("spec.selector", new_spec.get("selector"), "field is immutable")]
-        case "Service" if old_spec.get("clusterIP") and new_spec.get("clusterIP") != old_spec["clusterIP"]:
+        case "Service" if (
+            old_spec.get("clusterIP") and new_spec.get("clusterIP") != old_spec["clusterIP"]
+        ):
             if new_spec.get("type") == "ClusterIP":
-                return [invalid_value("spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable")]
+                return [
+                    invalid_value(
+                        "spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable"
+                    )
+                ]
         case "Secret" if obj.get("type") != old.get("type"):
             return [invalid_value("type", obj.get("type"), "field is immutable")]
         case "Secret" | "ConfigMap" if old.get("immutable"):
-            if any(obj.get(field) != old.get(field) for field in ("data", "binaryData", "immutable")):
+            if any(
+                obj.get(field) != old.get(field) for field in ("data", "binaryData", "immutable")
+            ):
                 return [forbidden_value("data", "field is immutable when `immutable` is set")]
         case "Pod" if _fixed_pod_spec(new_spec) != _fixed_pod_spec(old_spec):
             return [
@@ -301,12 +352,18 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
         case "CustomResourceDefinition":
             for field in ("group", "scope"):
                 if new_spec.get(field) != old_spec.get(field):
-                    return [invalid_value(f"spec.{field}", new_spec.get(field), "field is immutable")]
+                    return [
+                        invalid_value(f"spec.{field}", new_spec.get(field), "field is immutable")
+                    ]
     return []
 
 
 def _fixed_pod_spec(spec: Object) -> Object:
-    fixed = {key: value for key, value in spec.items() if key not in ("activeDeadlineSeconds", "tolerations")}
+    fixed = {
+        key: value
+        for key, value in spec.items()
+        if key not in ("activeDeadlineSeconds", "tolerations")
+    }
     for group in ("containers", "initContainers"):
         fixed[group] = [{k: v for k, v in c.items() if k != "image"} for c in spec.get(group) or ()]
     return fixed

@@ -19,7 +19,9 @@ from .tables import TablePrinter
 
 Object = dict[str, Any]
 
-BOOKMARK_S = 20.0  # how often an idle watch that asked for bookmarks learns the current resource version
+BOOKMARK_S = (
+    20.0  # how often an idle watch that asked for bookmarks learns the current resource version
+)
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -60,10 +62,19 @@ class _Stream:
         if initial_end:
             metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
         resource = self._chosen.resource
-        obj: Object = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
+        obj: Object = {
+            "kind": resource.kind,
+            "apiVersion": resource.api_version,
+            "metadata": metadata,
+        }
         if self._chosen.printer:
             row = {"cells": [], "object": obj}
-            table = {"kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": metadata, "columnDefinitions": []}
+            table = {
+                "kind": "Table",
+                "apiVersion": "meta.k8s.io/v1",
+                "metadata": metadata,
+                "columnDefinitions": [],
+            }
             obj = {**table, "rows": [row]}
         await self.send("BOOKMARK", obj)
 
@@ -82,9 +93,13 @@ async def watch(request: web.Request, cluster: Cluster, chosen: Selection) -> we
         timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_TIMEOUT_S)
         version = int(since) if since not in ("", "0") and not initial else None
     except ValueError as error:
-        raise errors.bad_request(f"resourceVersion {since!r} and timeoutSeconds must be numbers") from error
+        raise errors.bad_request(
+            f"resourceVersion {since!r} and timeoutSeconds must be numbers"
+        ) from error
 
-    response = web.StreamResponse(headers={"Content-Type": "application/json", "Cache-Control": "no-cache, private"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "application/json", "Cache-Control": "no-cache, private"}
+    )
     store, storage = cluster.store, chosen.resource.storage_key
     stream = _Stream(response, cluster, chosen)
     try:
@@ -147,7 +162,9 @@ def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
     """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
-    previous = event.previous if event.previous is not None and chosen.matches(event.previous) else None
+    previous = (
+        event.previous if event.previous is not None and chosen.matches(event.previous) else None
+    )
     if event.type == "DELETED":
         return ("DELETED", event.object) if previous else None
     if chosen.matches(event.object):
