@@ -58,8 +58,10 @@ def assert_same_as_alone(path: Path, tensor_size: int, pipeline_size: int) -> No
     for chunk in (21, 8):
         expected = run_model(load(path), tokens, chunk)
         results = run_ranks(
-            lambda rank: run_model(load(path, rank), tokens, chunk), tensor_size, pipeline_size
-        )  # noqa: B023
+            lambda rank: run_model(load(path, rank), tokens, chunk),  # noqa: B023
+            tensor_size,
+            pipeline_size,
+        )
         assert all(result.numel() == 0 for result in results[:-tensor_size]), (
             "only the last stage has logits"
         )
