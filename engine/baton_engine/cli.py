@@ -19,11 +19,11 @@ from baton_engine.server.engine_core_proc import EngineCoreProc
 from baton_engine.server.flags import FLAGS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 
+#: sysexits.h: the configuration cannot work; starting again without a change is pointless.
 EX_CONFIG = 78
-"""sysexits.h: the configuration cannot work; starting again without a change is pointless."""
 
+#: Their workers read the folder that this process sees.
 LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")
-"""Their workers read the folder that this process sees."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """What workers of ours on this host would find, but before torch is imported: that takes seconds.
+    """What workers of ours on this host would find, but before torch is imported: that takes
+    seconds.
 
     Raises:
         ModelNotFound, ModelInvalid: as `load_checkpoint_config` does.

@@ -1,4 +1,6 @@
-"""What comes from processes that need not be friends, on its way into a log: in one line, not too long, not too often."""
+"""What comes from processes that need not be friends, on its way into a log: in one line, not too
+long, not too often.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import logging
 import threading
 import time
 
+#: Characters of a foreign text in a log.
 MAX_TEXT = 300
-"""Characters of a foreign text in a log."""
 LOG_INTERVAL_S = 10.0
 
 
 def one_line(text: object, limit: int = MAX_TEXT) -> str:
-    """At most `limit` characters of a text, without control characters, so that nobody writes lines of a log, or to a terminal."""
+    """At most `limit` characters of a text, without control characters, so that nobody writes lines
+    of a log, or to a terminal.
+    """
     words = str(text)
     kept = words[:limit] + "..." if len(words) > limit else words
     return "".join(
@@ -21,14 +25,16 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
 
 
 class SparseLog:
-    """Warnings of what anybody can cause as often as they like: one line in `interval_s`, which counts those left out."""
+    """Warnings of what anybody can cause as often as they like: one line in `interval_s`, which
+    counts those left out.
+    """
 
     def __init__(self, logger: logging.Logger, interval_s: float = LOG_INTERVAL_S) -> None:
         self._logger = logger
         self._interval_s = interval_s
         self._lock = threading.Lock()
+        #: By the monotonic clock.
         self._next = 0.0
-        """By the monotonic clock."""
         self._left_out = 0
 
     def warning(self, message: str, *foreign: object) -> None:

@@ -1,7 +1,9 @@
-"""Makes checkpoints with random weights, in Hugging Face's format: for demos and tests, loadable by Baton and by transformers.
+"""Makes checkpoints with random weights, in Hugging Face's format: for demos and tests, loadable by
+Baton and by transformers.
 
-Entry points: `create_checkpoint`, and `add_arguments` / `run` for `baton checkpoint create`. torch and tokenizers are imported
-when a checkpoint is made, so that a command line can offer this without loading them.
+Entry points: `create_checkpoint`, and `add_arguments` / `run` for `baton checkpoint create`. torch
+and tokenizers are imported when a checkpoint is made, so that a command line can offer this without
+loading them.
 
 shape         sizes, and named presets of them
 create        `create_checkpoint`; config.json and generation_config.json

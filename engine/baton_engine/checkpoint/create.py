@@ -12,6 +12,7 @@ from baton_engine.checkpoint.shape import SIZES, CheckpointShape
 from baton_engine.checkpoint.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
 from baton_engine.checkpoint.weights import random_weights, write_weights
 
+#: config.json's model_type -> its architecture.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -20,7 +21,6 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""config.json's model_type -> its architecture."""
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
@@ -45,9 +45,10 @@ def create_checkpoint(
         out: made if missing; must be empty.
         arch: a key of ARCHITECTURES.
         size: a key of SIZES.
-        rope_scaling: linear, llama3 or yarn: the rotary embedding is stretched by `rope_factor` to max_position_embeddings.
-        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and qwen3, in all layers of the others.
-            Not for llama.
+        rope_scaling: linear, llama3 or yarn: the rotary embedding is stretched by `rope_factor` to
+            max_position_embeddings.
+        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and
+            qwen3, in all layers of the others. Not for llama.
         dtype: of the stored weights: float32, bfloat16 or float16.
         max_shard_size: bytes per weight file; None: one file without an index.
         **sizes: fields of CheckpointShape that differ from the preset's.

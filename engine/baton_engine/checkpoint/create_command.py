@@ -9,6 +9,7 @@ from pathlib import Path
 from baton_engine.checkpoint.create import ARCHITECTURES, DTYPES, ROPE_SCALINGS, create_checkpoint
 from baton_engine.checkpoint.shape import SIZES
 
+#: Flag -> field of CheckpointShape.
 SIZE_FLAGS = {
     "--hidden-size": "hidden_size",
     "--intermediate-size": "intermediate_size",
@@ -22,7 +23,6 @@ SIZE_FLAGS = {
     "--vocab-size": "vocab_size",
     "--max-position-embeddings": "max_position_embeddings",
 }
-"""Flag -> field of CheckpointShape."""
 OTHER_OPTIONS = (
     "size",
     "rope_scaling",

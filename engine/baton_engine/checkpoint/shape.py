@@ -44,6 +44,7 @@ class CheckpointShape:
             )
 
 
+#: By the name of --size: few megabytes for tests; about 150 million parameters for benchmarks.
 SIZES = {
     "tiny": CheckpointShape(),
     "150m": CheckpointShape(
@@ -57,4 +58,3 @@ SIZES = {
         vocab_size=32000,
     ),
 }
-"""By the name of --size: few megabytes for tests; about 150 million parameters for benchmarks."""

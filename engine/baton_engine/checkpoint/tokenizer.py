@@ -20,7 +20,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, int]:
-    """Trains a byte-level BPE on the corpus below and writes it; returns its vocabulary, of at most `vocab_size` tokens."""
+    """Trains a byte-level BPE on the corpus below and writes it; returns its vocabulary, of at most
+    `vocab_size` tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -47,7 +49,8 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
     return vocabulary
 
 
-# The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few thousand merges exist.
+# The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few
+# thousand merges exist.
 _ADJECTIVES = """
 quick quiet bright narrow early late gentle heavy simple careful distant silver wooden patient steady open green
 """

@@ -1,4 +1,6 @@
-"""What a failing step was given, written to a file: the configuration, the state of the engine and the step itself."""
+"""What a failing step was given, written to a file: the configuration, the state of the engine and
+the step itself.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
+#: Of a long list, so many entries at each end.
 _ENDS_SHOWN = 8
-"""Of a long list, so many entries at each end."""
 
 
 def write_crash_dump(
@@ -31,10 +33,12 @@ def write_crash_dump(
     stats: EngineStats | None,
     error: BaseException,
 ) -> Path | None:
-    """Writes a JSON file into `config.observability.crash_dump_dir`, or the system's temporary folder.
+    """Writes a JSON file into `config.observability.crash_dump_dir`, or the system's temporary
+    folder.
 
-    Long lists (token ids, block ids) are abbreviated, so that the file is read by people and holds nobody's whole prompt. It is
-    readable by its owner alone. Never raises: this runs while another failure is on its way.
+    Long lists (token ids, block ids) are abbreviated, so that the file is read by people and holds
+    nobody's whole prompt. It is readable by its owner alone. Never raises: this runs while another
+    failure is on its way.
 
     Args:
         step: None: there is none, it could not be scheduled.
@@ -63,7 +67,9 @@ def write_crash_dump(
 
 
 def describe(value: Any) -> Any:
-    """`value` (structs, dataclasses, containers) as what JSON can hold, fields by name, long lists abbreviated."""
+    """`value` (structs, dataclasses, containers) as what JSON can hold, fields by name, long lists
+    abbreviated.
+    """
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, str | int | float):

@@ -1,7 +1,8 @@
 """EngineCore: token ids in, token ids out. One step is schedule -> execute -> sample -> update.
 
-With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step is scheduled while the last
-one runs: `step_with_batch_queue` is `step` with its two ends apart. Knows nothing of sockets or processes.
+With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step
+is scheduled while the last one runs: `step_with_batch_queue` is `step` with its two ends apart.
+Knows nothing of sockets or processes.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ from baton_protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
+#: How often the wait for a step looks whether its worker is still there.
 _FAILURE_CHECK_S = 0.5
-"""How often the wait for a step looks whether its worker is still there."""
 
 
 class StepFailedError(RuntimeError):
-    """A step failed and the engine cannot go on; the message says why, and where the step's input was written."""
+    """A step failed and the engine cannot go on; the message says why, and where the step's input
+    was written.
+    """
 
 
 class _InFlight(NamedTuple):
@@ -59,13 +62,14 @@ class _InFlight(NamedTuple):
 
 
 class EngineCore:
-    """One engine. Used by one thread: add requests, call `step_fn` while `has_requests`, hand its outputs on.
+    """One engine. Used by one thread: add requests, call `step_fn` while `has_requests`, hand its
+    outputs on.
 
     Futures of utility methods end inside later calls of that thread.
     """
 
+    #: What a step may raise without being the engine's end.
     survivable: tuple[type[Exception], ...] = ()
-    """What a step may raise without being the engine's end."""
 
     def __init__(
         self,
@@ -79,10 +83,12 @@ class EngineCore:
         """Initializes the executor: loads the model and allocates the KV cache. May take minutes.
 
         Args:
-            take_aborts: ids of requests aborted since the last call; asked once more after the model has run, so that a step's
-                tokens do not go to a client that has just gone.
-            request_metrics: where latencies and lengths are counted; None: nobody reads them elsewhere.
-            on_executor_failure: called once with the reason, from any thread, when a worker process dies.
+            take_aborts: ids of requests aborted since the last call; asked once more after the
+                model has run, so that a step's tokens do not go to a client that has just gone.
+            request_metrics: where latencies and lengths are counted; None: nobody reads them
+                elsewhere.
+            on_executor_failure: called once with the reason, from any thread, when a worker process
+                dies.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -96,16 +102,17 @@ class EngineCore:
         executor.set_failure_callback(self._on_executor_failure)
         self.info = executor.initialize()
         self.scheduler = self._make_scheduler(config)
+        #: The last step ran tokens, moved requests or told the connector something: another one may
+        #: find more to do.
         self.made_progress = False
-        """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
+        #: Runs one step, or starts one and ends the oldest. Returns what clients are to be told.
         self.step_fn = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
         )
-        """Runs one step, or starts one and ends the oldest. Returns what clients are to be told."""
+        #: Oldest first.
         self._in_flight: deque[_InFlight] = deque()
-        """Oldest first."""
+        #: Of steps that were ended outside step_fn.
         self._outputs: list[EngineCoreOutput] = []
-        """Of steps that were ended outside step_fn."""
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
         self._pause = PauseControl(_PausedEngine(self))
@@ -168,7 +175,9 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step could do or tell anything, now or later: requests, transfers, steps in flight, outputs not taken."""
+        """Whether a step could do or tell anything, now or later: requests, transfers, steps in
+        flight, outputs not taken.
+        """
         return self.scheduler.has_work or bool(self._in_flight or self._outputs)
 
     @property
@@ -220,7 +229,9 @@ class EngineCore:
         self._collect_outputs()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """What clients are to be told that no step has returned: of requests that ended between steps."""
+        """What clients are to be told that no step has returned: of requests that ended between
+        steps.
+        """
         self._collect_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -248,9 +259,11 @@ class EngineCore:
         return self.take_outputs()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Starts a step if there is room for one, and ends the oldest once nothing more can be started.
+        """Starts a step if there is room for one, and ends the oldest once nothing more can be
+        started.
 
-        As long as the queue is not full and the oldest step still runs, it returns without waiting: the next call starts another.
+        As long as the queue is not full and the oldest step still runs, it returns without waiting:
+        the next call starts another.
         """
         self.made_progress = False
         limit = self.executor.max_concurrent_batches
@@ -274,12 +287,15 @@ class EngineCore:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
     def _start_step(self) -> bool:
-        """Returns whether there is something to run, after which it may be worth starting another step."""
+        """Returns whether there is something to run, after which it may be worth starting another
+        step.
+        """
         before = time.monotonic()
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)
         if not has_content and self._in_flight:
-            # All requests are in flight. A step without content asks the workers for ended transfers; so do those.
+            # All requests are in flight. A step without content asks the workers for ended
+            # transfers; so do those.
             return False
         self._execute(step, time.monotonic() - before)
         return has_content
@@ -330,7 +346,9 @@ class EngineCore:
 
     @contextmanager
     def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
-        """Writes down what the failing step was given; None: there is no step, for it is scheduling that fails."""
+        """Writes down what the failing step was given; None: there is no step, for it is scheduling
+        that fails.
+        """
         try:
             yield
         except self.survivable:
@@ -409,7 +427,8 @@ class EngineCore:
         return len(request_ids)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Stops scheduling; requests that arrive wait. What happens to those there are: see core/pause.py.
+        """Stops scheduling; requests that arrive wait. What happens to those there are: see
+        core/pause.py.
 
         Returns:
             None if the engine is paused now; else a Future that ends when it is.
@@ -424,7 +443,8 @@ class EngineCore:
         return self._pause.is_paused
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Pauses, then gives memory up: level 0 none, 1 moves weights to host memory and drops KV, 2 drops both.
+        """Pauses, then gives memory up: level 0 none, 1 moves weights to host memory and drops KV,
+        2 drops both.
 
         Returns:
             None if the engine sleeps now; else a Future that ends when it does.

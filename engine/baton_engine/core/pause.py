@@ -1,12 +1,13 @@
-"""Pausing and sleeping: who stops scheduling, who waits for it, what has to be true before memory is given up.
+"""Pausing and sleeping: who stops scheduling, who waits for it, what has to be true before memory
+is given up.
 
-    pause(abort)   all requests end                    \
-    pause(wait)    those running end, nobody starts     }  then the engine is paused; what arrives waits
+    pause(abort)   all requests end                        pause(wait)    those running end, nobody starts     }  then the engine is paused; what arrives waits
     pause(keep)    everything freezes where it is      /
     sleep(level)   the same, then at level 1 weights go to host memory and KV is dropped, at level 2 both are dropped
 
-At most one goal is pending: a later call replaces or joins it, resume and wake_up cancel it. Whoever waits is always answered,
-so no order of calls deadlocks, and the scheduler's state follows the last call alone.
+At most one goal is pending: a later call replaces or joins it, resume and wake_up cancel it.
+Whoever waits is always answered, so no order of calls deadlocks, and the scheduler's state follows
+the last call alone.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 
 WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
+#: What wake_up can name.
 TAGS = (WEIGHTS, KV_CACHE, SCHEDULING)
-"""What wake_up can name."""
 
 _MEMORIES = frozenset({WEIGHTS, KV_CACHE})
 _NOT_ASLEEP = -1
@@ -44,7 +45,9 @@ class PausedEngine(Protocol):
         """Requests that run, or are swapped out and will go on."""
 
     def free_kv_cache(self) -> bool:
-        """Takes the KV of all requests, empties the prefix cache. False while transfers hold blocks; then ask again."""
+        """Takes the KV of all requests, empties the prefix cache. False while transfers hold
+        blocks; then ask again.
+        """
 
     def sleep_workers(self, level: int) -> None: ...
 
@@ -56,14 +59,14 @@ class PauseControl:
 
     def __init__(self, engine: PausedEngine) -> None:
         self._engine = engine
+        #: None: not paused.
         self._mode: PauseMode | None = None
-        """None: not paused."""
         self._level = _NOT_ASLEEP
+        #: Which of weights and KV cache are given up.
         self._asleep: set[str] = set()
-        """Which of weights and KV cache are given up."""
         self._paused_by_sleep = False
+        #: Who waits for the pause, and for which sleep level.
         self._waiting: list[tuple[Future[None], int]] = []
-        """Who waits for the pause, and for which sleep level."""
 
     @property
     def is_paused(self) -> bool:
@@ -79,13 +82,17 @@ class PauseControl:
         return bool(self._asleep)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Returns None if the engine is paused now, else a Future that ends when it is, or when another call makes it void."""
+        """Returns None if the engine is paused now, else a Future that ends when it is, or when
+        another call makes it void.
+        """
         _check_mode(mode)
         self._paused_by_sleep = False  # what is paused explicitly is resumed explicitly
         return self._begin(mode, _NOT_ASLEEP)
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Returns None if the engine sleeps now, else a Future that ends when it does, or when another call makes it void."""
+        """Returns None if the engine sleeps now, else a Future that ends when it does, or when
+        another call makes it void.
+        """
         _check_mode(mode)
         if level not in (0, 1, 2):
             raise ValueError(f"level must be 0, 1 or 2, got {level}")
@@ -116,7 +123,8 @@ class PauseControl:
         self._unpause()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Ends sleep, or a part of it; once all is back, scheduling goes on if it was sleep that stopped it.
+        """Ends sleep, or a part of it; once all is back, scheduling goes on if it was sleep that
+        stopped it.
 
         Args:
             tags: some of TAGS; None: all.
@@ -142,7 +150,9 @@ class PauseControl:
             self._end_sleep()
 
     def advance(self) -> None:
-        """Completes what is pending, if the time has come. Cheap while nothing is; called whenever something changed."""
+        """Completes what is pending, if the time has come. Cheap while nothing is; called whenever
+        something changed.
+        """
         if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
             return
         self._engine.finish_steps()

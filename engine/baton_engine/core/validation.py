@@ -1,4 +1,6 @@
-"""What is checked of a request before it enters the scheduler: everything that no later step should have to doubt."""
+"""What is checked of a request before it enters the scheduler: everything that no later step should
+have to doubt.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _ROLES = {
 def validate_request(
     request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole, data_parallel_rank: int = 0
 ) -> None:
-    """Raises ValueError naming the field and the bound, or RequestRefusedError: it is for another rank."""
+    """Raises ValueError naming the field and the bound, or RequestRefusedError: it is for another
+    rank.
+    """
     params = request.sampling_params
     num_generated = len(request.generated_token_ids)
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
@@ -90,14 +94,17 @@ def validate_request(
             "kv_transfer.remote_host and remote_port must name the producer's side channel"
         )
     if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
-        # More would write into the partial last block while the peer reads it, and would need memory that cannot be preempted.
+        # More would write into the partial last block while the peer reads it, and would need
+        # memory that cannot be preempted.
         raise ValueError(
             f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, got {params.max_tokens}"
         )
 
 
 def _validate_group_member(request: EngineCoreRequest) -> None:
-    """What can be said of one sample of a group without the others: the scheduler compares the prompts."""
+    """What can be said of one sample of a group without the others: the scheduler compares the
+    prompts.
+    """
     if len(request.group_id) > MAX_ID_LENGTH:
         raise ValueError(
             f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}"
@@ -111,7 +118,9 @@ def _validate_group_member(request: EngineCoreRequest) -> None:
 
 
 def _validate_beam_search(request: EngineCoreRequest) -> None:
-    """A beam search is one request with one output: nothing of it can be continued, handed over or be one of many samples."""
+    """A beam search is one request with one output: nothing of it can be continued, handed over or
+    be one of many samples.
+    """
     if request.kv_transfer is not None:
         raise ValueError(
             "kv_transfer cannot be combined with beam_width; beam search prefills and decodes in one engine"

@@ -15,46 +15,48 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
 from baton_protocol.kv_compatibility import KVCompatibility
 
+#: Short names of `ParallelConfig.executor_class`.
 EXECUTORS = {
     "uniproc": "baton_engine.executor.uniproc.UniProcExecutor",
     "multiproc": "baton_engine.executor.multiproc.multiproc_executor.MultiprocExecutor",
     "external_launcher": "baton_engine.executor.external_launcher.ExternalLauncherExecutor",
     "ray": "baton_engine.executor.ray.RayExecutor",
 }
-"""Short names of `ParallelConfig.executor_class`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the engine core must know of a loaded model."""
 
+    #: KV blocks allocated.
     num_blocks: int
-    """KV blocks allocated."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int
     compatibility_hash: str
+    #: Host blocks that swapped requests may take.
     num_swap_blocks: int = 0
-    """Host blocks that swapped requests may take."""
+    #: Host blocks for what the prefix cache evicts.
     num_offload_blocks: int = 0
-    """Host blocks for what the prefix cache evicts."""
+    #: Layers with experts.
     num_sparse_layers: int = 0
-    """Layers with experts."""
+    #: Of each.
     num_experts: int = 0
-    """Of each."""
+    #: What peers must have in common with this engine. None: it exchanges no KV blocks.
     kv: KVCompatibility | None = None
-    """What peers must have in common with this engine. None: it exchanges no KV blocks."""
 
 
 class Executor(abc.ABC):
-    """Runs steps on one or more workers. All methods but `interrupt` are called by the engine's thread.
+    """Runs steps on one or more workers. All methods but `interrupt` are called by the engine's
+    thread.
 
-    One step is two calls, `execute_model` then `sample_tokens`; between them the caller computes what the model does not need but
-    the sampler does. Up to `max_concurrent_batches` steps may be between their first call and the end of their future.
+    One step is two calls, `execute_model` then `sample_tokens`; between them the caller computes
+    what the model does not need but the sampler does. Up to `max_concurrent_batches` steps may be
+    between their first call and the end of their future.
     """
 
+    #: Steps in flight: pipeline stages, or 2 with asynchronous scheduling.
     max_concurrent_batches: int = 1
-    """Steps in flight: pipeline stages, or 2 with asynchronous scheduling."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         """Must be cheap; `initialize` does the work.
@@ -70,7 +72,9 @@ class Executor(abc.ABC):
 
     @property
     def is_forked_copy(self) -> bool:
-        """Whether this is the copy in a forked child. What it would shut down, also when that child exits, is its parent's."""
+        """Whether this is the copy in a forked child. What it would shut down, also when that child
+        exits, is its parent's.
+        """
         return os.getpid() != self._pid
 
     @abc.abstractmethod
@@ -83,15 +87,18 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Starts a step. Returns before the model has run; what goes wrong is raised by the future of `sample_tokens`."""
+        """Starts a step. Returns before the model has run; what goes wrong is raised by the future
+        of `sample_tokens`.
+        """
 
     @abc.abstractmethod
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         """Ends the step that was started last: samples from its logits, and ends its transfers.
 
         Returns:
-            The result. Any exception in it means that the engine cannot go on, except GroupBrokenError: the exchange of experts
-            with other engines failed, the step is dropped, and steps of another generation may follow.
+            The result. Any exception in it means that the engine cannot go on, except
+            GroupBrokenError: the exchange of experts with other engines failed, the step is
+            dropped, and steps of another generation may follow.
         """
 
     @abc.abstractmethod
@@ -107,7 +114,8 @@ class Executor(abc.ABC):
         """
 
     def interrupt(self, nonce: str = "") -> None:
-        """Ends an exchange with other engines that a step waits in: its future raises GroupBrokenError. By any thread, at once.
+        """Ends an exchange with other engines that a step waits in: its future raises
+        GroupBrokenError. By any thread, at once.
 
         Executors that serve expert-parallel groups have it; the others refuse such configurations.
 
@@ -126,7 +134,9 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends workers and connections. Idempotent; also after a failed `initialize`. Nothing in a forked child."""
+        """Ends workers and connections. Idempotent; also after a failed `initialize`. Nothing in a
+        forked child.
+        """
 
 
 class WorkerError(RuntimeError):
@@ -151,7 +161,9 @@ def load_executor_class(qualified_name: str) -> type[Executor]:
 
 
 def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
-    """The subclass of `base` called `package.module.Class`. Raises ValueError, naming `what`, if there is none."""
+    """The subclass of `base` called `package.module.Class`. Raises ValueError, naming `what`, if
+    there is none.
+    """
     module_name, _, class_name = qualified_name.rpartition(".")
     if not module_name:
         raise ValueError(

@@ -1,4 +1,6 @@
-"""What an executor and its worker processes tell each other. Pickled: both ends are processes of one pod."""
+"""What an executor and its worker processes tell each other. Pickled: both ends are processes of
+one pod.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ class StartWorker:
     config: EngineConfig
     instance_id: str
     rank: int
+    #: It answers steps; the others only say what went wrong, and which transfers ended.
     is_output_rank: bool
-    """It answers steps; the others only say what went wrong, and which transfers ended."""
     ring_fd: int
+    #: Readers, slots, bytes per slot.
     ring_geometry: tuple[int, int, int]
-    """Readers, slots, bytes per slot."""
     log_level: int
+    #: Of a pipe: each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
+    #: wait for the step.
     interrupt_fd: int
-    """Of a pipe: each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not wait for the step."""
+    #: Those it keeps to; empty: the parent's.
     cpus: frozenset[int] = frozenset()
-    """Those it keeps to; empty: the parent's."""
 
 
 # Commands, broadcast through the ring
@@ -43,8 +46,8 @@ class ExecuteModel:
 
 @dataclass(slots=True)
 class SampleTokens:
+    #: Counts steps from 0.
     number: int
-    """Counts steps from 0."""
     grammar: GrammarOutput | None
 
 
@@ -68,13 +71,13 @@ class Failure:
     """A worker's exception. Exceptions themselves need not survive pickling."""
 
     rank: int
+    #: Type and message, one line.
     summary: str
-    """Type and message, one line."""
     traceback: str
+    #: Type, reason and message, if it was one.
     configuration: tuple[type[ConfigurationError], str, str] | None = None
-    """Type, reason and message, if it was one."""
+    #: It was a GroupBrokenError.
     group_broken: bool = False
-    """It was a GroupBrokenError."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
@@ -88,7 +91,8 @@ class Failure:
         return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
 
     def exception(self, doing: str) -> Exception:
-        """What the executor raises: the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
+        """What the executor raises: the same ConfigurationError or GroupBrokenError, or a
+        WorkerError with the traceback.
 
         Args:
             doing: what the worker was asked for.

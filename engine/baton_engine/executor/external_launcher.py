@@ -1,8 +1,10 @@
-"""Under torchrun: every rank is a whole engine with its own worker, and all of them decide the same.
+"""Under torchrun: every rank is a whole engine with its own worker, and all of them decide the
+same.
 
-For offline use. Given identical requests in identical order, schedulers agree without a word, so no command is broadcast. What a
-rank cannot know by itself travels between the ranks: the tokens that the last pipeline stage sampled, the least number of KV
-blocks, and the results of `collective_rpc`. It travels as msgpack: ranks may live in different pods.
+For offline use. Given identical requests in identical order, schedulers agree without a word, so no
+command is broadcast. What a rank cannot know by itself travels between the ranks: the tokens that
+the last pipeline stage sampled, the least number of KV blocks, and the results of `collective_rpc`.
+It travels as msgpack: ranks may live in different pods.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
+#: In the life of a process.
 MAX_EXECUTORS = 2**20
-"""In the life of a process."""
 _executor_numbers = itertools.count()
 
 
@@ -49,15 +51,16 @@ class _Result(msgspec.Struct):
     """How a call ended on one rank."""
 
     value: Any = None
+    #: Empty: it did not fail.
     error: str = ""
-    """Empty: it did not fail."""
+    #: Of a ConfigurationError.
     reason: str = ""
-    """Of a ConfigurationError."""
 
 
 class ExternalLauncherExecutor(Executor):
+    #: What is scheduled while steps are in flight depends on when they end, and ranks would decide
+    #: differently.
     max_concurrent_batches = 1
-    """What is scheduled while steps are in flight depends on when they end, and ranks would decide differently."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -66,8 +69,9 @@ class ExternalLauncherExecutor(Executor):
         self._output_rank = output_rank(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._worker: Any = None  # of the class that the configuration names
+        #: All ranks, for what is not tensors of the model. Used by the worker's thread, so in the
+        #: order of the steps.
         self._control: Group = LoneGroup()
-        """All ranks, for what is not tensors of the model. Used by the worker's thread, so in the order of the steps."""
         self._store: StoreServer | None = None  # the one that this rank holds for all
         self._forward: Future[None] | None = None
 
@@ -80,7 +84,8 @@ class ExternalLauncherExecutor(Executor):
                 f"make them equal",
             )
         if self._world_size > 1 and self.config.kv_transfer.role is not KVRole.NONE:
-            # Transfers end at other times on other ranks, whose schedulers would decide differently from then on.
+            # Transfers end at other times on other ranks, whose schedulers would decide differently
+            # from then on.
             raise ConfigurationError(
                 "KVTransferInvalid",
                 f"executor external_launcher has {self._world_size} ranks and kv_transfer.role is "
@@ -90,7 +95,8 @@ class ExternalLauncherExecutor(Executor):
         config = share_threads(
             self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         )
-        # Unique in the agent's store, which outlives executors: every rank's program makes its executors in the same order.
+        # Unique in the agent's store, which outlives executors: every rank's program makes its
+        # executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
         try:
@@ -133,8 +139,9 @@ class ExternalLauncherExecutor(Executor):
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """As everywhere, and every rank must make the same call. Other ranks' results arrive as msgpack has them: no tuples,
-        a dataclass as a dict."""
+        """As everywhere, and every rank must make the same call. Other ranks' results arrive as
+        msgpack has them: no tuples, a dataclass as a dict.
+        """
         future = self._thread.submit(self._call_everywhere, method, args)
         try:
             return future.result(timeout_s)
@@ -146,7 +153,9 @@ class ExternalLauncherExecutor(Executor):
             ) from None
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Never called: this rank's worker lives and dies with this process, and a dead rank fails the others' steps."""
+        """Never called: this rank's worker lives and dies with this process, and a dead rank fails
+        the others' steps.
+        """
 
     def connector_stats(self) -> ConnectorStats | None:
         stats: ConnectorStats | None = (
@@ -166,8 +175,8 @@ class ExternalLauncherExecutor(Executor):
             self._store.close()
 
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
-        """Where the ranks meet: in a store that rank 0 opens at torchrun's address, or, where an agent's own store is there
-        already, anywhere, and says so in that.
+        """Where the ranks meet: in a store that rank 0 opens at torchrun's address, or, where an
+        agent's own store is there already, anywhere, and says so in that.
 
         Raises:
             TimeoutError: the agent's store or rank 0 does not answer.

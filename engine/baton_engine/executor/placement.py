@@ -1,6 +1,8 @@
-"""Which CPUs each of a host's workers computes on: those this process may use, told by core and NUMA node, shared out.
+"""Which CPUs each of a host's workers computes on: those this process may use, told by core and
+NUMA node, shared out.
 
-Linux tells what there is in /sys and /proc; where it does not, there is one node, and every CPU is a core.
+Linux tells what there is in /sys and /proc; where it does not, there is one node, and every CPU is
+a core.
 """
 
 from __future__ import annotations
@@ -19,23 +21,25 @@ ROOT = Path("/")
 
 
 class Core(NamedTuple):
+    #: NUMA node.
     node: int
-    """NUMA node."""
+    #: Its hardware threads, ascending: one, or two siblings that share its arithmetic units.
     cpus: tuple[int, ...]
-    """Its hardware threads, ascending: one, or two siblings that share its arithmetic units."""
 
 
 class Place(NamedTuple):
     cpus: frozenset[int]
+    #: One per core, since siblings would only wait for each other; fewer where a limit leaves no
+    #: time for so many.
     num_threads: int
-    """One per core, since siblings would only wait for each other; fewer where a limit leaves no time for so many."""
 
 
 def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
-    """Shares the cores out: equally many for every rank, none for two ranks. If there are fewer cores than ranks, all get all.
+    """Shares the cores out: equally many for every rank, none for two ranks. If there are fewer
+    cores than ranks, all get all.
 
-    With at least as many ranks as nodes, each rank's cores are of one node, even if some stay unused; with fewer, ranks take
-    their part of all cores in the order of the nodes.
+    With at least as many ranks as nodes, each rank's cores are of one node, even if some stay
+    unused; with fewer, ranks take their part of all cores in the order of the nodes.
 
     Args:
         cores: at least one.
@@ -69,7 +73,8 @@ def place_here(num_ranks: int) -> list[Place]:
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
     """The CPUs that each of several worker processes on this host keeps to; empty: it is not bound.
 
-    They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a CPU per thread.
+    They are bound if the configuration wants it, they are certain to compute on the CPU, and each
+    has a CPU per thread.
     """
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not (root / "proc/driver/nvidia").exists()
@@ -96,7 +101,9 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time that this process's control groups grant it: the least of its own and those above. None: no limit."""
+    """CPUs' worth of time that this process's control groups grant it: the least of its own and
+    those above. None: no limit.
+    """
     limits = []
     for folder in _control_groups(root):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):

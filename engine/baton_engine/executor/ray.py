@@ -1,8 +1,9 @@
 """One Ray actor per rank, on any node of the cluster that Ray knows. Behind the extra `ray`.
 
-A program that has called `ray.init` itself, or set RAY_ADDRESS, has its cluster used. Otherwise a local one is started, without
-dashboard and usage statistics, and ended at `shutdown`. What Ray leaves behind then: logs in /tmp/ray, and, if it authenticates
-by token and was given none, ~/.ray/auth_token.
+A program that has called `ray.init` itself, or set RAY_ADDRESS, has its cluster used. Otherwise a
+local one is started, without dashboard and usage statistics, and ended at `shutdown`. What Ray
+leaves behind then: logs in /tmp/ray, and, if it authenticates by token and was given none,
+~/.ray/auth_token.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
+#: The actors' concurrency group of the call that ends with the actor; all others run one after the
+#: other.
 WATCH = "watch"
-"""The actors' concurrency group of the call that ends with the actor; all others run one after the other."""
 
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class RayExecutor(Executor):
+    #: For workers to leave in order; then they are ended.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
-    """For workers to leave in order; then they are ended."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -59,8 +61,8 @@ class RayExecutor(Executor):
         self._all_up = False
         self._owns_ray = False
         self._store: StoreServer | None = None
+        #: Guards what follows: Ray's threads report answers and deaths.
         self._lock = threading.Lock()
-        """Guards what follows: Ray's threads report answers and deaths."""
         self._pending: dict[int, Future[Any]] = {}
         self._tickets = itertools.count()
         self._failure: Exception | None = None
@@ -209,7 +211,9 @@ class RayExecutor(Executor):
         doing: str = "a step",
         step: bool = False,
     ) -> None:
-        """Hands an actor's answer to `take`, or its failure to `future`; the failure of a step ends all steps."""
+        """Hands an actor's answer to `take`, or its failure to `future`; the failure of a step ends
+        all steps.
+        """
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
@@ -240,7 +244,9 @@ class RayExecutor(Executor):
 
 
 class _RankActor:
-    """What runs in the actor's process. Exceptions are returned, as Failures: Ray would wrap them in its own types."""
+    """What runs in the actor's process. Exceptions are returned, as Failures: Ray would wrap them
+    in its own types.
+    """
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:
         self._rank = rank

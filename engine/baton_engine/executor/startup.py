@@ -1,4 +1,6 @@
-"""How an executor gets its workers from nothing to ready, the same for all executors: in words that every worker understands."""
+"""How an executor gets its workers from nothing to ready, the same for all executors: in words that
+every worker understands.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
+#: Starting a process, importing torch and meeting the others.
 JOIN_TIMEOUT_S = 120.0
-"""Starting a process, importing torch and meeting the others."""
+#: Reading weights, perhaps over a network.
 LOAD_TIMEOUT_S = 1800.0
-"""Reading weights, perhaps over a network."""
 
 
 class CollectiveCall(Protocol):
@@ -32,10 +34,12 @@ class CollectiveCall(Protocol):
 def initialize_workers(
     config: EngineConfig, call: CollectiveCall, wakeup_args: tuple[Any, ...] = ()
 ) -> ModelInfo:
-    """Loads the model on all workers, gives all of them as many KV blocks as the poorest has room for, warms up and connects.
+    """Loads the model on all workers, gives all of them as many KV blocks as the poorest has room
+    for, warms up and connects.
 
     Args:
-        wakeup_args: of the workers' `open_connector`; empty where a function cannot be sent to them.
+        wakeup_args: of the workers' `open_connector`; empty where a function cannot be sent to
+            them.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
@@ -79,14 +83,18 @@ def num_concurrent_batches(config: EngineConfig) -> int:
 
 
 def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:
-    """With `num_threads` set: if it was not, what each worker of one host gets of the cores that this process may use."""
+    """With `num_threads` set: if it was not, what each worker of one host gets of the cores that
+    this process may use.
+    """
     if config.num_threads is not None:
         return config
     return msgspec.structs.replace(config, num_threads=place_here(num_workers)[0].num_threads)
 
 
 def refuse_expert_parallel(config: EngineConfig, executor: str) -> None:
-    """Raises ConfigurationError if experts are to be spread: the executor cannot interrupt a step that waits for other engines."""
+    """Raises ConfigurationError if experts are to be spread: the executor cannot interrupt a step
+    that waits for other engines.
+    """
     if config.parallel.enable_expert_parallel:
         raise ConfigurationError(
             "InvalidConfig",

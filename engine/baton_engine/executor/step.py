@@ -3,11 +3,9 @@
 No torch, so that schedulers are tested without it.
 
 A worker applies a step in this order: store evicted blocks, start transfers (they may write to
-those blocks at once),
-forget `finished_request_ids`, swap out, swap in, restore offloaded blocks, copy blocks, add new
-requests and update
-known ones, run the tokens, sample. Workers apply steps in the order in which they were scheduled.
-Several may be in flight.
+those blocks at once), forget `finished_request_ids`, swap out, swap in, restore offloaded blocks,
+copy blocks, add new requests and update known ones, run the tokens, sample. Workers apply steps in
+the order in which they were scheduled. Several may be in flight.
 """
 
 from __future__ import annotations

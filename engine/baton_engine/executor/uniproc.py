@@ -1,4 +1,6 @@
-"""One worker in the engine's own process, in a thread of its own: the engine's thread prepares while the model runs."""
+"""One worker in the engine's own process, in a thread of its own: the engine's thread prepares
+while the model runs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class UniProcExecutor(Executor):
 
     def initialize(self) -> ModelInfo:
         check_single_worker(self.config, "uniproc")
-        # Who set this for the process that the worker lives in has decided; torch follows it by itself.
+        # Who set this for the process that the worker lives in has decided; torch follows it by
+        # itself.
         config = self.config if "OMP_NUM_THREADS" in os.environ else share_threads(self.config, 1)
         worker_class = load_worker_class(config)
         self._worker = self._thread.submit(worker_class, config, self.instance_id).result()
@@ -93,7 +96,9 @@ def call_in_thread(
     *,
     rank: int,
 ) -> Any:
-    """What `worker.method(*args)` returns, called by the worker's thread. Errors as in `Executor.collective_rpc`."""
+    """What `worker.method(*args)` returns, called by the worker's thread. Errors as in
+    `Executor.collective_rpc`.
+    """
 
     def call() -> Any:
         try:

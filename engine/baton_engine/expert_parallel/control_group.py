@@ -1,4 +1,6 @@
-"""What engine cores of a generation say to each other: votes before a step, in a small group on the CPU; that a wave begins."""
+"""What engine cores of a generation say to each other: votes before a step, in a small group on the
+CPU; that a wave begins.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class WaveCalls(Protocol):
 
 
 class VoteGroup:
-    """Over a `Group`. It is used in a thread of its own: who waits for the others still takes signals."""
+    """Over a `Group`. It is used in a thread of its own: who waits for the others still takes
+    signals.
+    """
 
     def __init__(self, group: Group, name: str) -> None:
         self._group = group

@@ -1,11 +1,13 @@
-"""DPEngineCore: an engine core that is a rank of an expert-parallel group, whose ranks step together and whose topology changes.
+"""DPEngineCore: an engine core that is a rank of an expert-parallel group, whose ranks step
+together and whose topology changes.
 
     serving        a step is schedule -> exchange votes -> execute -> update: `elastic.waves` says who takes part, and what follows
     a change       a target is prepared in the background (`standby_generation`), then adopted between two steps; requests stay
     broken         the step in flight is discarded, requests stay, the next generation is waited for
     left           requests are given back, with ErrorCode.DRAINING: the gateway continues them elsewhere
 
-Knows nothing of sockets: what others say comes by `on_directive` and `on_start_wave`, what they are to be told goes to `WaveCalls`.
+Knows nothing of sockets: what others say comes by `on_directive` and `on_start_wave`, what they are
+to be told goes to `WaveCalls`.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ from baton_protocol.topology import (
 
 logger = logging.getLogger(__name__)
 
+#: How old the experts' loads in a Status may be.
 LOADS_INTERVAL_S = 5.0
-"""How old the experts' loads in a Status may be."""
 NO_SLEEP = (
     "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of its group use its experts; ask the "
     "coordinator for a topology without it instead"
@@ -84,13 +86,14 @@ class DPEngineCore(EngineCore):
             join: the control groups.
             unreachable: which of some members cannot be reached; called by another thread.
             wakeup: called by other threads when `advance` would find something new.
-            pauses: where pauses for changes are counted, as `topology_stats.commit_pauses` makes them.
+            pauses: where pauses for changes are counted, as `topology_stats.commit_pauses` makes
+                them.
         """
         super().__init__(config, executor, **hooks)
         self.phase = RankPhase.STANDBY
         self.generation: Generation | None = None
+        #: Status.step and .activity as of now; for any thread, also while a step hangs.
         self.position: tuple[int, Activity] = (0, Activity.RESTS)
-        """Status.step and .activity as of now; for any thread, also while a step hangs."""
         self._instance_id = member.instance_id
         counts, redundant = TopologyStats(phase=self.phase), config.parallel.num_redundant_experts
         self._report = RankReport(member, self.info, redundant, counts)
@@ -105,8 +108,8 @@ class DPEngineCore(EngineCore):
         self._retired = RetiredGroups(clock)
         self._broken_at = 0.0
         self._next_loads = 0.0
+        #: Nobody interrupts while generations change.
         self._group_lock = threading.Lock()
-        """Nobody interrupts while generations change."""
         self._group: ControlGroup | None = None
 
     @property
@@ -181,7 +184,9 @@ class DPEngineCore(EngineCore):
             self.advance()
 
     def interrupt(self, directive: Directive) -> None:
-        """From any thread, before `on_directive`: ends a wait for ranks that will not answer, if that is what this is about."""
+        """From any thread, before `on_directive`: ends a wait for ranks that will not answer, if
+        that is what this is about.
+        """
         target = directive.target
         with self._group_lock:
             generation, group = self.generation, self._group
@@ -203,7 +208,9 @@ class DPEngineCore(EngineCore):
     # Generations come and go
 
     def advance(self) -> None:
-        """Between steps: sees how far preparations are, and adopts what needs no step of the present generation for that."""
+        """Between steps: sees how far preparations are, and adopts what needs no step of the
+        present generation for that.
+        """
         now = self._clock()
         standby = self._standby
         if standby is not None:
@@ -263,7 +270,8 @@ class DPEngineCore(EngineCore):
         self._calls.end_start()
         with self._group_lock:
             group, self._group = self._group, None
-            # Ranks that wait for this one need not wait any longer; nor need this engine's other workers.
+            # Ranks that wait for this one need not wait any longer; nor need this engine's other
+            # workers.
             if group is not None:
                 group.abort()
                 group.close()
@@ -318,7 +326,8 @@ class DPEngineCore(EngineCore):
     def _wants_vote(self) -> bool:
         """All must vote for what is committed, if need be in an exchange for that alone.
 
-        Repeated: a rank may be gone before it has heard of the commit, and who only waits for it would never know.
+        Repeated: a rank may be gone before it has heard of the commit, and who only waits for it
+        would never know.
         """
         standby = self._standby
         return (

@@ -2,9 +2,10 @@
 
     link thread (rank_link)  --Directive, StartWave on the input queue-->  main thread  --Status, StartWave-->  link thread
 
-Life: LOADING -> STANDBY -> SERVING (<-> BROKEN) -> STANDBY ... READY goes out when the first generation is adopted, and again
-with every other one. SIGTERM: the coordinator is asked for a generation without this rank, which stays a member until that is
-adopted, or `drain_timeout_s` has passed.
+Life: LOADING -> STANDBY -> SERVING (<-> BROKEN) -> STANDBY ... READY goes out when the first
+generation is adopted, and again with every other one. SIGTERM: the coordinator is asked for a
+generation without this rank, which stays a member until that is adopted, or `drain_timeout_s` has
+passed.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
 from baton_protocol.messages import EngineCoreRequestType as RequestType
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
+#: Between generations requests are taken in, and kept.
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
-"""Between generations requests are taken in, and kept."""
+#: A loop that does not heed a dismissal for so long stands still.
 DISMISSED_PATIENCE_S = 10.0
-"""A loop that does not heed a dismissal for so long stands still."""
 
 
 class DPEngineCoreProc(EngineCoreProc):
@@ -61,12 +62,12 @@ class DPEngineCoreProc(EngineCoreProc):
         self._host = host
         self._core: DPEngineCore | None = None
         self._member: Member
+        #: Other ranks may meet in it as long as this process lives.
         self._store: StoreServer
-        """Other ranks may meet in it as long as this process lives."""
+        #: The generation that clients know of.
         self._announced: Generation | None = None
-        """The generation that clients know of."""
+        #: When the link heard of a dismissal that the loop has not taken in yet.
         self._dismissed_at: float | None = None
-        """When the link heard of a dismissal that the loop has not taken in yet."""
         try:
             self._link = RankLink(
                 host,
@@ -162,7 +163,9 @@ class DPEngineCoreProc(EngineCoreProc):
             self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
 
     def _on_dismissal(self, dismissed: bool) -> None:
-        """It is repeated until the loop has obeyed. If that stands still, clients need not wait: their requests go on elsewhere."""
+        """It is repeated until the loop has obeyed. If that stands still, clients need not wait:
+        their requests go on elsewhere.
+        """
         now, since = time.monotonic(), self._dismissed_at
         if not dismissed:
             self._dismissed_at = None

@@ -1,4 +1,6 @@
-"""What a rank remembers of its generations for others to read: the coordinator, metrics and clients of get_stats."""
+"""What a rank remembers of its generations for others to read: the coordinator, metrics and clients
+of get_stats.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Another generation is to be prepared: what went wrong with the last one is of no interest."""
+        """Another generation is to be prepared: what went wrong with the last one is of no
+        interest.
+        """
         if self.failed:
             self.failed = self.failure = ""
 

@@ -1,4 +1,6 @@
-"""Control groups of generations that ended. Who closes one at once may reset the connection of a slower member that still reads."""
+"""Control groups of generations that ended. Who closes one at once may reset the connection of a
+slower member that still reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A generation that is prepared beside the one that serves, as one engine core sees it: in the background, polled between steps."""
+"""A generation that is prepared beside the one that serves, as one engine core sees it: in the
+background, polled between steps.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from baton_protocol.topology import Generation, StartWave
 
 logger = logging.getLogger(__name__)
 
+#: How often workers are asked how far they are; and the other ranks, in an exchange, whether they
+#: vote for it, too.
 POLL_INTERVAL_S = 0.05
-"""How often workers are asked how far they are; and the other ranks, in an exchange, whether they vote for it, too."""
+#: Of calls that return at once: workers may be at the end of a long step.
 CALL_TIMEOUT_S = 30.0
-"""Of calls that return at once: workers may be at the end of a long step."""
 
+#: Joins the control group of a generation as a rank; blocks until all members have, and raises if
+#: they do not.
 Join = Callable[[Generation, int], ControlGroup]
-"""Joins the control group of a generation as a rank; blocks until all members have, and raises if they do not."""
 
 
 class StandbyGeneration:
@@ -44,18 +48,19 @@ class StandbyGeneration:
         self.generation = generation
         self.rank = rank
         self.failure = ""
+        #: It is adopted by all who can; never taken back.
         self.committed = False
-        """It is adopted by all who can; never taken back."""
+        #: From when on an exchange is wanted for the sake of a vote alone: not at once again after
+        #: one that was not unanimous.
         self.vote_due = 0.0
-        """From when on an exchange is wanted for the sake of a vote alone: not at once again after one that was not unanimous."""
+        #: The latest wave of it that somebody was seen to begin.
         self.start: StartWave | None = None
-        """The latest wave of it that somebody was seen to begin."""
         self._executor = executor
         self._wakeup = wakeup
         self._workers_ready = rank is None
         self._next_poll = 0.0
+        #: Guards what follows, which the joining thread writes.
         self._lock = threading.Lock()
-        """Guards what follows, which the joining thread writes."""
         self._group: ControlGroup | None = None
         self._join_failure = ""
         self._dropped = False

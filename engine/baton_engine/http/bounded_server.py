@@ -1,7 +1,8 @@
-"""An HTTP server for a few clients that stands those who mean it ill: bounded in connections, time and bytes, and always JSON.
+"""An HTTP server for a few clients that stands those who mean it ill: bounded in connections, time
+and bytes, and always JSON.
 
-Threads, one per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414 or 431 with {reason, message}, and
-their connection ends.
+Threads, one per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414 or
+431 with {reason, message}, and their connection ends.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from baton_engine.untrusted import SparseLog, one_line
 
 logger = logging.getLogger(__name__)
 
+#: If more come, the one goes whose request began the longest ago.
 MAX_CONNECTIONS = 128
-"""If more come, the one goes whose request began the longest ago."""
+#: From a connection's beginning, or its last answer, to its next one.
 REQUEST_TIMEOUT_S = 20.0
-"""From a connection's beginning, or its last answer, to its next one."""
 MAX_BODY_BYTES = 2**20
 ACCEPT_PAUSE_S = 0.1
+#: Who is refused before all was said may say so much longer: else the network would drop the answer
+#: with the rest.
 LINGER_S = 1.0
-"""Who is refused before all was said may say so much longer: else the network would drop the answer with the rest."""
 
 
 class BoundedHTTPServer(JSONServer):
@@ -40,8 +42,8 @@ class BoundedHTTPServer(JSONServer):
         """Binds. Raises OSError if the address is taken."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
+        #: Of each connection, when its request began, or could have.
         self._since: dict[Any, float] = {}
-        """Of each connection, when its request began, or could have."""
         self._log = SparseLog(logger)
         super().__init__((host, port), handler)
 
@@ -104,7 +106,9 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         self.server.on_answered(self.request)
 
     def body(self) -> bytes | None:
-        """Of the request; None: it was refused. Raises ConnectionError: the client is gone before all was there."""
+        """Of the request; None: it was refused. Raises ConnectionError: the client is gone before
+        all was there.
+        """
         if self.headers.get("Transfer-Encoding") is not None:
             self._refuse(411, "a body needs a Content-Length; it is not taken in chunks")
             return None
@@ -122,7 +126,9 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         return body
 
     def ignore_body(self) -> None:
-        """Of a request that has no business with one: what follows is not to be taken for the next request."""
+        """Of a request that has no business with one: what follows is not to be taken for the next
+        request.
+        """
         if (
             self.headers.get("Content-Length", "0") != "0"
             or self.headers.get("Transfer-Encoding") is not None

@@ -1,4 +1,6 @@
-"""What the HTTP servers of engines, coordinators and fetchers have in common: answers in JSON, deadlines, quiet logs."""
+"""What the HTTP servers of engines, coordinators and fetchers have in common: answers in JSON,
+deadlines, quiet logs.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,17 @@ from baton_engine.untrusted import one_line
 
 logger = logging.getLogger(__name__)
 
+#: A client that sends or takes nothing for so long is let go.
 SOCKET_TIMEOUT_S = 10.0
-"""A client that sends or takes nothing for so long is let go."""
 
 
 class JSONServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Into the log, as an error only if it is one of ours: clients may leave whenever they like."""
+        """Into the log, as an error only if it is one of ours: clients may leave whenever they
+        like.
+        """
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError):
             logger.debug("an HTTP client is gone: %s", one_line(error))
@@ -38,7 +42,9 @@ class JSONHandler(BaseHTTPRequestHandler):
         self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
 
     def _unauthorized(self) -> None:
-        """The request lacks the service's key. Its body is not read, so its connection ends: that header sees to it."""
+        """The request lacks the service's key. Its body is not read, so its connection ends: that
+        header sees to it.
+        """
         message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
         body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
         self._answer(

@@ -1,4 +1,6 @@
-"""One prompt's sequences while they are generated: engine outputs in, the caller's output objects out. No torch."""
+"""One prompt's sequences while they are generated: engine outputs in, the caller's output objects
+out. No torch.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class Prompt:
     """What the caller gave, tokenized."""
 
     token_ids: list[int]
+    #: None if token ids were given.
     text: str | None
-    """None if token ids were given."""
 
 
 class Collector(abc.ABC):
@@ -52,7 +54,9 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     def push(self, output: EngineCoreOutput) -> bool:
-        """Takes in an output of one of `requests`. Returns whether that request has ended; the engine may not know yet."""
+        """Takes in an output of one of `requests`. Returns whether that request has ended; the
+        engine may not know yet.
+        """
 
 
 class SamplesCollector(Collector):
@@ -77,7 +81,8 @@ class SamplesCollector(Collector):
     def result(self, request_id: str) -> RequestOutput:
         """The caller's object, once every request has ended."""
         samples = list(self._samples.values())
-        # The first of a group computes the prompt, the others may find it cached: the first one's figure is the prompt's.
+        # The first of a group computes the prompt, the others may find it cached: the first one's
+        # figure is the prompt's.
         output = RequestOutput(
             request_id,
             self.prompt.text,

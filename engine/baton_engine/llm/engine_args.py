@@ -12,7 +12,9 @@ from baton_protocol.config import EngineConfig
 
 
 class EngineArgs(TypedDict, total=False):
-    """What `LLM(model, ...)` takes. What is not given has EngineConfig's default; each field is explained there."""
+    """What `LLM(model, ...)` takes. What is not given has EngineConfig's default; each field is
+    explained there.
+    """
 
     dtype: str
     quantization: str
@@ -93,8 +95,8 @@ _PATHS = {
     "crash_dump_dir": "observability.crash_dump_dir",
 }
 
+#: Of waiting requests: a caller in the same process hands over as many prompts as it likes.
 _NO_LIMIT = 2**31 - 1
-"""Of waiting requests: a caller in the same process hands over as many prompts as it likes."""
 _AT_LEAST_ONE = (
     "max_model_len",
     "tensor_parallel_size",

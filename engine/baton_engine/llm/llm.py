@@ -1,4 +1,6 @@
-"""LLM: a model in this process. `generate`, `chat` and `beam_search` run many prompts as one continuously changing batch."""
+"""LLM: a model in this process. `generate`, `chat` and `beam_search` run many prompts as one
+continuously changing batch.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,18 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+#: As OpenAI's: `role` and `content`, and what the model's chat template makes of other fields.
 Message = dict[str, Any]
-"""As OpenAI's: `role` and `content`, and what the model's chat template makes of other fields."""
 
 
 class LLM:
-    """A model for offline inference. Calls are served one after another; from several threads, they wait for each other.
+    """A model for offline inference. Calls are served one after another; from several threads, they
+    wait for each other.
 
     Args:
         model: folder of the checkpoint.
-        seed: of the seeds that are drawn for prompts whose parameters have none: equal calls of equal LLMs give equal texts.
+        seed: of the seeds that are drawn for prompts whose parameters have none: equal calls of
+            equal LLMs give equal texts.
         args: fields of EngineConfig by name, see `EngineArgs`.
 
     Raises:
@@ -63,7 +67,8 @@ class LLM:
         wakeup = threading.Event()
         executor_class = load_executor_class(executor_name(self.config))
         executor = executor_class(self.config, uuid.uuid4().hex, wakeup.set)
-        # Also when the LLM is not closed: worker processes and threads end with it, or with the interpreter.
+        # Also when the LLM is not closed: worker processes and threads end with it, or with the
+        # interpreter.
         self._finalizer = weakref.finalize(self, executor.shutdown)
         try:
             self._core = EngineCore(self.config, executor)
@@ -87,7 +92,8 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one or several; each a text or token ids, also as `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
+            prompts: one or several; each a text or token ids, also as `{"prompt": ...}` or
+                `{"prompt_token_ids": ...}`.
             sampling_params: for all prompts, or one per prompt. None: the defaults.
             use_tqdm: show a progress bar; or what makes one from tqdm's arguments.
 
@@ -122,7 +128,8 @@ class LLM:
             add_generation_prompt: open the assistant's turn.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
 
-        Returns, raises: as `generate`; also ValueError: the template is missing, or refuses the messages.
+        Returns, raises: as `generate`; also ValueError: the template is missing, or refuses the
+        messages.
         """
         if chat_template is None:
             template = self._tokenizer.chat_template
@@ -185,7 +192,9 @@ class LLM:
         return self._tokenizer
 
     def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Frees memory while nothing is to be done. 0: nothing; 1: weights go to the host, KV is dropped; 2: both are dropped."""
+        """Frees memory while nothing is to be done. 0: nothing; 1: weights go to the host, KV is
+        dropped; 2: both are dropped.
+        """
         with self._lock:
             self._check_open()
             self._core.sleep(level)
@@ -345,7 +354,9 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
 
 
 def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
-    """One conversation is a list of one. Raises TypeError or ValueError: it is neither, or one is empty."""
+    """One conversation is a list of one. Raises TypeError or ValueError: it is neither, or one is
+    empty.
+    """
     if not isinstance(messages, list | tuple):
         raise TypeError(
             f"messages must be a list of messages, or of conversations, got {type(messages).__name__}"

@@ -23,18 +23,18 @@ class CompletionOutput:
 
     index: int
     text: str
+    #: The token that ended it included.
     token_ids: list[int]
-    """The token that ended it included."""
+    #: Of `token_ids`; None if logprobs were not asked for.
     cumulative_logprob: float | None
-    """Of `token_ids`; None if logprobs were not asked for."""
+    #: Per token of `token_ids`: itself and the most likely ones, by token id.
     logprobs: list[dict[int, Logprob]] | None
-    """Per token of `token_ids`: itself and the most likely ones, by token id."""
+    #: stop, length or repetition.
     finish_reason: str | None
-    """stop, length or repetition."""
+    #: The stop string or stop token id that ended it; None for the model's own end.
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the model's own end."""
+    #: If `return_routed_experts` was asked for: of all tokens that were computed.
     routed_experts: RoutedExperts | None = None
-    """If `return_routed_experts` was asked for: of all tokens that were computed."""
 
 
 @dataclass
@@ -42,27 +42,27 @@ class RequestOutput:
     """Everything generated for one prompt."""
 
     request_id: str
+    #: None if token ids were given.
     prompt: str | None
-    """None if token ids were given."""
     prompt_token_ids: list[int]
+    #: Per prompt token; nothing for the first, which nothing predicts.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token; nothing for the first, which nothing predicts."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    #: Prompt tokens taken from the prefix cache.
     num_cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
 
 
 @dataclass
 class BeamSearchSequence:
+    #: The prompt's and the generated ones.
     tokens: list[int]
-    """The prompt's and the generated ones."""
+    #: Of `tokens`: the prompt's text is in it, as in vLLM.
     text: str
-    """Of `tokens`: the prompt's text is in it, as in vLLM."""
+    #: Of the generated tokens.
     cum_logprob: float
-    """Of the generated tokens."""
+    #: cum_logprob / number of generated tokens ** length_penalty: what beams are ordered by.
     score: float
-    """cum_logprob / number of generated tokens ** length_penalty: what beams are ordered by."""
     finish_reason: str
     stop_reason: int | None = None
 

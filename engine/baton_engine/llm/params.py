@@ -1,4 +1,6 @@
-"""What callers of the offline API may ask for: the protocol's parameters and those that the client side itself serves."""
+"""What callers of the offline API may ask for: the protocol's parameters and those that the client
+side itself serves.
+"""
 
 from __future__ import annotations
 
@@ -49,25 +51,28 @@ def _foreign_field(params: msgspec.Struct) -> str:
 
 
 class SamplingParams(WireSamplingParams, kw_only=True):
-    """Parameters of one prompt. Give them by name: `SamplingParams(temperature=0.8, max_tokens=64)`."""
+    """Parameters of one prompt. Give them by name: `SamplingParams(temperature=0.8,
+    max_tokens=64)`.
+    """
 
+    #: Generated tokens at most, as in vLLM. None: up to max_model_len.
     max_tokens: int | None = 16
-    """Generated tokens at most, as in vLLM. None: up to max_model_len."""
+    #: None: one is drawn per prompt, from the LLM's own seed.
     seed: int | None = None  # type: ignore[assignment]  # the wire's is always set: `to_wire` takes the one that was drawn
-    """None: one is drawn per prompt, from the LLM's own seed."""
+    #: Sequences to return for each prompt.
     n: int = 1
-    """Sequences to return for each prompt."""
+    #: Sequences to draw for each prompt, of which the n with the highest log-probability per token
+    #: are returned, best first.
     best_of: int | None = None
-    """Sequences to draw for each prompt, of which the n with the highest log-probability per token are returned, best first."""
+    #: Strings that end a sequence. What comes out ends before them.
     stop: str | list[str] | None = None
-    """Strings that end a sequence. What comes out ends before them."""
+    #: What ends a sequence, a string or a token, is part of its text.
     include_stop_str_in_output: bool = False
-    """What ends a sequence, a string or a token, is part of its text."""
     skip_special_tokens: bool = True
+    #: Words that never come.
     bad_words: list[str] | None = None
-    """Words that never come."""
+    #: What the text must look like.
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must look like."""
 
     @property
     def num_candidates(self) -> int:
@@ -149,10 +154,10 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
+    #: Exponent of the length that cumulative log-probabilities are divided by.
     length_penalty: float = 1.0
-    """Exponent of the length that cumulative log-probabilities are divided by."""
+    #: End with the first beam_width finished beams, also if a running one could still beat them.
     early_stopping: bool = False
-    """End with the first beam_width finished beams, also if a running one could still beat them."""
 
     def to_wire(self) -> WireSamplingParams:
         """Raises ValueError naming the field and the bound."""

@@ -1,4 +1,6 @@
-"""Runs requests through an engine core in this process until all have ended: the offline API's busy loop."""
+"""Runs requests through an engine core in this process until all have ended: the offline API's busy
+loop.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import Collector, check_output
 from baton_protocol.messages import EngineCoreOutput
 
+#: A step that found nothing to do is tried again after this long, or when the core is woken.
 IDLE_S = 0.05
-"""A step that found nothing to do is tried again after this long, or when the core is woken."""
 
 ProgressBar = bool | Callable[..., "tqdm[Any]"]
 
@@ -35,7 +37,8 @@ class StepLoop:
         self._failure = ""
 
     def run(self, collectors: Sequence[Collector], progress: ProgressBar) -> None:
-        """Runs all requests of `collectors`. Whatever is raised, nothing of them is left in the core.
+        """Runs all requests of `collectors`. Whatever is raised, nothing of them is left in the
+        core.
 
         Args:
             progress: whether to show a bar on stderr, or what makes one from tqdm's arguments.
@@ -43,7 +46,8 @@ class StepLoop:
         Raises:
             ValueError: a prompt or its parameters cannot be served.
             RuntimeError: the engine failed, now or earlier.
-            KeyboardInterrupt: after the step that ran when Ctrl-C was pressed; a second Ctrl-C does not wait for it.
+            KeyboardInterrupt: after the step that ran when Ctrl-C was pressed; a second Ctrl-C does
+                not wait for it.
         """
         if self._failure:
             raise RuntimeError(f"the engine failed earlier ({self._failure}); make a new LLM")
@@ -73,7 +77,9 @@ class StepLoop:
                 running[request.request_id] = index, collector
 
     def _step(self, running: dict[str, tuple[int, Collector]], bar: _Bar) -> Iterator[int]:
-        """Runs one step and takes in what it generated. Yields the prompt index of every request that ended."""
+        """Runs one step and takes in what it generated. Yields the prompt index of every request
+        that ended.
+        """
         outputs = self._run_step()
         for output in outputs:
             if output.request_id not in running:
@@ -144,7 +150,8 @@ def _progress_bar(progress: ProgressBar, num_prompts: int) -> Iterator[_Bar]:
 
 @contextlib.contextmanager
 def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits for the end of a step: half a step would leave the scheduler in doubt about what was computed.
+    """Ctrl-C waits for the end of a step: half a step would leave the scheduler in doubt about what
+    was computed.
 
     Yields what raises the KeyboardInterrupt that came. Outside the main thread Python raises none.
     """

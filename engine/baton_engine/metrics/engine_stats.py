@@ -12,50 +12,50 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Gauges of now; the others are counters since start."""
 
     num_requests_running: int = 0
+    #: Queued, and waiting for remote KV.
     num_requests_waiting: int = 0
-    """Queued, and waiting for remote KV."""
+    #: Preempted, with their blocks in host memory; counted as waiting, too.
     num_requests_swapped: int = 0
-    """Preempted, with their blocks in host memory; counted as waiting, too."""
     num_requests_waiting_for_remote_kv: int = 0
+    #: Transfers of ended requests whose blocks are still read or written.
     num_transfers_held: int = 0
-    """Transfers of ended requests whose blocks are still read or written."""
+    #: Fraction of KV blocks in use, 0 to 1.
     kv_cache_usage: float = 0.0
-    """Fraction of KV blocks in use, 0 to 1."""
+    #: Prefix blocks in the offload tier.
     offload_blocks: int = 0
-    """Prefix blocks in the offload tier."""
     draining: bool = False
     paused: bool = False
+    #: 0, 1 or 2; None: awake.
     sleep_level: int | None = None
-    """0, 1 or 2; None: awake."""
 
+    #: Of requests that started; the next three say where their KV came from.
     prompt_tokens: int = 0
-    """Of requests that started; the next three say where their KV came from."""
+    #: Run through the model here, repetitions after a preemption included.
     prompt_tokens_computed: int = 0
-    """Run through the model here, repetitions after a preemption included."""
     prompt_tokens_remote: int = 0
     prompt_tokens_cached: int = 0
+    #: Tokens known when a request came, whose KV was to come from a prefill engine and did not.
     kv_transfer_recomputed_tokens: int = 0
-    """Tokens known when a request came, whose KV was to come from a prefill engine and did not."""
     generation_tokens: int = 0
     num_preemptions: int = 0
+    #: KV blocks moved to host memory; filled by the scheduler.
     num_swapped_out_blocks: int = 0
-    """KV blocks moved to host memory; filled by the scheduler."""
+    #: The way back.
     num_swapped_in_blocks: int = 0
-    """The way back."""
+    #: Tokens looked up.
     prefix_cache_queries: int = 0
-    """Tokens looked up."""
+    #: Tokens found.
     prefix_cache_hits: int = 0
-    """Tokens found."""
+    #: KV blocks copied to the offload tier when the prefix cache evicted them.
     offload_blocks_stored: int = 0
-    """KV blocks copied to the offload tier when the prefix cache evicted them."""
+    #: KV blocks copied back from it for a request's prefix.
     offload_blocks_restored: int = 0
-    """KV blocks copied back from it for a request's prefix."""
+    #: By finish reason.
     requests_finished: dict[str, int] = {}
-    """By finish reason."""
+    #: None without a connector.
     kv_transfer: ConnectorStats | None = None
-    """None without a connector."""
+    #: None: the engine is no rank of a group.
     topology: TopologyStats | None = None
-    """None: the engine is no rank of a group."""
 
     @property
     def num_unfinished(self) -> int:

@@ -1,4 +1,5 @@
-"""Bytes of weights that this process has read while it loads: written by the thread that loads, read by those of HTTP.
+"""Bytes of weights that this process has read while it loads: written by the thread that loads,
+read by those of HTTP.
 
 Workers in processes of their own count for themselves, where nobody asks.
 """
@@ -24,5 +25,5 @@ class LoadCounter:
         return LoadProgress(min(self._done, self._total), self._total) if self._total else None
 
 
+#: Of this process.
 COUNTER = LoadCounter()
-"""Of this process."""

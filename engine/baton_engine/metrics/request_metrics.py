@@ -1,6 +1,8 @@
-"""How long requests take and how long they are: histograms, fed by the engine core with what it accepts and what it sends.
+"""How long requests take and how long they are: histograms, fed by the engine core with what it
+accepts and what it sends.
 
-Times are differences of `time.monotonic()` in the engine process. An output costs a few dict and list operations.
+Times are differences of `time.monotonic()` in the engine process. An output costs a few dict and
+list operations.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _LATENCY_S = (
 
 
 def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
-    """Bounds a factor of 1.25 apart: a quantile read from them is wrong by a tenth or so, and targets are compared with it."""
+    """Bounds a factor of 1.25 apart: a quantile read from them is wrong by a tenth or so, and
+    targets are compared with it.
+    """
     steps = ceil(log(last / first) / log(1.25))
     return (*(float(f"{first * 1.25**step:.3g}") for step in range(steps + 1)), *beyond)
 
@@ -54,11 +58,13 @@ _LENGTHS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for man
 
 
 class Histogram:
-    """Counts per bucket. One thread observes; another may read at any time and sees counts that add up."""
+    """Counts per bucket. One thread observes; another may read at any time and sees counts that add
+    up.
+    """
 
     def __init__(self, text: str, bounds: Sequence[float]) -> None:
+        #: What it measures, for the reader of the metrics.
         self.text = text
-        """What it measures, for the reader of the metrics."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -85,8 +91,8 @@ class _Progress:
     """What is known of an unfinished request."""
 
     arrived: float
+    #: First time it was in a step.
     scheduled: float | None = None
-    """First time it was in a step."""
     first_token: float | None = None
     last_token: float | None = None
     num_generated_tokens: int = 0
@@ -97,6 +103,7 @@ class RequestMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._unfinished: dict[str, _Progress] = {}
+        #: By metric name, without prefix.
         self.histograms = {
             "time_to_first_token_seconds": Histogram(
                 "From arrival to the first token.", _FIRST_TOKEN_S
@@ -122,9 +129,8 @@ class RequestMetrics:
             "request_params_max_tokens": Histogram("max_tokens of requests that set it.", _LENGTHS),
             "iteration_tokens_total": Histogram("Tokens run per step.", _STEP_TOKENS),
         }
-        """By metric name, without prefix."""
+        #: Time in which a step with tokens was under way, seconds.
         self.busy_s = 0.0
-        """Time in which a step with tokens was under way, seconds."""
         self._busy_until = 0.0
 
     def on_add(self, request: EngineCoreRequest) -> None:
@@ -166,7 +172,8 @@ class RequestMetrics:
             progress.first_token = now
             self.histograms["time_to_first_token_seconds"].observe(now - progress.arrived)
         else:
-            # Tokens of one output came at once: each took its share of the time since the one before.
+            # Tokens of one output came at once: each took its share of the time since the one
+            # before.
             latency = (now - progress.last_token) / num_tokens
             self.histograms["inter_token_latency_seconds"].observe(latency, num_tokens)
         progress.last_token = now

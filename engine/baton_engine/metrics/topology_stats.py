@@ -14,26 +14,28 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     """Gauges of now; from `num_steps` on counters since start."""
 
     phase: RankPhase
+    #: 0: none.
     generation: int = 0
-    """0: none."""
     rank: int = 0
+    #: Ranks of the generation.
     size: int = 0
-    """Ranks of the generation."""
+    #: The running one, or the next.
     wave: int = 0
-    """The running one, or the next."""
     wave_running: bool = False
+    #: Steps of waves.
     num_steps: int = 0
-    """Steps of waves."""
+    #: Of these: steps that only lent this rank's experts to the others.
     num_steps_without_tokens: int = 0
-    """Of these: steps that only lent this rank's experts to the others."""
+    #: Generations that lost a member while this rank was in them.
     num_broken: int = 0
-    """Generations that lost a member while this rank was in them."""
+    #: Spent in exchanges of votes, waiting for the slowest rank included.
     exchange_seconds: float = 0.0
-    """Spent in exchanges of votes, waiting for the slowest rank included."""
 
 
 def commit_pauses() -> dict[str, Histogram]:
-    """By why the generation changed: `planned` ones pause between two steps, `broken` ones since the last step that ran."""
+    """By why the generation changed: `planned` ones pause between two steps, `broken` ones since
+    the last step that ran.
+    """
     return {
         kind: Histogram("No step could run for so long, for the generation changed.", _PAUSE_S)
         for kind in KINDS

@@ -18,6 +18,8 @@ from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, T
 
 
 class StepResults:
+    """Decides what follows from the results of a step."""
+
     def __init__(
         self,
         kv: KVCacheManager,
@@ -56,7 +58,8 @@ class StepResults:
             token_id = sampled.get(request.request_id)
             if (token_id is not None) != entry.samples:
                 raise RuntimeError(
-                    f"{request!r}: step {step_id} sampled {token_id}; it samples iff all known tokens are computed"
+                    f"{request!r}: step {step_id} sampled {token_id}; "
+                    "it samples iff all known tokens are computed"
                 )
             if entry.start < request.num_prompt_tokens:
                 self._counters.prompt_tokens_computed += (
@@ -99,7 +102,7 @@ class StepResults:
                 yield Queued(request)
 
     def advance_beams(self, root: Request) -> Finished | None:
-        """Advance a search if all its beams have reported. Returns its end if it is over."""
+        """Advance a search if all its beams have reported. Return its end if it is over."""
         group = root.beams
         if group is None or not group.complete:
             return None

@@ -1,4 +1,6 @@
-"""Who may come in at the doors of an engine: those with the service's key. The others are counted, and the log hears of them."""
+"""Who may come in at the doors of an engine: those with the service's key. The others are counted,
+and the log hears of them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
 
+#: Its ROUTER, and its HTTP.
 Door = Literal["engine", "http"]
-"""Its ROUTER, and its HTTP."""
 
 
 class Access:
@@ -51,7 +53,9 @@ class Access:
             raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether an HTTP request with this Authorization header may change something; if not, it is counted."""
+        """Whether an HTTP request with this Authorization header may change something; if not, it
+        is counted.
+        """
         if self.key is None or self.key.admits(authorization):
             return True
         self.refused("http")

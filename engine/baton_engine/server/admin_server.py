@@ -1,5 +1,7 @@
-"""The engine's HTTP side: health, readiness, metrics, drain, pause, sleep, profiles. Threads of its own; they never touch the
-engine's state. With a service key, what changes something (POST) is only for who shows that they have it."""
+"""The engine's HTTP side: health, readiness, metrics, drain, pause, sleep, profiles. Threads of its
+own; they never touch the engine's state. With a service key, what changes something (POST) is
+only for who shows that they have it.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**10
 
+#: Utility methods of the engine core by HTTP method; each is the path /<name>, its arguments are
+#: the query.
 CALLS = {
     "GET": frozenset({"is_paused", "is_sleeping"}),
     "POST": frozenset(
@@ -38,7 +42,6 @@ CALLS = {
         }
     ),
 }
-"""Utility methods of the engine core by HTTP method; each is the path /<name>, its arguments are the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,14 @@ class Condition:
     message: str
     progress: LoadProgress | None = None
     kv: KVCompatibility | None = None
+    #: Bytes of KV moved, by transport and lane.
     kv_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of KV moved, by transport and lane."""
 
 
 class DrainStatus(msgspec.Struct):
     draining: bool
+    #: Requests running and waiting, and transfers that a peer still needs.
     unfinished: int
-    """Requests running and waiting, and transfers that a peer still needs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""EngineCoreProc: an EngineCore as a process. Sockets first, then the model, then the busy loop until it is told to end.
+"""EngineCoreProc: an EngineCore as a process. Sockets first, then the model, then the busy loop
+until it is told to end.
 
     I/O thread (engine_io)  --input_queue-->  main thread: load, then loop {inputs, step}  --outbox-->  I/O thread
     HTTP thread (admin_server)  --calls on the same input queue-->
 
-Life: LOADING -> SERVING -> (SIGTERM: drain; again: abort at once) -> STOPPED, exit 0; or FAILED, with DEAD to all clients and
-exit 1, when a step fails or a worker dies.
+Life: LOADING -> SERVING -> (SIGTERM: drain; again: abort at once) -> STOPPED, exit 0; or FAILED,
+with DEAD to all clients and exit 1, when a step fails or a worker dies.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ from baton_protocol.messages import EngineCoreRequestType as RequestType
 logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S = 1.0
+#: The loop counts as stuck when a step takes so much longer than the executor waits for its
+#: workers.
 STUCK_MARGIN_S = 30.0
-"""The loop counts as stuck when a step takes so much longer than the executor waits for its workers."""
+#: A utility call may take longer: wake_up reads weights.
 CALL_STUCK_AFTER_S = 1800.0
-"""A utility call may take longer: wake_up reads weights."""
 ADMIN_TIMEOUT_S = 10.0
 CONNECTOR_STATS_INTERVAL_S = 1.0
 
@@ -73,8 +75,8 @@ class Shutdown(enum.IntEnum):
     """What was asked for; it only grows."""
 
     NONE = 0
+    #: Running requests end first, within `drain_timeout_s`.
     DRAIN = 1
-    """Running requests end first, within `drain_timeout_s`."""
     AT_ONCE = 2
 
 
@@ -115,16 +117,16 @@ class EngineCoreProc:
             client_timeout_s=client_timeout_s,
         )
         self.request_metrics = RequestMetrics()
+        #: By kind; see `topology_stats`. Empty: the engine is no rank of a group.
         self.commit_pauses: dict[str, Histogram] = {}
-        """By kind; see `topology_stats`. Empty: the engine is no rank of a group."""
         self._stats = EngineStats()
         self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
+        #: The loop runs a utility call.
         self._in_call = False
-        """The loop runs a utility call."""
         self._failure = ""
+        #: None: it loads, or exchanges no blocks.
         self._kv: KVCompatibility | None = None
-        """None: it loads, or exchanges no blocks."""
         self._drain_requested = False
         self._shutdown = Shutdown.NONE
         self._shutdown_deadline: float | None = None
@@ -133,7 +135,8 @@ class EngineCoreProc:
         """Loads the model and serves until `request_shutdown`. Returns the exit code.
 
         Raises:
-            ConfigurationError: the model or the configuration cannot be served; clients have been told.
+            ConfigurationError: the model or the configuration cannot be served; clients have been
+                told.
         """
         self.io.start()
         executor: Executor | None = None
@@ -187,7 +190,9 @@ class EngineCoreProc:
         self.io.wake_engine()
 
     def install_signal_handlers(self) -> None:
-        """SIGTERM and SIGINT: drain, then exit 0. The second one, or one while the model loads: exit 0 at once. The third kills."""
+        """SIGTERM and SIGINT: drain, then exit 0. The second one, or one while the model loads:
+        exit 0 at once. The third kills.
+        """
 
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.state is State.LOADING:
@@ -330,7 +335,9 @@ class EngineCoreProc:
         return core.made_progress
 
     def _may_stop(self, core: EngineCore) -> bool:
-        """Drains; at the deadline, or when asked to end at once, ends what is left in a way that sends it to another pod."""
+        """Drains; at the deadline, or when asked to end at once, ends what is left in a way that
+        sends it to another pod.
+        """
         now = time.monotonic()
         if self._shutdown_deadline is None:
             logger.info("shutting down: draining for %g s at most", self.config.drain_timeout_s)
@@ -371,13 +378,17 @@ class EngineCoreProc:
             self.io.send_dead(reason)
 
     def _on_executor_failure(self, reason: str) -> None:
-        """From the executor's thread. The loop may wait for a step that will never end: clients are told from here."""
+        """From the executor's thread. The loop may wait for a step that will never end: clients are
+        told from here.
+        """
         if self.state is State.SERVING:
             self._fail(reason)
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop has nothing else to do."""
+        """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop
+        has nothing else to do.
+        """
         try:
             message = (
                 self.io.input_queue.get(timeout=self.idle_interval_s)

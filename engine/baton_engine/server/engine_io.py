@@ -1,7 +1,9 @@
-"""The engine's ROUTER socket and its thread: decodes what clients send, encodes what they get, answers HELLO and PING itself.
+"""The engine's ROUTER socket and its thread: decodes what clients send, encodes what they get,
+answers HELLO and PING itself.
 
-Between this thread and the engine's loop stand two queues: `input_queue` (messages in, `Input`) and an outbox (`send`).
-Nothing a client sends can end this thread: what cannot be read is answered with REFUSED.
+Between this thread and the engine's loop stand two queues: `input_queue` (messages in, `Input`) and
+an outbox (`send`). Nothing a client sends can end this thread: what cannot be read is answered with
+REFUSED.
 """
 
 from __future__ import annotations
@@ -45,38 +47,40 @@ from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 
+#: A client that sent nothing for so long, not even PING, counts as gone: its requests are aborted.
 CLIENT_TIMEOUT_S = 20.0
-"""A client that sent nothing for so long, not even PING, counts as gone: its requests are aborted."""
 CLIENT_FORGOTTEN_S = 600.0
 POLL_INTERVAL_S = 1.0
 CLOSE_LINGER_MS = 2000
+#: A client that sends more at once is disconnected. A prompt of a million tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""A client that sends more at once is disconnected. A prompt of a million tokens has about 5 MB."""
 
 _INSTANCE_FRAME_LIMIT = 256
+#: What decoding bytes from anywhere may raise.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding bytes from anywhere may raise."""
 
 
 class Input(NamedTuple):
     """One message for the engine's loop."""
 
     type: RequestType
+    #: ZMQ routing id; empty for messages from inside the process.
     client: bytes = b""
-    """ZMQ routing id; empty for messages from inside the process."""
+    #: The struct of the message type; `Abort` for ABORT; a reason for EXECUTOR_FAILED.
     payload: Any = None
-    """The struct of the message type; `Abort` for ABORT; a reason for EXECUTOR_FAILED."""
 
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT on both its ways: in order through the input queue, and past it through the fast path."""
+    """An ABORT on both its ways: in order through the input queue, and past it through the fast
+    path.
+    """
 
     client: bytes
+    #: None: all requests of this client, which has gone.
     request_ids: list[str] | None
-    """None: all requests of this client, which has gone."""
+    #: Taken in order: the fast path must not apply it again, to a later request of the same id.
     done: bool = False
-    """Taken in order: the fast path must not apply it again, to a later request of the same id."""
 
 
 @dataclass(slots=True)
@@ -125,8 +129,8 @@ class EngineIO:
             zmq.ZMQError: the address cannot be bound.
         """
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
+        #: The fast path: what is in `input_queue` as ABORT, too.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
-        """The fast path: what is in `input_queue` as ABORT, too."""
         self._instance_id = instance_id.encode()
         self._load = load
         self._client_timeout_s = client_timeout_s
@@ -187,7 +191,9 @@ class EngineIO:
         self._send(ResponseType.OUTPUTS, client, outputs)
 
     def send_kv_events(self, events: list[KVEvent]) -> None:
-        """To the clients that subscribed. Batches are counted whether or not there are any: who comes later sees where it is."""
+        """To the clients that subscribed. Batches are counted whether or not there are any: who
+        comes later sees where it is.
+        """
         self._send(ResponseType.KV_EVENTS, None, KVEventBatch(self._num_kv_batches, events))
         self._num_kv_batches += 1
 
@@ -196,7 +202,9 @@ class EngineIO:
         self._send(ResponseType.DEAD, None, Dead(reason))
 
     def wake_engine(self) -> None:
-        """Makes the engine's loop look at the world again. From any thread, and from signal handlers."""
+        """Makes the engine's loop look at the world again. From any thread, and from signal
+        handlers.
+        """
         self.input_queue.put(Input(RequestType.WAKEUP))
 
     def close(self) -> None:
@@ -407,7 +415,9 @@ def _kind_name(kind: bytes) -> str:
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:
-    """The request id of a message whose payload is not trusted, or cannot be read as a whole; empty if it has none."""
+    """The request id of a message whose payload is not trusted, or cannot be read as a whole; empty
+    if it has none.
+    """
     if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
         return ""
     try:

@@ -13,8 +13,8 @@ from baton_protocol.config import EngineConfig, KVRole, ParallelConfig
 
 class Flag(NamedTuple):
     name: str
+    #: Field of EngineConfig it sets.
     path: str
-    """Field of EngineConfig it sets."""
     type: Callable[[str], Any]
     help: str
 

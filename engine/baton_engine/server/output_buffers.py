@@ -1,4 +1,6 @@
-"""Buffers that outputs are encoded into: reused, and for large messages lent to ZMQ instead of copied."""
+"""Buffers that outputs are encoded into: reused, and for large messages lent to ZMQ instead of
+copied.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from typing import Any
 import msgspec
 import zmq
 
+#: From here on lending a buffer costs less than a copy; below, ZMQ's bookkeeping of what is lent
+#: costs more.
 ZERO_COPY_BYTES = 32 * 2**10
-"""From here on lending a buffer costs less than a copy; below, ZMQ's bookkeeping of what is lent costs more."""
+#: Kept for reuse; a burst takes more for a while.
 MAX_BUFFERS = 32
-"""Kept for reuse; a burst takes more for a while."""
 
 
 class Payload:
@@ -21,8 +24,8 @@ class Payload:
 
     def __init__(self, buffer: bytearray) -> None:
         self._frame: bytearray | zmq.Frame = buffer
+        #: Tells when ZMQ is done with the buffer; None if it copies.
         self.tracker: zmq.MessageTracker | None = None
-        """Tells when ZMQ is done with the buffer; None if it copies."""
         if len(buffer) >= ZERO_COPY_BYTES:
             self._frame = zmq.Frame(buffer, track=True, copy=False)
             self.tracker = self._frame.tracker
@@ -47,7 +50,9 @@ class OutputBuffers:
 
     @contextmanager
     def encode(self, message: Any) -> Iterator[Payload]:
-        """`message` as msgpack, in a buffer that is used again once all sends of the block are done."""
+        """`message` as msgpack, in a buffer that is used again once all sends of the block are
+        done.
+        """
         self._reclaim()
         buffer = self._free.pop() if self._free else bytearray()
         self._encoder.encode_into(message, buffer)
@@ -59,7 +64,9 @@ class OutputBuffers:
             self._give_back(buffer)
 
     def _reclaim(self) -> None:
-        """Takes back what ZMQ is done with. Nearly in order: messages leave in the order of their sends to each client."""
+        """Takes back what ZMQ is done with. Nearly in order: messages leave in the order of their
+        sends to each client.
+        """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])
 

@@ -1,4 +1,6 @@
-"""Which client each unfinished request belongs to: it alone may end it, and it alone gets its outputs."""
+"""Which client each unfinished request belongs to: it alone may end it, and it alone gets its
+outputs.
+"""
 
 from __future__ import annotations
 

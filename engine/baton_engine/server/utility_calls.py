@@ -1,6 +1,8 @@
-"""Utility calls: methods of EngineCore that clients and the admin port may call by name, with arguments of any origin.
+"""Utility calls: methods of EngineCore that clients and the admin port may call by name, with
+arguments of any origin.
 
-The result of a method may be a Future: the caller is answered when it is done, the loop goes on meanwhile.
+The result of a method may be a Future: the caller is answered when it is done, the loop goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 
+#: The allow-list.
 UTILITIES = frozenset(
     {
         "abort_all",
@@ -31,7 +34,6 @@ UTILITIES = frozenset(
         "wake_up",
     }
 )
-"""The allow-list."""
 
 
 class UtilityCallError(ValueError):
@@ -39,7 +41,8 @@ class UtilityCallError(ValueError):
 
 
 def bind(method: str, args: Sequence[Any]) -> list[Any]:
-    """Arguments that came over the wire, converted to the method's annotated types. Those left out keep their default.
+    """Arguments that came over the wire, converted to the method's annotated types. Those left out
+    keep their default.
 
     Raises:
         UtilityCallError: the message says what the method takes.
@@ -63,7 +66,8 @@ def bind(method: str, args: Sequence[Any]) -> list[Any]:
 
 
 def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Arguments from a URL's query, by name; a list is a name given several times, or a value with commas.
+    """Arguments from a URL's query, by name; a list is a name given several times, or a value with
+    commas.
 
     Raises:
         UtilityCallError: the message says what the method takes.
@@ -98,7 +102,8 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
 def call(
     core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
 ) -> None:
-    """Calls a utility method; `done(result, error)` is called once: now, or in the engine's thread when its Future ends.
+    """Calls a utility method; `done(result, error)` is called once: now, or in the engine's thread
+    when its Future ends.
 
     Nothing a method raises ends the engine.
     """

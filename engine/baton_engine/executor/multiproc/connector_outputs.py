@@ -6,17 +6,18 @@ from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 
 
 class OutputAggregator:
-    """Blocks of a transfer lie on every worker, so the transfer has ended when it ended on all of them.
+    """Blocks of a transfer lie on every worker, so the transfer has ended when it ended on all of
+    them.
 
     Not thread-safe.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        #: By transfer id: ranks that let go of its blocks.
         self._sent: dict[str, set[int]] = {}
-        """By transfer id: ranks that let go of its blocks."""
+        #: By transfer id and rank, in the order in which they came.
         self._loaded: dict[str, dict[int, LoadResult]] = {}
-        """By transfer id and rank, in the order in which they came."""
         self._ended = ConnectorOutput()
 
     def add(self, rank: int, output: ConnectorOutput) -> bool:

@@ -1,4 +1,6 @@
-"""What reaches worker processes while a step blocks them: a pipe to each, which a thread there reads."""
+"""What reaches worker processes while a step blocks them: a pipe to each, which a thread there
+reads.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class InterruptPipes:
 
     def __init__(self, num_workers: int) -> None:
         pipes = [os.pipe() for _ in range(num_workers)]
+        #: By rank, for the workers; `close` closes them here.
         self.read_fds = [read for read, _ in pipes]
-        """By rank, for the workers; `close` closes them here."""
         self._write_fds = [write for _, write in pipes]
         for fd in self._write_fds:
             os.set_blocking(fd, False)
@@ -28,7 +30,8 @@ class InterruptPipes:
         line = nonce.encode() + b"\n"
         with self._lock:
             for fd in self._write_fds:
-                # Full: it has more to read than it needs. No reader: the worker is gone, and others hear of that.
+                # Full: it has more to read than it needs. No reader: the worker is gone, and others
+                # hear of that.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(fd, line)
 
@@ -41,7 +44,9 @@ class InterruptPipes:
 
 
 def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
-    """The worker's side: starts the thread, which calls `interrupt` with each nonce that comes, until the pipe ends."""
+    """The worker's side: starts the thread, which calls `interrupt` with each nonce that comes,
+    until the pipe ends.
+    """
 
     def watch() -> None:
         with os.fdopen(fd) as lines:

@@ -1,4 +1,6 @@
-"""One process per rank on this host. Commands go to all of them through a ring in shared memory, answers come back by pipe."""
+"""One process per rank on this host. Commands go to all of them through a ring in shared memory,
+answers come back by pipe.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,16 @@ from baton_protocol.config import EngineConfig, KVRole
 logger = logging.getLogger(__name__)
 
 RING_SLOTS = 32
+#: A step of 64k new prompt tokens fits; memory is only taken where slots are written.
 SLOT_NBYTES = 256 * 1024
-"""A step of 64k new prompt tokens fits; memory is only taken where slots are written."""
+#: Where the ranks meet: all are on this host, where gloo lets in whoever connects.
 LOOPBACK = "127.0.0.1"
-"""Where the ranks meet: all are on this host, where gloo lets in whoever connects."""
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class MultiprocExecutor(Executor):
+    #: Until a worker process has imported what it needs and waits for commands.
     start_timeout_s = JOIN_TIMEOUT_S
-    """Until a worker process has imported what it needs and waits for commands."""
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
@@ -77,22 +79,22 @@ class MultiprocExecutor(Executor):
         self._send_lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._call_ids = itertools.count()
+        #: Guards what follows: the engine's thread adds, the thread of `WorkerProcesses` resolves.
         self._lock = threading.Lock()
-        """Guards what follows: the engine's thread adds, the thread of `WorkerProcesses` resolves."""
         self._started: Future[None] = Future()
         self._num_started = 0
+        #: In flight, oldest first.
         self._steps: deque[_Step] = deque()
-        """In flight, oldest first."""
+        #: Used by the thread of `WorkerProcesses` only.
         self._transfers = OutputAggregator(self._world_size)
-        """Used by the thread of `WorkerProcesses` only."""
         self._calls: dict[int, _PendingCall] = {}
+        #: Why no step can be run any more.
         self._failure: Exception | None = None
-        """Why no step can be run any more."""
         self._died = False
         self._on_failure: Callable[[str], None] | None = None
         self._stopping = False
+        #: Nothing is left to watch.
         self._ended = threading.Event()
-        """Nothing is left to watch."""
 
     @property
     def worker_pids(self) -> list[int]:
@@ -219,7 +221,9 @@ class MultiprocExecutor(Executor):
             self._store.close()
 
     def _send(self, command: Command, timeout_s: float | None = None) -> None:
-        """To all workers. What goes wrong fails every future, not this call; but an argument that cannot be pickled raises here."""
+        """To all workers. What goes wrong fails every future, not this call; but an argument that
+        cannot be pickled raises here.
+        """
         message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
             with self._send_lock:
@@ -307,20 +311,24 @@ class MultiprocExecutor(Executor):
             tell(str(error))
 
     def _watch_for_stalls(self) -> None:
-        """Ends the wait for a worker that neither answers nor dies: stopped, or deadlocked in a collective."""
+        """Ends the wait for a worker that neither answers nor dies: stopped, or deadlocked in a
+        collective.
+        """
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0
         while not self._ended.wait(interval_s):
             with self._lock:
                 oldest = self._steps[0] if self._steps else next(iter(self._calls.values()), None)
-            # Rounds of this thread are counted, not the time: while this process was stopped itself, its workers may have answered.
+            # Rounds of this thread are counted, not the time: while this process was stopped
+            # itself, its workers may have answered.
             silent_s = silent_s + interval_s if oldest is watched and oldest is not None else 0.0
             watched = oldest
             if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
                 continue
             stopped = self._processes.stopped()
-            # A call may take longer than any step, and has its own deadline; but who is stopped will never answer it.
+            # A call may take longer than any step, and has its own deadline; but who is stopped
+            # will never answer it.
             if isinstance(oldest, _Step) or stopped:
                 why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""
                 self._fail(
@@ -347,5 +355,5 @@ class _PendingCall:
     def __init__(self, name: str) -> None:
         self.name = name
         self.future: Future[list[Any]] = Future()
+        #: By rank, of those that have answered.
         self.results: dict[int, Any] = {}
-        """By rank, of those that have answered."""

@@ -1,15 +1,18 @@
-"""A broadcast ring in shared memory: one writer, n readers, every reader gets every message in order.
+"""A broadcast ring in shared memory: one writer, n readers, every reader gets every message in
+order.
 
-The memory is anonymous (memfd), so nothing is left behind however its users end. Layout, in 64-bit words:
+The memory is anonymous (memfd), so nothing is left behind however its users end. Layout, in 64-bit
+words:
 
     [published]                      messages written so far
     n x [taken, sleeping]            per reader: messages it has taken; 1 while it sleeps
     [length of slot 0] ... then the slots' bytes
 
-Message k lives in slot k % num_slots and may be written once every reader has taken message k - num_slots. A word is written by
-one process only. A reader that finds nothing spins for a moment, then declares that it sleeps and waits on its side channel, a
-connection from the writer; the writer sends an empty frame to those that sleep. A message larger than a slot goes through the
-side channels, as a frame that is not empty, while its slot keeps its place in the order.
+Message k lives in slot k % num_slots and may be written once every reader has taken message k -
+num_slots. A word is written by one process only. A reader that finds nothing spins for a moment,
+then declares that it sleeps and waits on its side channel, a connection from the writer; the writer
+sends an empty frame to those that sleep. A message larger than a slot goes through the side
+channels, as a frame that is not empty, while its slot keeps its place in the order.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from multiprocessing.connection import Connection
 WORD = 8
 HEADER_WORDS = 1
 READER_WORDS = 2
+#: Set in a slot's length: the message comes through the side channel.
 OVERFLOW = 2**63
-"""Set in a slot's length: the message comes through the side channel."""
+#: About the time a wake-up takes: a reader that sleeps at once would pay it on every message of a
+#: busy engine.
 SPIN_S = 50e-6
-"""About the time a wake-up takes: a reader that sleeps at once would pay it on every message of a busy engine."""
 
 
 class RingMemory:
@@ -90,7 +94,9 @@ class RingMemory:
         return self._bytes[start : start + length]
 
     def fence(self) -> None:
-        """Memory writes before it are seen before those after it: taking a lock is a barrier on every architecture."""
+        """Memory writes before it are seen before those after it: taking a lock is a barrier on
+        every architecture.
+        """
         with self._fence_lock:
             pass
 
@@ -122,7 +128,8 @@ class RingWriter:
         """Sends to all readers.
 
         Args:
-            check: called while the ring is full; raises to give up, for instance because a reader has died.
+            check: called while the ring is full; raises to give up, for instance because a reader
+                has died.
 
         Raises:
             TimeoutError: a reader took nothing for so long that the ring is full.
@@ -207,6 +214,8 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Waits for a frame. An empty one is a wake-up; another may come before its turn and is kept."""
+        """Waits for a frame. An empty one is a wake-up; another may come before its turn and is
+        kept.
+        """
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

@@ -1,7 +1,8 @@
-"""A worker in a process of its own: takes commands from the ring, answers through its connection, ends with its parent.
+"""A worker in a process of its own: takes commands from the ring, answers through its connection,
+ends with its parent.
 
-Started by `WorkerProcesses` as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD PARENT_PID`. Not through
-multiprocessing, which would run the parent's main module again.
+Started by `WorkerProcesses` as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
+PARENT_PID`. Not through multiprocessing, which would run the parent's main module again.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class WorkerProcess:
         )
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
+        #: Of the step that was executed last: it has nothing to sample.
         self._broken: Failure | None = None
-        """Of the step that was executed last: it has nothing to sample."""
 
     def run(self) -> None:
         """Until told to shut down."""
@@ -173,7 +174,9 @@ def _bind(cpus: frozenset[int]) -> None:
 
 
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:
-    """The kernel ends this process with the thread that started it, and a thread here does when the parent's end is closed."""
+    """The kernel ends this process with the thread that started it, and a thread here does when the
+    parent's end is closed.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)  # it died before the kernel knew

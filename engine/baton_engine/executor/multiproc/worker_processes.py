@@ -37,9 +37,11 @@ class WorkerProcesses:
 
         Args:
             environment: of the processes, beyond this one's.
-            send_timeout_s: sending on a connection whose process reads nothing for so long raises BlockingIOError.
+            send_timeout_s: sending on a connection whose process reads nothing for so long raises
+                BlockingIOError.
             on_answer: called with rank and answer, from the thread.
-            on_death: called with rank and reason when a process ends, for whatever reason, after its last answer; from the thread.
+            on_death: called with rank and reason when a process ends, for whatever reason, after
+                its last answer; from the thread.
         """
         self._starts = starts
         self._environment = os.environ | environment
@@ -81,7 +83,8 @@ class WorkerProcesses:
                 process.kill()
 
     def _run(self) -> None:
-        # The processes are started here because they end with the thread that started them: see `worker_process`.
+        # The processes are started here because they end with the thread that started them: see
+        # `worker_process`.
         for start, theirs in zip(self._starts, self._their_ends, strict=True):
             try:
                 self._start(start, theirs)

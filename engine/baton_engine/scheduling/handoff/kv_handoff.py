@@ -1,25 +1,22 @@
 """Scheduler side of the KV connector: decides which blocks to offer, publish, load and free.
 
-No I/O.
+It does no I/O.
 
-    a request is accepted          offer (PRODUCE), wait (CONSUME)
-    it gets its blocks, or a step  load the blocks that are not cached; save the blocks that the
-    step completes
-    a step is sent                 take_metadata
-    its tokens are discarded       take_back what it should have published
-    a step returns                 update: continue requests whose load ended, free the blocks of
-    ended sends
-    a request ends                 release: free its blocks now or after the transfer; decline a
-    load that has not begun
+on a new request         offer (PRODUCE), or wait (CONSUME)
+on admission             load the blocks that are not cached
+on scheduling tokens     save the blocks that the step completes
+when a step is sent      take_metadata
+if its tokens are lost   take_back the saves of that step
+when a step returns      update: continue loaded requests, free the blocks of ended sends
+when a request ends      release: free its blocks now or after the transfer
 
 A block that a peer may read, or that a transfer may still write, belongs to the transfer. It is
-freed only when the
-worker reports the end (`finished_sending`, `load_results`). Until then, an ended request keeps its
-blocks here.
+freed only when the worker reports the end (`finished_sending`, `load_results`). Until then, an
+ended request keeps its blocks here.
 
 PRODUCE requests are never preempted, because a peer may read their blocks once published. They
-sample one token at most and
-get all their blocks at admission, so they never wait for memory while they hold some.
+sample one token at most and get all their blocks at admission, so they never wait for memory while
+they hold some.
 """
 
 from __future__ import annotations
@@ -42,6 +39,8 @@ from baton_protocol.messages import KVTransferParams
 
 @dataclass(slots=True)
 class _Send:
+    """Blocks that a consumer loads from here."""
+
     request: Request
     num_published_blocks: int = 0
     #: The save with last=True was sent.
@@ -51,6 +50,8 @@ class _Send:
 
 @dataclass(slots=True)
 class _Load:
+    """Blocks that are loaded from a producer."""
+
     #: None: an empty load that only releases the producer.
     request: Request | None
     num_blocks: int
@@ -59,7 +60,7 @@ class _Load:
 
 
 class KVHandoff:
-    """One object per scheduler. Without a connector it stays empty."""
+    """The transfers of one scheduler. Without a connector it stays empty."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -123,7 +124,7 @@ class KVHandoff:
         send.complete = last
 
     def take_back(self, saves: Iterable[BlockSave]) -> None:
-        """Undo saves of a step whose tokens have not run. A later step publishes the blocks."""
+        """Undo the saves of a step whose tokens have not run. A later step publishes the blocks."""
         for save in saves:
             send = self._sends.get(save.transfer_id)
             if send is not None:

@@ -1,8 +1,7 @@
 """CONSUME requests before their first step: a peer computes the KV of their prompt.
 
 Two events must arrive, in any order: the block load and the gateway's PREFILL_RESULT. Missing
-blocks are computed here,
-unless the policy is to fail.
+blocks are computed here, unless the policy is to fail.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ EARLY_RESULTS_KEPT = 1024
 
 
 class RemotePrefill:
+    """Joins a request's block load with the result of its prefill stage."""
+
     def __init__(
         self,
         kv: KVCacheManager,
