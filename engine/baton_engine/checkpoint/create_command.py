@@ -1,4 +1,4 @@
-"""Arguments of `baton checkpoint create`, and what it does with them."""
+"""The command `baton checkpoint create`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from baton_engine.checkpoint.create import ARCHITECTURES, DTYPES, ROPE_SCALINGS, create_checkpoint
 from baton_engine.checkpoint.shape import SIZES
 
-#: Flag -> field of CheckpointShape.
+#: Field of CheckpointShape by flag.
 SIZE_FLAGS = {
     "--hidden-size": "hidden_size",
     "--intermediate-size": "intermediate_size",
@@ -36,7 +36,7 @@ OTHER_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `baton checkpoint create`."""
+    """Add the arguments of `baton checkpoint create`."""
     parser.add_argument("--arch", required=True, choices=list(ARCHITECTURES))
     parser.add_argument(
         "--out", required=True, type=Path, help="folder to write; must not exist or be empty"
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checkpoint that parsed `add_arguments` describe; returns the process's exit code."""
+    """Create the checkpoint that the parsed arguments describe. Return the exit code."""
     sizes = {
         field: getattr(args, field)
         for field in SIZE_FLAGS.values()

@@ -74,9 +74,9 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._answer(200, admin.metrics_text(), CONTENT_TYPE_PLAIN_0_0_4)
         # Ready without a single rank: ranks must be able to find it.
         elif admin.is_healthy():
-            self._tell(200, "Healthy", "the loop that answers ranks runs")
+            self._send_reason(200, "Healthy", "the loop that answers ranks runs")
         else:
-            self._tell(503, "Unresponsive", "the loop that answers ranks does not run")
+            self._send_reason(503, "Unresponsive", "the loop that answers ranks does not run")
 
     def do_PUT(self) -> None:
         body = self.body()
@@ -85,7 +85,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         try:
             request = msgspec.json.decode(body, type=TopologyRequest)
         except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
-            self._tell(
+            self._send_reason(
                 400,
                 "BadRequest",
                 f"the body is no topology that can be asked for: {one_line(error)}",
@@ -93,7 +93,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             return
         refusal = self.server.admin.ask_for(request)
         if refusal is not None:
-            self._tell(400, "BadRequest", f"{refusal.field}: {refusal.message}")
+            self._send_reason(400, "BadRequest", f"{refusal.field}: {refusal.message}")
             return
         self._answer(200, msgspec.json.encode(self.server.admin.topology()))
 
@@ -101,7 +101,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         if self.body() is None or not self._may_change("POST"):
             return
         self.server.admin.ask_for_rebalance()
-        self._tell(
+        self._send_reason(
             202,
             "Accepted",
             "experts are placed anew as soon as nothing else is under way; see GET /topology",
@@ -119,7 +119,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         methods = METHODS.get(self.path)
         if methods is None:
             paths = "GET and PUT /topology, POST /rebalance, GET /healthz, /readyz, /metrics"
-            self._tell(404, "NotFound", f"there is only {paths}")
+            self._send_reason(404, "NotFound", f"there is only {paths}")
         elif method not in methods:
             self.not_allowed(*methods)
         return methods is not None and method in methods

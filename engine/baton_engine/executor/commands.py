@@ -1,5 +1,6 @@
-"""What an executor and its worker processes tell each other. Pickled: both ends are processes of
-one pod.
+"""Messages between an executor and its worker processes.
+
+They are pickled, because both ends are processes of one pod.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class StartWorker:
     config: EngineConfig
     instance_id: str
     rank: int
-    #: It answers steps; the others only say what went wrong, and which transfers ended.
+    #: It returns the results of steps. The others only report failures and ended transfers.
     is_output_rank: bool
     ring_fd: int
     #: Readers, slots, bytes per slot.
     ring_geometry: tuple[int, int, int]
     log_level: int
-    #: Of a pipe: each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
+    #: A pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
     #: wait for the step.
     interrupt_fd: int
-    #: Those it keeps to; empty: the parent's.
+    #: CPUs to which it is bound. Empty: those of the parent.
     cpus: frozenset[int] = frozenset()
 
 
@@ -41,11 +42,15 @@ class StartWorker:
 
 @dataclass(slots=True)
 class ExecuteModel:
+    """Run the model on a step."""
+
     step: SchedulerOutput
 
 
 @dataclass(slots=True)
 class SampleTokens:
+    """Sample from the logits of the last step."""
+
     #: Counts steps from 0.
     number: int
     grammar: GrammarOutput | None
@@ -53,6 +58,8 @@ class SampleTokens:
 
 @dataclass(slots=True)
 class Call:
+    """Call a method of the worker."""
+
     call_id: int
     method: str
     args: tuple[Any, ...]
@@ -60,6 +67,8 @@ class Call:
 
 @dataclass(slots=True)
 class Shutdown:
+    """End the process."""
+
     pass
 
 
@@ -68,19 +77,20 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's exception. Exceptions themselves need not survive pickling."""
+    """A worker's exception, in a form that survives pickling."""
 
     rank: int
     #: Type and message, one line.
     summary: str
     traceback: str
-    #: Type, reason and message, if it was one.
+    #: Type, reason and message of a ConfigurationError.
     configuration: tuple[type[ConfigurationError], str, str] | None = None
-    #: It was a GroupBrokenError.
+    #: The exception was a GroupBrokenError.
     group_broken: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
+        """Describe an exception of a worker."""
         configuration = (
             (type(error), error.reason, error.message)
             if isinstance(error, ConfigurationError)
@@ -91,11 +101,12 @@ class Failure:
         return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
 
     def exception(self, doing: str) -> Exception:
-        """What the executor raises: the same ConfigurationError or GroupBrokenError, or a
-        WorkerError with the traceback.
+        """Return the exception that the executor raises.
+
+        It is the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
 
         Args:
-            doing: what the worker was asked for.
+            doing: the operation that failed.
         """
         if self.group_broken:
             return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
@@ -111,35 +122,44 @@ class Failure:
 
 @dataclass(slots=True)
 class Started:
-    """The worker's object exists; it waits for commands."""
+    """The worker's object exists and waits for commands."""
 
 
 @dataclass(slots=True)
 class StartFailed:
+    """The worker's object could not be created."""
+
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepDone:
+    """The results of a step, by the output rank."""
+
     number: int
     output: ModelRunnerOutput
 
 
 @dataclass(slots=True)
 class TransfersEnded:
-    """Of a worker that does not answer steps: what its connector had to report with one."""
+    """The connector's report of a worker that is not the output rank."""
 
     output: ConnectorOutput
 
 
 @dataclass(slots=True)
 class StepFailed:
+    """A step failed, and the engine cannot continue."""
+
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepBroken:
-    """The step is dropped, for the expert group broke; on all workers alike, and others may follow."""
+    """The step is dropped on all workers, because the expert-parallel group broke.
+
+    Other steps may follow.
+    """
 
     number: int
     failure: Failure
@@ -147,12 +167,16 @@ class StepBroken:
 
 @dataclass(slots=True)
 class CallDone:
+    """The result of a call."""
+
     call_id: int
     result: Any
 
 
 @dataclass(slots=True)
 class CallFailed:
+    """The exception of a call."""
+
     call_id: int
     failure: Failure
 

@@ -64,6 +64,8 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
+    """One step: what each worker does."""
+
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
@@ -137,6 +139,8 @@ class GrammarOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
+    """The results of one step."""
+
     #: Per request that sampled in this step: the token.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
     #: Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries

@@ -1,6 +1,4 @@
-"""What engine cores of a generation say to each other: votes before a step, in a small group on the
-CPU; that a wave begins.
-"""
+"""Control group: the engine cores of a generation exchange votes before each step, on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +23,10 @@ class ControlGroup(Protocol):
     """The engine cores of one generation."""
 
     def exchange(self, vote: StepVote) -> list[StepVote]:
-        """Collective. Returns the votes of all ranks, in rank order.
+        """Exchange votes. Collective.
+
+        Returns:
+            The votes of all ranks, in rank order.
 
         Raises:
             GroupBrokenError: a member is gone, or `abort` was called.
@@ -33,26 +34,27 @@ class ControlGroup(Protocol):
         """
 
     def abort(self) -> None:
-        """Exchanges under way and to come fail at once. From any thread; idempotent."""
+        """Fail all current and later exchanges at once. Callable from any thread. Idempotent."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connections. Idempotent."""
 
 
 class WaveCalls(Protocol):
-    """How the other ranks hear of waves: `elastic.rank_link.RankLink`."""
+    """Announces waves to the other ranks. Implemented by `RankLink`."""
 
     def set_peers(self, members: Sequence[Member]) -> None: ...
 
     def start_wave(self, start: StartWave) -> None:
-        """Repeated until `end_start`."""
+        """Send START_WAVE to all peers, repeatedly until `end_start`."""
 
     def end_start(self) -> None: ...
 
 
 class VoteGroup:
-    """Over a `Group`. It is used in a thread of its own: who waits for the others still takes
-    signals.
+    """A control group over a `Group`, whose exchanges run in a thread of their own.
+
+    The main thread can handle signals while it waits.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -104,15 +106,15 @@ def join_control_group(
     timeout_s: float,
     secret: bytes = b"",
 ) -> ControlGroup:
-    """Meets the other members in the generation's store.
+    """Join the other members in the generation's store.
 
     Args:
-        timeout_s: of exchanges: longer than the longest step of any member.
-        secret: the store's.
+        timeout_s: limit of an exchange. It must exceed the longest step of any member.
+        secret: secret of the store.
 
     Raises:
-        TimeoutError: the store does not answer, or not all members came.
-        GroupBrokenError: one came and is gone.
+        TimeoutError: the store does not answer, or a member did not join.
+        GroupBrokenError: a member joined and is gone.
     """
     group = create_group(
         "control",

@@ -1,13 +1,16 @@
-"""DPEngineCore: an engine core that is a rank of an expert-parallel group, whose ranks step
-together and whose topology changes.
+"""DPEngineCore: an engine core that is a rank of an expert-parallel group.
 
-    serving        a step is schedule -> exchange votes -> execute -> update: `elastic.waves` says who takes part, and what follows
-    a change       a target is prepared in the background (`standby_generation`), then adopted between two steps; requests stay
-    broken         the step in flight is discarded, requests stay, the next generation is waited for
-    left           requests are given back, with ErrorCode.DRAINING: the gateway continues them elsewhere
+All ranks step together. The states of a rank:
 
-Knows nothing of sockets: what others say comes by `on_directive` and `on_start_wave`, what they are
-to be told goes to `WaveCalls`.
+serving   a step is: schedule, exchange votes, execute, update. `elastic.waves` decides from the
+          votes whether a rank without tokens runs a dummy batch.
+changing  a target is prepared in the background (`standby_generation`), then committed
+          between two steps. Requests stay.
+broken    the step in flight is discarded. Requests stay until the next generation.
+left      requests end with ErrorCode.DRAINING, and the gateway continues them elsewhere.
+
+This module uses no sockets. Messages arrive through `on_directive` and `on_start_wave`, and leave
+through `WaveCalls` and `status`.
 """
 
 from __future__ import annotations
@@ -52,16 +55,16 @@ from baton_protocol.topology import (
 
 logger = logging.getLogger(__name__)
 
-#: How old the experts' loads in a Status may be.
+#: Maximum age of the experts' loads in a Status, in seconds.
 LOADS_INTERVAL_S = 5.0
 NO_SLEEP = (
-    "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of its group use its experts; ask the "
-    "coordinator for a topology without it instead"
+    "an engine with parallel.enable_expert_parallel cannot sleep, because the other ranks of its "
+    "group use its experts; remove it from the group first"
 )
 
 
 class DPEngineCore(EngineCore):
-    """Used by one thread, but for `interrupt`."""
+    """A rank. One thread uses it; only `interrupt` may be called from others."""
 
     survivable = (GroupBrokenError,)
 
@@ -79,20 +82,19 @@ class DPEngineCore(EngineCore):
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
-        """As EngineCore, which takes the hooks.
+        """Create a rank in no generation. The hooks are those of EngineCore.
 
         Args:
             member: this rank.
-            join: the control groups.
-            unreachable: which of some members cannot be reached; called by another thread.
-            wakeup: called by other threads when `advance` would find something new.
-            pauses: where pauses for changes are counted, as `topology_stats.commit_pauses` makes
-                them.
+            join: joins control groups.
+            unreachable: returns the members that cannot be reached. Called by another thread.
+            wakeup: called by other threads when `advance` has something new to find.
+            pauses: histograms of pauses, as `topology_stats.commit_pauses` creates them.
         """
         super().__init__(config, executor, **hooks)
         self.phase = RankPhase.STANDBY
         self.generation: Generation | None = None
-        #: Status.step and .activity as of now; for any thread, also while a step hangs.
+        #: Current Status.step and .activity. Any thread may read it, also while a step hangs.
         self.position: tuple[int, Activity] = (0, Activity.RESTS)
         self._instance_id = member.instance_id
         counts, redundant = TopologyStats(phase=self.phase), config.parallel.num_redundant_experts
@@ -108,13 +110,13 @@ class DPEngineCore(EngineCore):
         self._retired = RetiredGroups(clock)
         self._broken_at = 0.0
         self._next_loads = 0.0
-        #: Nobody interrupts while generations change.
+        #: Prevents interrupts while the generation changes.
         self._group_lock = threading.Lock()
         self._group: ControlGroup | None = None
 
     @property
     def rank(self) -> int | None:
-        """In the generation, also a broken one."""
+        """Rank in the generation, also in a broken one."""
         return self.generation.rank_of(self._instance_id) if self.generation is not None else None
 
     @property
@@ -129,23 +131,24 @@ class DPEngineCore(EngineCore):
 
     @property
     def has_requests(self) -> bool:
-        return super().has_requests or self._takes_part
+        return super().has_requests or self._must_step
 
     @property
     def is_changing(self) -> bool:
-        """There may be more to do every POLL_INTERVAL_S, whatever else happens."""
+        """Whether `advance` should run every POLL_INTERVAL_S."""
         standby = self._standby
         return standby is not None and (standby.committed if standby.ready else not standby.failure)
 
-    # What the coordinator and other ranks say. Between steps.
+    # Messages of the coordinator and of other ranks
 
     def on_directive(self, directive: Directive) -> None:
+        """Take in a message of the coordinator. Call it between steps."""
         target, standby = directive.target, self._standby
         if directive.dismissed:
             self._drop_standby()
             if self.generation is not None:
                 self._leave(
-                    f"the group goes on without this rank of generation {self.generation.number}"
+                    f"the group continues without this rank of generation {self.generation.number}"
                 )
             return
         if target is None:
@@ -154,11 +157,11 @@ class DPEngineCore(EngineCore):
             return
         rank = target.rank_of(self._instance_id)
         if rank is None if self.generation is None else target.number <= self.generation.number:
-            return  # it is not meant for this rank, or older than what it serves in
+            return  # for other ranks, or older than the current generation
         if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
-            self._break(f"the coordinator gave generation {self.generation.number} up")
+            self._break(f"the coordinator gave up generation {self.generation.number}")
             if standby is not None and standby.committed and standby.ready:
-                self.advance()  # others may have adopted it: what is urgent comes after it
+                self.advance()  # others may have committed it, so it comes before the urgent one
                 self.on_directive(directive)
                 return
         if self._standby is None or self._standby.generation.nonce != target.nonce:
@@ -177,6 +180,7 @@ class DPEngineCore(EngineCore):
         self.advance()
 
     def on_start_wave(self, start: StartWave) -> None:
+        """Take in the start of a wave by another rank. Call it between steps."""
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
         elif self._standby is not None and start.nonce == self._standby.generation.nonce:
@@ -184,8 +188,9 @@ class DPEngineCore(EngineCore):
             self.advance()
 
     def interrupt(self, directive: Directive) -> None:
-        """From any thread, before `on_directive`: ends a wait for ranks that will not answer, if
-        that is what this is about.
+        """End the wait for ranks that will not answer, if the directive calls for it.
+
+        Callable from any thread. `on_directive` follows.
         """
         target = directive.target
         with self._group_lock:
@@ -208,16 +213,14 @@ class DPEngineCore(EngineCore):
     # Generations come and go
 
     def advance(self) -> None:
-        """Between steps: sees how far preparations are, and adopts what needs no step of the
-        present generation for that.
-        """
+        """Advance the preparation, and commit it if no step of the current generation is needed."""
         now = self._clock()
         standby = self._standby
         if standby is not None:
             standby.advance(now)
             self._report.on_progress(standby)
             if standby.committed and standby.ready and self.phase is not RankPhase.SERVING:
-                self._adopt(standby)
+                self._commit(standby)
         self._retired.advance()
         if self.phase is RankPhase.SERVING and now >= self._next_loads:
             self._next_loads = now + LOADS_INTERVAL_S
@@ -225,11 +228,12 @@ class DPEngineCore(EngineCore):
                 "expert_loads", timeout_s=CALL_TIMEOUT_S
             )[0]
 
-    def _adopt(self, standby: StandbyGeneration) -> None:
+    def _commit(self, standby: StandbyGeneration) -> None:
+        """Serve in a prepared generation from the next step on."""
         generation, started = standby.generation, self._clock()
         self._standby = None
         if standby.rank is None:
-            self._leave(f"generation {generation.number} goes on without this rank")
+            self._leave(f"generation {generation.number} continues without this rank")
             return
         with self._group_lock:
             # Outside a step, so that workers change between two of them.
@@ -242,7 +246,7 @@ class DPEngineCore(EngineCore):
             ("broken", self._broken_at) if self.phase is RankPhase.BROKEN else ("planned", started)
         )
         self.phase = RankPhase.SERVING
-        self._report.on_adopted()
+        self._report.on_committed()
         self._calls.set_peers(
             [each for each in generation.members if each.instance_id != self._instance_id]
         )
@@ -252,12 +256,12 @@ class DPEngineCore(EngineCore):
         pause_s = self._clock() - since
         self._pauses[kind].observe(pause_s)
         logger.info(
-            "generation %d adopted as rank %d of %d (operation %s); steps paused for %.4f s",
+            "generation %d committed as rank %d of %d (operation %s); steps paused for %.4f s",
             *(generation.number, standby.rank, generation.size, generation.operation_id, pause_s),
         )
 
     def _break(self, reason: str) -> None:
-        """The generation is of no use any more; requests stay until the next one."""
+        """Give up the current generation. Requests stay until the next one."""
         generation = self.generation
         assert generation is not None, "only a generation can break"
         self.phase, self._waves = RankPhase.BROKEN, None
@@ -270,8 +274,7 @@ class DPEngineCore(EngineCore):
         self._calls.end_start()
         with self._group_lock:
             group, self._group = self._group, None
-            # Ranks that wait for this one need not wait any longer; nor need this engine's other
-            # workers.
+            # So that neither other ranks nor this engine's workers wait any longer.
             if group is not None:
                 group.abort()
                 group.close()
@@ -290,9 +293,9 @@ class DPEngineCore(EngineCore):
         self._wakeup()
 
     def _leave(self, reason: str) -> None:
-        """Gives all requests back, and is nobody's member."""
-        assert self.generation is not None, "only a member leaves"
-        logger.info("leaves generation %d: %s", self.generation.number, reason)
+        """End all requests and leave the group."""
+        assert self.generation is not None, "only a member can leave"
+        logger.info("leaving generation %d: %s", self.generation.number, reason)
         self.fail_all(ErrorCode.DRAINING, f"{reason}; continue the request elsewhere")
         self._calls.set_peers([])
         with self._group_lock:
@@ -324,10 +327,9 @@ class DPEngineCore(EngineCore):
 
     @property
     def _wants_vote(self) -> bool:
-        """All must vote for what is committed, if need be in an exchange for that alone.
+        """Whether this rank must vote for a committed generation, in an exchange for that alone.
 
-        Repeated: a rank may be gone before it has heard of the commit, and who only waits for it
-        would never know.
+        The vote is repeated, because another rank may have died before it received the commit.
         """
         standby = self._standby
         return (
@@ -338,25 +340,26 @@ class DPEngineCore(EngineCore):
         )
 
     @property
-    def _takes_part(self) -> bool:
+    def _must_step(self) -> bool:
+        """Whether this rank must step with the others, as a dummy batch if it has no tokens."""
         return self._waves is not None and (self._waves.running or self._wants_vote)
 
     def step(self) -> list[EngineCoreOutput]:
         self.made_progress = False
         self.advance()
-        if self._takes_part or self._can_step():
+        if self._must_step or self._can_step():
             try:
                 self._step()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-            self.made_progress |= self._takes_part
+            self.made_progress |= self._must_step
         return self.take_outputs()
 
     def _schedule(self) -> SchedulerOutput:
         if self.phase is RankPhase.SERVING:
             return super()._schedule()
-        # Without experts no tokens run; transfers go on.
+        # Without the other ranks' experts no tokens can run. Transfers continue.
         asked, self.scheduler.pause_state = self.scheduler.pause_state, PauseState.PAUSED_ALL
         try:
             return super()._schedule()
@@ -369,7 +372,7 @@ class DPEngineCore(EngineCore):
         schedule_s = time.monotonic() - before
         decision: StepDecision | None = None
         voted: StandbyGeneration | None = None
-        if self._waves is not None and (step.num_scheduled_tokens or self._takes_part):
+        if self._waves is not None and (step.num_scheduled_tokens or self._must_step):
             if self._standby is not None and self._standby.committed and self._standby.ready:
                 voted = self._standby
             try:
@@ -385,25 +388,24 @@ class DPEngineCore(EngineCore):
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))
-        if (
-            decision is not None and decision.adopt
-        ):  # also if the step broke: others have adopted it, or will
-            assert voted is not None, "all have voted for it"
-            self._adopt(voted)
+        # Also if the step broke, because the other ranks commit too.
+        if decision is not None and decision.adopt:
+            assert voted is not None, "all ranks have voted for it"
+            self._commit(voted)
 
     def _vote(
         self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
     ) -> StepDecision:
-        """The exchange before a step of a wave, which begins here if none runs.
+        """Exchange votes before a step. Start a wave if none runs.
 
         Raises:
-            GroupBrokenError, TimeoutError: not all ranks take part.
+            GroupBrokenError, TimeoutError: a rank did not take part.
         """
         assert self._group is not None, "waves are a generation's, and so is the group"
         if not waves.running:
             self._calls.start_wave(waves.begin())
         num_tokens = step.total_num_scheduled_tokens
-        # What was swapped in runs in the next step.
+        # Swapped-in requests run in the next step.
         vote = StepVote(num_tokens, int(bool(num_tokens or step.swap_in)))
         if voted is not None:
             vote = vote._replace(adopt=vote_for(voted.generation.nonce))
@@ -417,7 +419,8 @@ class DPEngineCore(EngineCore):
         if voted is not None:
             voted.vote_due = self._clock() + POLL_INTERVAL_S
         self._calls.end_start()
-        self._retired.close_all()  # all have taken part in an exchange of this generation, and read nothing of an earlier one
+        # All ranks have exchanged votes in this generation, so none reads from an earlier one.
+        self._retired.close_all()
         decision = waves.decide(votes)
         if any(decision.num_tokens):
             step.wave_tokens = decision.num_tokens
@@ -428,14 +431,14 @@ class DPEngineCore(EngineCore):
     def _enter(self, activity: Activity) -> None:
         self.position = (self.position[0], activity)
 
-    # What is told of it
+    # Status
 
     def ask_to_leave(self) -> None:
-        """A generation without this rank is asked for. Idempotent."""
+        """Request a generation without this rank. Idempotent."""
         self._report.leaving = True
 
     def status(self) -> Status:
-        """For the coordinator."""
+        """Return the status for the coordinator."""
         return self._report.status(
             self.phase, self.generation, self._standby, self._waves, self.scheduler.stats()
         )

@@ -1,11 +1,11 @@
 """DPEngineCoreProc: a rank of an expert-parallel group as a process.
 
-    link thread (rank_link)  --Directive, StartWave on the input queue-->  main thread  --Status, StartWave-->  link thread
+link thread (rank_link)  Directive and StartWave -> input queue of the main thread
+main thread              Status and StartWave -> link thread
 
-Life: LOADING -> STANDBY -> SERVING (<-> BROKEN) -> STANDBY ... READY goes out when the first
-generation is adopted, and again with every other one. SIGTERM: the coordinator is asked for a
-generation without this rank, which stays a member until that is adopted, or `drain_timeout_s` has
-passed.
+States: LOADING, STANDBY, SERVING (or BROKEN), then STANDBY again. READY is sent when a generation
+is committed. On SIGTERM the rank requests a generation without itself, and remains a member until
+that one is committed, or `drain_timeout_s` has passed.
 """
 
 from __future__ import annotations
@@ -37,24 +37,30 @@ from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
 from baton_protocol.messages import EngineCoreRequestType as RequestType
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
-#: Between generations requests are taken in, and kept.
+#: Phases in which requests are accepted. Between generations they wait.
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
-#: A loop that does not heed a dismissal for so long stands still.
+#: A loop that does not process a dismissal within this time counts as stalled.
 DISMISSED_PATIENCE_S = 10.0
 
 
 class DPEngineCoreProc(EngineCoreProc):
+    """The process of a rank."""
+
     def __init__(
         self, config: EngineConfig, host: str, *, client_timeout_s: float = CLIENT_TIMEOUT_S
     ) -> None:
-        """
+        """Bind the engine port and the link port.
+
         Raises:
             zmq.ZMQError: a port cannot be bound.
-            ConfigurationError: the rank's name is none, or the service's key cannot be read.
+            ConfigurationError: the rank's name is invalid, or the service key cannot be read.
         """
         name = rank_name(config)
         if not RANK_NAME.fullmatch(name):
-            message = f"parallel.rank_name: {name!r} is no DNS label, at most 63 of a-z, 0-9 and - in between"
+            message = (
+                f"parallel.rank_name: {name!r} is no DNS label: "
+                "at most 63 of a-z, 0-9, and - in between"
+            )
             raise ConfigurationError("ConfigInvalid", message)
         super().__init__(config, host, client_timeout_s=client_timeout_s)
         self.phase = RankPhase.LOADING
@@ -62,11 +68,11 @@ class DPEngineCoreProc(EngineCoreProc):
         self._host = host
         self._core: DPEngineCore | None = None
         self._member: Member
-        #: Other ranks may meet in it as long as this process lives.
+        #: Store in which ranks meet. It lives as long as this process.
         self._store: StoreServer
-        #: The generation that clients know of.
+        #: The generation of the last INIT sent to clients.
         self._announced: Generation | None = None
-        #: When the link heard of a dismissal that the loop has not taken in yet.
+        #: Arrival time of a dismissal that the loop has not processed yet.
         self._dismissed_at: float | None = None
         try:
             self._link = RankLink(
@@ -116,7 +122,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def _join(self, generation: Generation, rank: int) -> ControlGroup:
         parallel = self.config.parallel
-        # Ranks wait for each other's steps.
+        # A rank waits in an exchange while others run a step.
         return join_control_group(
             generation,
             rank,
@@ -133,7 +139,7 @@ class DPEngineCoreProc(EngineCoreProc):
             return Condition(
                 False,
                 "Standby",
-                "in no generation of the expert-parallel group; see the coordinator's GET /topology",
+                "in no generation of the group; see the coordinator's GET /topology",
             )
         return condition
 
@@ -154,7 +160,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def _deliver_from_link(self, message: Directive | StartWave) -> None:
         if self._core is None:
-            return  # it is said again
+            return  # the message is repeated
         if isinstance(message, Directive):
             self._on_dismissal(message.dismissed)
             self._core.interrupt(message)
@@ -163,8 +169,10 @@ class DPEngineCoreProc(EngineCoreProc):
             self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
 
     def _on_dismissal(self, dismissed: bool) -> None:
-        """It is repeated until the loop has obeyed. If that stands still, clients need not wait:
-        their requests go on elsewhere.
+        """Fail the process if the loop does not process a dismissal.
+
+        The dismissal is repeated until then. Clients receive DEAD, and the gateway continues their
+        requests elsewhere.
         """
         now, since = time.monotonic(), self._dismissed_at
         if not dismissed:
@@ -173,13 +181,13 @@ class DPEngineCoreProc(EngineCoreProc):
             self._dismissed_at = now
         elif now - since > DISMISSED_PATIENCE_S and self.state is State.SERVING:
             self._on_executor_failure(
-                "the group goes on without this rank, whose loop stands still"
+                "the group continues without this rank, because its loop is stalled"
             )
 
     # The loop
 
     def _announce(self, core: EngineCore) -> None:
-        self._tell(core)
+        self._publish(core)
 
     def _take_input(self, core: EngineCore, message: Input) -> None:
         if isinstance(message.payload, Directive):
@@ -194,12 +202,12 @@ class DPEngineCoreProc(EngineCoreProc):
         _rank(core).advance()
         busy = super()._step(core)
         self._deliver(core.take_outputs())
-        self._tell(core)
+        self._publish(core)
         self.idle_interval_s = POLL_INTERVAL_S if _rank(core).is_changing else IDLE_INTERVAL_S
         return busy
 
-    def _tell(self, core: EngineCore) -> None:
-        """The coordinator how it goes, and clients of a new generation."""
+    def _publish(self, core: EngineCore) -> None:
+        """Publish the status to the coordinator, and announce a new generation to clients."""
         rank = _rank(core)
         self.phase = rank.phase
         self._link.publish(rank.status())
@@ -217,9 +225,9 @@ class DPEngineCoreProc(EngineCoreProc):
         rank = _rank(core)
         rank.ask_to_leave()
         may_stop = super()._may_stop(core)
-        self._tell(core)
+        self._publish(core)
         deadline = self._shutdown_deadline
-        # The others need this rank's experts until they have adopted a generation without it.
+        # The others need this rank's experts until a generation without it is committed.
         needed = rank.generation is not None and rank.generation.size > 1
         in_time = (
             self._shutdown is Shutdown.DRAIN
@@ -230,10 +238,10 @@ class DPEngineCoreProc(EngineCoreProc):
 
 
 def rank_name(config: EngineConfig) -> str:
-    """What topologies call this rank."""
+    """Return the name of this rank in topologies."""
     return config.parallel.rank_name or os.environ.get("POD_NAME") or socket.gethostname()
 
 
 def _rank(core: Any) -> DPEngineCore:
-    assert isinstance(core, DPEngineCore), "this process makes no other"
+    assert isinstance(core, DPEngineCore), "this process creates no other core"
     return core

@@ -1,6 +1,4 @@
-"""What a rank remembers of its generations for others to read: the coordinator, metrics and clients
-of get_stats.
-"""
+"""Report of a rank on its generations: for the coordinator, metrics and get_stats."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from baton_protocol.topology import ExpertLoads, Generation, Member, RankPhase, 
 
 @dataclass(slots=True)
 class RankReport:
-    """The fields are those of Status."""
+    """Fields of the rank's Status that outlive a step."""
 
     member: Member
     info: ModelInfo
@@ -30,20 +28,18 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Another generation is to be prepared: what went wrong with the last one is of no
-        interest.
-        """
+        """Clear the last failure, because another generation is to be prepared."""
         if self.failed:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """A target is prepared, has failed or was committed."""
+        """Record that a target has failed or is committed."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:
             self.commit_seen = standby.generation.nonce
 
-    def on_adopted(self) -> None:
+    def on_committed(self) -> None:
         self.failed = self.failure = ""
         self.suspects, self.loads = (), None
 
@@ -63,7 +59,7 @@ class RankReport:
         waves: Waves | None,
         stats: EngineStats,
     ) -> Status:
-        """For the coordinator."""
+        """Build the status for the coordinator."""
         return Status(
             member=self.member,
             phase=phase,
@@ -89,7 +85,7 @@ class RankReport:
     def topology(
         self, phase: RankPhase, generation: Generation | None, waves: Waves | None
     ) -> TopologyStats:
-        """For metrics."""
+        """Update and return the stats for metrics."""
         counts, rank = self.counts, None
         counts.phase = phase
         counts.generation = counts.size = 0

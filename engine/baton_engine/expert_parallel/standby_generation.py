@@ -1,5 +1,6 @@
-"""A generation that is prepared beside the one that serves, as one engine core sees it: in the
-background, polled between steps.
+"""A generation that is prepared while another one serves.
+
+It is prepared in the background. The engine core polls it between steps.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ from baton_protocol.topology import Generation, StartWave
 
 logger = logging.getLogger(__name__)
 
-#: How often workers are asked how far they are; and the other ranks, in an exchange, whether they
-#: vote for it, too.
+#: Interval at which workers are polled for progress, and at which a vote is repeated.
 POLL_INTERVAL_S = 0.05
-#: Of calls that return at once: workers may be at the end of a long step.
+#: Limit of calls that return at once. Workers may have to end a long step first.
 CALL_TIMEOUT_S = 30.0
 
-#: Joins the control group of a generation as a rank; blocks until all members have, and raises if
-#: they do not.
+#: Joins the control group of a generation as a rank. Blocks until all members have joined.
 Join = Callable[[Generation, int], ControlGroup]
 
 
 class StandbyGeneration:
-    """Nothing that goes wrong here is raised: it is the `failure`, and what serves goes on."""
+    """The preparation of one generation. Errors end up in `failure` and do not stop the engine."""
 
     def __init__(
         self,
@@ -38,28 +37,28 @@ class StandbyGeneration:
         join: Join,
         wakeup: Callable[[], None],
     ) -> None:
-        """Begins to prepare.
+        """Start the preparation.
 
         Args:
-            rank: of this engine in it; None: the engine is to leave, which takes no preparation.
-            current: what the engine serves in.
-            wakeup: called, by another thread, when there is something new for `advance`.
+            rank: rank of this engine in it. None: the engine leaves, which needs no preparation.
+            current: the generation that serves.
+            wakeup: called, by another thread, when `advance` has something new to find.
         """
         self.generation = generation
         self.rank = rank
         self.failure = ""
-        #: It is adopted by all who can; never taken back.
+        #: All members commit to it, and this is final.
         self.committed = False
-        #: From when on an exchange is wanted for the sake of a vote alone: not at once again after
-        #: one that was not unanimous.
+        #: Time from which an exchange is wanted for a vote alone. After a vote that was not
+        #: unanimous, it is repeated later.
         self.vote_due = 0.0
-        #: The latest wave of it that somebody was seen to begin.
+        #: The latest wave of it that another rank has started.
         self.start: StartWave | None = None
         self._executor = executor
         self._wakeup = wakeup
         self._workers_ready = rank is None
         self._next_poll = 0.0
-        #: Guards what follows, which the joining thread writes.
+        #: Guards the fields below, which the joining thread writes.
         self._lock = threading.Lock()
         self._group: ControlGroup | None = None
         self._join_failure = ""
@@ -82,7 +81,7 @@ class StandbyGeneration:
 
     @property
     def ready(self) -> bool:
-        """Prepared: it can be adopted at any time."""
+        """Whether it is prepared and can be committed at any time."""
         return (
             not self.failure
             and self._workers_ready
@@ -90,10 +89,10 @@ class StandbyGeneration:
         )
 
     def advance(self, now: float) -> None:
-        """Between steps: sees how far the preparation is.
+        """Check the progress of the preparation. Call it between steps.
 
         Args:
-            now: in seconds, of any clock.
+            now: seconds of any monotonic clock.
         """
         was_ready = self.ready
         if was_ready or self.failure:
@@ -109,20 +108,20 @@ class StandbyGeneration:
             logger.info("generation %d is prepared (operation %s)", *_names(self.generation))
 
     def keep(self, start: StartWave) -> None:
-        """Somebody has adopted this generation, and has begun a wave of it."""
+        """Record that another rank has committed it and started a wave."""
         self.committed = True
         if self.start is None or start.wave > self.start.wave:
             self.start = start
 
     def take_group(self) -> ControlGroup:
-        """The control group now belongs to the caller, for this generation is adopted."""
+        """Hand over the control group, when the generation is committed."""
         with self._lock:
             group, self._group = self._group, None
-        assert group is not None, "a generation is adopted once, and after it was prepared"
+        assert group is not None, "a generation is committed once, after its preparation"
         return group
 
     def drop(self) -> None:
-        """It will not be adopted. Never raises."""
+        """Drop it, because it will not be committed. Never raises."""
         with self._lock:
             self._dropped = True
             group, self._group = self._group, None
@@ -148,7 +147,7 @@ class StandbyGeneration:
             return
         for worker, preparation in enumerate(preparations):
             if preparation.nonce != nonce:
-                self._fail(f"worker {worker} does not prepare it any more")
+                self._fail(f"worker {worker} has dropped it")
                 return
             if preparation.state is PreparationState.FAILED:
                 self._fail(f"worker {worker}: {preparation.reason}")
@@ -182,7 +181,7 @@ class StandbyGeneration:
 
 
 def _give_up(group: ControlGroup) -> None:
-    group.abort()  # the others need not wait for this one
+    group.abort()  # so that the others do not wait for this rank
     group.close()
 
 

@@ -1,8 +1,7 @@
-"""An HTTP server for a few clients that stands those who mean it ill: bounded in connections, time
-and bytes, and always JSON.
+"""An HTTP server for untrusted clients, bounded in connections, time and bytes.
 
-Threads, one per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414 or
-431 with {reason, message}, and their connection ends.
+It has one thread per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414
+or 431 with {reason, message}, and their connection is closed.
 """
 
 from __future__ import annotations
@@ -24,31 +23,33 @@ from baton_engine.untrusted import SparseLog, one_line
 
 logger = logging.getLogger(__name__)
 
-#: If more come, the one goes whose request began the longest ago.
+#: Beyond this number, the connection with the oldest request is closed.
 MAX_CONNECTIONS = 128
-#: From a connection's beginning, or its last answer, to its next one.
+#: From the start of a connection, or its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
 MAX_BODY_BYTES = 2**20
 ACCEPT_PAUSE_S = 0.1
-#: Who is refused before all was said may say so much longer: else the network would drop the answer
-#: with the rest.
+#: Keep reading for this long after an early refusal. Closing at once would reset the connection and
+#: lose the response.
 LINGER_S = 1.0
 
 
 class BoundedHTTPServer(JSONServer):
+    """The server. Subclasses of BoundedHandler answer its requests."""
+
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
-        """Binds. Raises OSError if the address is taken."""
+        """Bind the port. Raise OSError if the address is taken."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
-        #: Of each connection, when its request began, or could have.
+        #: Start of each connection's current request, or of the wait for it.
         self._since: dict[Any, float] = {}
         self._log = SparseLog(logger)
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
-        """Without asking a name server what this host is called."""
+        """Bind without a DNS lookup of the host's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = (
             str(self.server_address[0]),
@@ -59,8 +60,8 @@ class BoundedHTTPServer(JSONServer):
         try:
             return super().get_request()
         except OSError as error:
-            self._log.warning("cannot take an HTTP connection: %s", error)
-            time.sleep(ACCEPT_PAUSE_S)  # without a descriptor for it, it stays there to be taken
+            self._log.warning("cannot accept an HTTP connection: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)  # without free descriptors, the next try fails at once
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -74,7 +75,7 @@ class BoundedHTTPServer(JSONServer):
                 del self._since[oldest]
             self._since[request] = time.monotonic()
         if oldest is not None:
-            self._log.warning("%s HTTP connections are open; the oldest goes", MAX_CONNECTIONS)
+            self._log.warning("%s HTTP connections are open; closed the oldest", MAX_CONNECTIONS)
             _end(oldest)
         super().process_request(request, client_address)
 
@@ -84,7 +85,7 @@ class BoundedHTTPServer(JSONServer):
                 self._since[request] = time.monotonic()
 
     def service_actions(self) -> None:
-        """Between connections, and twice a second."""
+        """Close connections that exceed REQUEST_TIMEOUT_S. Called twice a second."""
         limit = time.monotonic() - REQUEST_TIMEOUT_S
         with self._lock:
             late = [request for request, since in self._since.items() if since < limit]
@@ -98,6 +99,8 @@ class BoundedHTTPServer(JSONServer):
 
 
 class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
+    """A handler with limits on the request."""
+
     server: BoundedHTTPServer
     disable_nagle_algorithm = True
 
@@ -106,11 +109,13 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         self.server.on_answered(self.request)
 
     def body(self) -> bytes | None:
-        """Of the request; None: it was refused. Raises ConnectionError: the client is gone before
-        all was there.
+        """Read the request's body. Return None if the request was refused.
+
+        Raises:
+            ConnectionError: the client disconnected before the end of the body.
         """
         if self.headers.get("Transfer-Encoding") is not None:
-            self._refuse(411, "a body needs a Content-Length; it is not taken in chunks")
+            self._refuse(411, "a body needs a Content-Length; chunked bodies are not supported")
             return None
         lengths = set(self.headers.get_all("Content-Length") or ["0"])
         length = lengths.pop()
@@ -126,8 +131,9 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         return body
 
     def ignore_body(self) -> None:
-        """Of a request that has no business with one: what follows is not to be taken for the next
-        request.
+        """Close the connection after a request that should have no body but has one.
+
+        Otherwise the body would be read as the next request.
         """
         if (
             self.headers.get("Content-Length", "0") != "0"
@@ -136,14 +142,14 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
             self.close_connection = True
 
     def not_allowed(self, *methods: str) -> None:
-        """405: `methods` are."""
+        """Answer 405 with the allowed methods."""
         self.close_connection = True
         message = f"{one_line(self.command)} is not allowed here; allowed: {', '.join(methods)}"
         body = msgspec.json.encode({"reason": "MethodNotAllowed", "message": message})
         self._answer(405, body, headers={"Allow": ", ".join(methods), "Connection": "close"})
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library finds wrong with a request."""
+        """Answer a request that the library rejects."""
         if code == http.HTTPStatus.NOT_IMPLEMENTED:
             self.not_allowed(*sorted(name[3:] for name in dir(self) if name.startswith("do_")))
         else:
@@ -153,12 +159,13 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         logger.debug("http %s: %s", self.client_address[0], one_line(format % args))
 
     def _refuse(self, code: int, message: str) -> None:
-        """The rest of the request is not read, so the connection ends."""
+        """Answer an error and close the connection, because the rest of the request is not read."""
         self.close_connection = True
-        self.request_version = (
-            self.protocol_version
-        )  # until it is read it counts as 0.9, whose answers have no head
-        self._tell(code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message)
+        # An unread request counts as HTTP/0.9, whose responses have no headers.
+        self.request_version = self.protocol_version
+        self._send_reason(
+            code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message
+        )
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(LINGER_S)
@@ -168,6 +175,6 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
 
 
 def _end(connection: socket.socket) -> None:
-    """Its thread finds out, and closes it."""
+    """Shut a connection down. Its thread notices and closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

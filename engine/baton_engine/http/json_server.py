@@ -1,6 +1,4 @@
-"""What the HTTP servers of engines, coordinators and fetchers have in common: answers in JSON,
-deadlines, quiet logs.
-"""
+"""Base of the HTTP servers of engines, coordinators and fetchers: JSON, deadlines, quiet logs."""
 
 from __future__ import annotations
 
@@ -16,35 +14,35 @@ from baton_engine.untrusted import one_line
 
 logger = logging.getLogger(__name__)
 
-#: A client that sends or takes nothing for so long is let go.
+#: A client that sends or reads nothing for this long is disconnected.
 SOCKET_TIMEOUT_S = 10.0
 
 
 class JSONServer(ThreadingHTTPServer):
+    """A server with one daemon thread per connection."""
+
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Into the log, as an error only if it is one of ours: clients may leave whenever they
-        like.
-        """
+        """Log an exception of a handler. A client that disconnects is no error."""
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError):
-            logger.debug("an HTTP client is gone: %s", one_line(error))
+            logger.debug("an HTTP client disconnected: %s", one_line(error))
         else:
             logger.error("an HTTP request failed", exc_info=error)
 
 
 class JSONHandler(BaseHTTPRequestHandler):
+    """A handler that answers in JSON."""
+
     timeout = SOCKET_TIMEOUT_S
     protocol_version = "HTTP/1.1"
 
-    def _tell(self, status: int, reason: str, message: str) -> None:
+    def _send_reason(self, status: int, reason: str, message: str) -> None:
         self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
 
     def _unauthorized(self) -> None:
-        """The request lacks the service's key. Its body is not read, so its connection ends: that
-        header sees to it.
-        """
+        """Answer 401. The body is not read, so the Connection header closes the connection."""
         message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
         body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
         self._answer(

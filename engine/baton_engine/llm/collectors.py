@@ -1,6 +1,4 @@
-"""One prompt's sequences while they are generated: engine outputs in, the caller's output objects
-out. No torch.
-"""
+"""Collectors: from engine outputs to the caller's output objects, one per prompt. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from baton_text.tokenizer import Tokenizer
 
 @dataclass
 class Prompt:
-    """What the caller gave, tokenized."""
+    """A tokenized prompt."""
 
     token_ids: list[int]
     #: None if token ids were given.
@@ -43,8 +41,8 @@ class Collector(abc.ABC):
     """Everything that is generated for one prompt.
 
     Attributes:
-        requests: what the engine is to run.
-        num_generated: tokens that came so far.
+        requests: requests for the engine.
+        num_generated: tokens received so far.
     """
 
     def __init__(self, prompt: Prompt, requests: list[EngineCoreRequest]) -> None:
@@ -54,13 +52,14 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     def push(self, output: EngineCoreOutput) -> bool:
-        """Takes in an output of one of `requests`. Returns whether that request has ended; the
-        engine may not know yet.
+        """Take in an output of one of `requests`. Return whether that request has ended.
+
+        The engine may not know yet that it has.
         """
 
 
 class SamplesCollector(Collector):
-    """n samples of one prompt."""
+    """The samples of one prompt."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class SamplesCollector(Collector):
         return self._samples[output.request_id].push(output)
 
     def result(self, request_id: str) -> RequestOutput:
-        """The caller's object, once every request has ended."""
+        """Return the caller's object, once every request has ended."""
         samples = list(self._samples.values())
-        # The first of a group computes the prompt, the others may find it cached: the first one's
-        # figure is the prompt's.
+        # The first of a group computes the prompt. Only its count describes the prompt, because
+        # the others find it cached.
         output = RequestOutput(
             request_id,
             self.prompt.text,
@@ -104,7 +103,7 @@ class SamplesCollector(Collector):
 
 
 class BeamsCollector(Collector):
-    """The beams of one prompt: one request, one output at its end."""
+    """The beams of one prompt: one request with one output."""
 
     def __init__(self, prompt: Prompt, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
         super().__init__(prompt, [request])
@@ -117,7 +116,7 @@ class BeamsCollector(Collector):
         return output.finished
 
     def result(self) -> BeamSearchOutput:
-        """The caller's object, once the request has ended."""
+        """Return the caller's object, once the request has ended."""
         assert self._output is not None
         sequences = []
         for beam in self._output.beams or []:
@@ -190,7 +189,7 @@ class _Sample:
 
 
 def check_output(output: EngineCoreOutput, where: str) -> None:
-    """Raises what an engine's refusal or failure means to the caller.
+    """Raise the exception of an engine's refusal or failure.
 
     Args:
         where: names the prompt in the message.

@@ -12,9 +12,7 @@ from baton_protocol.config import EngineConfig
 
 
 class EngineArgs(TypedDict, total=False):
-    """What `LLM(model, ...)` takes. What is not given has EngineConfig's default; each field is
-    explained there.
-    """
+    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes each and its default."""
 
     dtype: str
     quantization: str
@@ -95,7 +93,7 @@ _PATHS = {
     "crash_dump_dir": "observability.crash_dump_dir",
 }
 
-#: Of waiting requests: a caller in the same process hands over as many prompts as it likes.
+#: Limit of waiting requests. A caller in the same process may pass any number of prompts.
 _NO_LIMIT = 2**31 - 1
 _AT_LEAST_ONE = (
     "max_model_len",
@@ -111,7 +109,7 @@ _AT_LEAST_ONE = (
 
 
 def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
-    """The configuration of an engine in the caller's process.
+    """Build the configuration of an engine in the caller's process.
 
     Raises:
         TypeError: there is no such argument.

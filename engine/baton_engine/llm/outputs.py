@@ -1,4 +1,4 @@
-"""What the offline API returns, in the shapes vLLM's users know."""
+"""Results of the offline API, in the shapes of vLLM."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class CompletionOutput:
 
     index: int
     text: str
-    #: The token that ended it included.
+    #: Including the token that ended it.
     token_ids: list[int]
-    #: Of `token_ids`; None if logprobs were not asked for.
+    #: Sum for `token_ids`. None unless logprobs were requested.
     cumulative_logprob: float | None
-    #: Per token of `token_ids`: itself and the most likely ones, by token id.
+    #: Per token of `token_ids`: its own and the most likely ones, by token id.
     logprobs: list[dict[int, Logprob]] | None
     #: stop, length or repetition.
     finish_reason: str | None
-    #: The stop string or stop token id that ended it; None for the model's own end.
+    #: The stop string or stop token id that ended it. None for the model's own end token.
     stop_reason: int | str | None = None
-    #: If `return_routed_experts` was asked for: of all tokens that were computed.
+    #: Experts of all computed tokens, if `return_routed_experts` was set.
     routed_experts: RoutedExperts | None = None
 
 
@@ -45,7 +45,7 @@ class RequestOutput:
     #: None if token ids were given.
     prompt: str | None
     prompt_token_ids: list[int]
-    #: Per prompt token; nothing for the first, which nothing predicts.
+    #: Per prompt token. None for the first, which nothing predicts.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
@@ -55,13 +55,15 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    #: The prompt's and the generated ones.
+    """One beam."""
+
+    #: The prompt's and the generated tokens.
     tokens: list[int]
-    #: Of `tokens`: the prompt's text is in it, as in vLLM.
+    #: Text of `tokens`, including the prompt, as in vLLM.
     text: str
-    #: Of the generated tokens.
+    #: Sum for the generated tokens.
     cum_logprob: float
-    #: cum_logprob / number of generated tokens ** length_penalty: what beams are ordered by.
+    #: cum_logprob / number of generated tokens ** length_penalty. Beams are sorted by it.
     score: float
     finish_reason: str
     stop_reason: int | None = None
@@ -76,7 +78,7 @@ class BeamSearchOutput:
 
 @dataclass
 class Metric:
-    """One sample of a metric, as the engine's /metrics has it."""
+    """One sample of a metric, as on the engine's /metrics."""
 
     name: str
     labels: dict[str, str]

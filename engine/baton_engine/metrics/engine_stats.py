@@ -1,4 +1,4 @@
-"""What an engine counts: one struct, read by metrics, by the utility RPC and by heartbeats."""
+"""Counters and gauges of an engine: one struct for metrics, the utility RPC and heartbeats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton_kv_transfer.connector import ConnectorStats
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Gauges of now; the others are counters since start."""
+    """The first fields are gauges. The fields from `prompt_tokens` on are counters since start."""
 
     num_requests_running: int = 0
-    #: Queued, and waiting for remote KV.
+    #: Queued requests, including those that wait for remote KV.
     num_requests_waiting: int = 0
-    #: Preempted, with their blocks in host memory; counted as waiting, too.
+    #: Preempted requests with blocks in host memory. They also count as waiting.
     num_requests_swapped: int = 0
     num_requests_waiting_for_remote_kv: int = 0
     #: Transfers of ended requests whose blocks are still read or written.
@@ -25,22 +25,23 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_blocks: int = 0
     draining: bool = False
     paused: bool = False
-    #: 0, 1 or 2; None: awake.
+    #: 0, 1 or 2. None: awake.
     sleep_level: int | None = None
 
-    #: Of requests that started; the next three say where their KV came from.
+    #: Prompt tokens of started requests. The next three counters split them by the source of their
+    #: KV.
     prompt_tokens: int = 0
-    #: Run through the model here, repetitions after a preemption included.
+    #: Computed here, including repetitions after a preemption.
     prompt_tokens_computed: int = 0
     prompt_tokens_remote: int = 0
     prompt_tokens_cached: int = 0
-    #: Tokens known when a request came, whose KV was to come from a prefill engine and did not.
+    #: Tokens known on arrival whose KV a prefill engine should have sent, but did not.
     kv_transfer_recomputed_tokens: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0
-    #: KV blocks moved to host memory; filled by the scheduler.
+    #: KV blocks moved to host memory.
     num_swapped_out_blocks: int = 0
-    #: The way back.
+    #: KV blocks moved back to the device.
     num_swapped_in_blocks: int = 0
     #: Tokens looked up.
     prefix_cache_queries: int = 0
@@ -48,16 +49,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_hits: int = 0
     #: KV blocks copied to the offload tier when the prefix cache evicted them.
     offload_blocks_stored: int = 0
-    #: KV blocks copied back from it for a request's prefix.
+    #: KV blocks copied back from the offload tier for a request's prefix.
     offload_blocks_restored: int = 0
-    #: By finish reason.
+    #: Ended requests by finish reason.
     requests_finished: dict[str, int] = {}
     #: None without a connector.
     kv_transfer: ConnectorStats | None = None
-    #: None: the engine is no rank of a group.
+    #: None: the engine is not a rank of an expert-parallel group.
     topology: TopologyStats | None = None
 
     @property
     def num_unfinished(self) -> int:
-        """What a drain waits for: requests, and transfers a peer still needs."""
+        """Requests and transfers that a drain waits for."""
         return self.num_requests_running + self.num_requests_waiting + self.num_transfers_held

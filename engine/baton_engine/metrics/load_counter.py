@@ -1,7 +1,6 @@
-"""Bytes of weights that this process has read while it loads: written by the thread that loads,
-read by those of HTTP.
+"""Bytes of weights that this process has read. The loading thread writes, HTTP threads read.
 
-Workers in processes of their own count for themselves, where nobody asks.
+Worker processes count too, but their counters are not read.
 """
 
 from __future__ import annotations
@@ -10,20 +9,22 @@ from baton_protocol.progress import LoadProgress
 
 
 class LoadCounter:
+    """Counts the bytes of one load."""
+
     def __init__(self) -> None:
         self._done, self._total = 0, 0
 
     def begin(self, total: int) -> None:
-        """Another read of so many bytes begins."""
+        """Start to count a load of `total` bytes."""
         self._done, self._total = 0, total
 
     def add(self, num_bytes: int) -> None:
         self._done += num_bytes
 
     def progress(self) -> LoadProgress | None:
-        """None before the first read."""
+        """Return the progress of the load. None before the first load."""
         return LoadProgress(min(self._done, self._total), self._total) if self._total else None
 
 
-#: Of this process.
+#: The counter of this process.
 COUNTER = LoadCounter()

@@ -1,4 +1,4 @@
-"""EngineStats and RequestMetrics as Prometheus metrics, named as vLLM's with our prefix."""
+"""EngineStats and RequestMetrics as Prometheus metrics, with vLLM's names and our prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton_protocol.topology import RankPhase
 
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
-    "num_requests_waiting": "Requests waiting to run, those waiting for remote KV included.",
+    "num_requests_waiting": "Requests waiting to run, including those waiting for remote KV.",
     "num_requests_swapped": "Preempted requests whose KV blocks are in host memory.",
     "num_requests_waiting_for_remote_kv": "Requests whose prompt is computed by a prefill engine.",
     "num_transfers_held": "Transfers of ended requests whose blocks are still in use.",
@@ -33,7 +33,7 @@ _COUNTERS = {
     "prompt_tokens_computed": "Prompt tokens run through the model in this engine.",
     "prompt_tokens_remote": "Prompt tokens whose KV came from a prefill engine.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
-    "kv_transfer_recomputed_tokens": "Known tokens whose KV a prefill engine was to bring, computed here since it did not come.",
+    "kv_transfer_recomputed_tokens": "Tokens computed here for lack of a prefill engine's KV.",
     "generation_tokens": "Tokens sampled.",
     "num_preemptions": "Requests preempted for lack of KV blocks.",
     "num_swapped_out_blocks": "KV blocks moved to host memory by preemptions.",
@@ -41,44 +41,46 @@ _COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
     "offload_blocks_stored": "KV blocks copied to host memory when the prefix cache evicted them.",
-    "offload_blocks_restored": "KV blocks copied back from host memory for the prefix of a request.",
+    "offload_blocks_restored": "KV blocks copied back from host memory for a prefix.",
 }
 _TRANSFER_COUNTERS = {
     "blocks_sent": "KV blocks published to decode engines; with push also written to them.",
-    "blocks_received": "KV blocks that came from prefill engines and were proved.",
+    "blocks_received": "KV blocks received from prefill engines and verified.",
     "bytes_sent": "Bytes of KV written to decode engines.",
-    "bytes_received": "Bytes of KV that came from prefill engines and were proved.",
-    "descriptors_posted": "Runs of memory asked of the transport, after merging.",
-    "transfers_completed": "KV transfers that ended well, counted once per worker.",
-    "checksum_failures": "KV blocks that arrived wrong and were not used.",
-    "leases_expired": "KV transfers given up because the consumer went silent.",
-    "descriptors_refused": "Runs of memory that a peer named and may not touch.",
-    "handshakes_refused": "Peers of another model, layout, release or service.",
-    "memory_fences": "Times all peers were cut off because one did not confirm that it writes no more.",
-    "receive_seconds": "Time between the start and the end of KV loads, summed.",
-    "send_seconds": "Time between the first and the last write of pushes, summed.",
+    "bytes_received": "Bytes of KV received from prefill engines and verified.",
+    "descriptors_posted": "Memory ranges posted to the transport, after merging.",
+    "transfers_completed": "KV transfers completed, counted once per worker.",
+    "checksum_failures": "KV blocks with a wrong checksum. They were not used.",
+    "leases_expired": "KV transfers cancelled because the consumer stopped sending heartbeats.",
+    "descriptors_refused": "Memory ranges that a peer requested without permission.",
+    "handshakes_refused": "Handshakes refused: peers of another model, layout, release or service.",
+    "memory_fences": "Times all peers were disconnected because one did not stop writing.",
+    "receive_seconds": "Total time between the start and the end of KV loads.",
+    "send_seconds": "Total time between the first and the last write of pushes.",
 }
 _TRANSFER_GAUGES = {
-    "queued_bytes": "Bytes of KV wanted, and not asked for yet because a peer's window is full.",
-    "inflight_bytes": "Bytes of KV under way.",
+    "queued_bytes": "Bytes of KV that wait because a peer's window is full.",
+    "inflight_bytes": "Bytes of KV in flight.",
 }
 _TOPOLOGY_GAUGES = {
-    "generation": "Number of the generation of the expert-parallel group that the rank is in; 0: none.",
-    "rank": "The rank's place in it.",
+    "generation": "Generation of the expert-parallel group that the rank is in. 0: none.",
+    "rank": "The rank of this engine in its generation.",
     "size": "Ranks of the generation.",
-    "wave": "The wave that runs, or the next one.",
+    "wave": "The running wave, or the next one.",
     "wave_running": "1 while a wave runs: all ranks step together.",
 }
 _TOPOLOGY_COUNTERS = {
     "num_steps": "Steps run together with the other ranks.",
-    "num_steps_without_tokens": "Of these: steps that only lent the rank's experts to the others.",
+    "num_steps_without_tokens": "Dummy batches: steps that only ran experts for other ranks.",
     "num_broken": "Generations that lost a member while the rank was in them.",
-    "exchange_seconds": "Time in exchanges before steps, waiting for the slowest rank included, summed.",
+    "exchange_seconds": "Total time in exchanges of votes, including waits for other ranks.",
 }
 _SLEEP_STATES = {None: "awake", 0: "paused", 1: "weights_offloaded", 2: "discard_all"}
 
 
 class EngineCollector(Collector):
+    """Reads the stats at each scrape."""
+
     def __init__(
         self,
         stats: Callable[[], EngineStats],
@@ -99,7 +101,9 @@ class EngineCollector(Collector):
                 getattr(stats, field),
             )
         usage = GaugeMetricFamily(
-            "baton:kv_cache_usage_perc", "KV blocks in use, 1 is all.", labels=["model_name"]
+            "baton:kv_cache_usage_perc",
+            "Fraction of KV blocks in use, 0 to 1.",
+            labels=["model_name"],
         )
         yield self._sample(usage, stats.kv_cache_usage)
         for field, text in _COUNTERS.items():
@@ -109,7 +113,7 @@ class EngineCollector(Collector):
             )
         busy = CounterMetricFamily(
             "baton:busy_seconds",
-            "Seconds in which a step with tokens was under way.",
+            "Seconds in which a step with tokens was in flight.",
             labels=["model_name"],
         )
         yield self._sample(busy, self._requests.busy_s)
@@ -147,7 +151,7 @@ class EngineCollector(Collector):
             yield self._sample(gauge, getattr(stats, field))
         moved = CounterMetricFamily(
             "baton:kv_transfer_bytes",
-            "Bytes of KV sent and received, by the transport and the lane that moved them.",
+            "Bytes of KV sent and received, by configured and by used transport.",
             labels=["model_name", "transport", "lane"],
         )
         for carrier, nbytes in stats.bytes_moved.items():
@@ -155,17 +159,15 @@ class EngineCollector(Collector):
         yield moved
         failed = CounterMetricFamily(
             "baton:kv_transfer_transfers_failed",
-            "KV transfers that did not bring all their blocks, counted once per worker.",
+            "KV transfers that did not transfer all their blocks, counted once per worker.",
             labels=["model_name", "reason"],
         )
-        for reason in (
-            FailureReason
-        ):  # also those that never happened: a rate needs the zero before the first
+        for reason in FailureReason:  # including those with 0: Prometheus rates need that sample
             failed.add_metric([*self._labels.values(), reason], stats.failures.get(reason, 0))
         yield failed
         works = GaugeMetricFamily(
             "baton:kv_transfer_up",
-            "0 once a defect ended the connector of a worker.",
+            "0 after the connector of a worker has failed.",
             labels=["model_name"],
         )
         yield self._sample(works, float(not stats.failure))
@@ -187,7 +189,7 @@ class EngineCollector(Collector):
         yield phases
         pauses = HistogramMetricFamily(
             "baton:topology_commit_pause_seconds",
-            "No step could run for so long, for the generation changed.",
+            "Pause between steps while the generation changed.",
             labels=["model_name", "kind"],
         )
         for kind, histogram in self._commit_pauses.items():
@@ -207,10 +209,10 @@ def engine_registry(
     model_name: str,
     commit_pauses: Mapping[str, Histogram] | None = None,
 ) -> CollectorRegistry:
-    """A registry of its own: nothing else in the process adds to it.
+    """Create a registry that contains only this engine's metrics.
 
     Args:
-        commit_pauses: of a rank of a group, by kind.
+        commit_pauses: histograms of a rank of an expert-parallel group, by kind.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(stats, requests, model_name, commit_pauses or {}))

@@ -1,5 +1,4 @@
-"""How long requests take and how long they are: histograms, fed by the engine core with what it
-accepts and what it sends.
+"""Histograms of latencies and lengths, fed with accepted requests and with outputs.
 
 Times are differences of `time.monotonic()` in the engine process. An output costs a few dict and
 list operations.
@@ -44,8 +43,10 @@ _LATENCY_S = (
 
 
 def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
-    """Bounds a factor of 1.25 apart: a quantile read from them is wrong by a tenth or so, and
-    targets are compared with it.
+    """Return bounds that grow by a factor of 1.25.
+
+    A quantile read from them is wrong by about a tenth, which is good enough to compare with
+    targets.
     """
     steps = ceil(log(last / first) / log(1.25))
     return (*(float(f"{first * 1.25**step:.3g}") for step in range(steps + 1)), *beyond)
@@ -58,12 +59,13 @@ _LENGTHS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for man
 
 
 class Histogram:
-    """Counts per bucket. One thread observes; another may read at any time and sees counts that add
-    up.
+    """Counts per bucket.
+
+    One thread observes. Other threads may read at any time and see counts that add up.
     """
 
     def __init__(self, text: str, bounds: Sequence[float]) -> None:
-        #: What it measures, for the reader of the metrics.
+        #: Help text of the metric.
         self.text = text
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
@@ -78,7 +80,7 @@ class Histogram:
         return self._sum
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """(upper bound, observations up to it), the last bound infinite."""
+        """Return (upper bound, observations up to it) per bucket. The last bound is infinite."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), list(self._counts), strict=True):
             total += count
@@ -88,10 +90,10 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of an unfinished request."""
+    """Times and lengths of an unfinished request."""
 
     arrived: float
-    #: First time it was in a step.
+    #: Time of its first step.
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -100,6 +102,8 @@ class _Progress:
 
 
 class RequestMetrics:
+    """Observes requests from arrival to end."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._unfinished: dict[str, _Progress] = {}
@@ -129,12 +133,12 @@ class RequestMetrics:
             "request_params_max_tokens": Histogram("max_tokens of requests that set it.", _LENGTHS),
             "iteration_tokens_total": Histogram("Tokens run per step.", _STEP_TOKENS),
         }
-        #: Time in which a step with tokens was under way, seconds.
+        #: Seconds in which a step with tokens was in flight.
         self.busy_s = 0.0
         self._busy_until = 0.0
 
     def on_add(self, request: EngineCoreRequest) -> None:
-        """A request was accepted."""
+        """Record an accepted request."""
         self._unfinished[request.request_id] = _Progress(
             self._clock(), num_prompt_tokens=len(request.prompt_token_ids)
         )
@@ -143,7 +147,7 @@ class RequestMetrics:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_step(self, num_tokens: int, started: float) -> None:
-        """A step ran from `started` to now. Steps may overlap; they end in order."""
+        """Record a step that ran from `started` until now. Steps may overlap, but end in order."""
         if num_tokens:
             self.histograms["iteration_tokens_total"].observe(num_tokens)
             now = self._clock()
@@ -151,7 +155,7 @@ class RequestMetrics:
             self._busy_until = now
 
     def on_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """What clients are told, in order."""
+        """Record outputs for clients, in order."""
         now = self._clock()
         for output in outputs:
             progress = self._unfinished.get(output.request_id)
@@ -172,8 +176,7 @@ class RequestMetrics:
             progress.first_token = now
             self.histograms["time_to_first_token_seconds"].observe(now - progress.arrived)
         else:
-            # Tokens of one output came at once: each took its share of the time since the one
-            # before.
+            # Tokens of one output arrive together and share the time since the previous output.
             latency = (now - progress.last_token) / num_tokens
             self.histograms["inter_token_latency_seconds"].observe(latency, num_tokens)
         progress.last_token = now
@@ -184,7 +187,7 @@ class RequestMetrics:
     ) -> None:
         del self._unfinished[request_id]
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return  # their times would say nothing about how long requests take
+            return  # their times do not describe how long requests take
         histograms = self.histograms
         histograms["e2e_request_latency_seconds"].observe(now - progress.arrived)
         histograms["request_prompt_tokens"].observe(progress.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""What a rank of an expert-parallel group counts of its generations and waves."""
+"""Counters and gauges of a rank of an expert-parallel group: its generations and waves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 
 
 class TopologyStats(msgspec.Struct, kw_only=True):
-    """Gauges of now; from `num_steps` on counters since start."""
+    """The fields up to `wave_running` are gauges. The others are counters since start."""
 
     phase: RankPhase
     #: 0: none.
@@ -19,25 +19,27 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     rank: int = 0
     #: Ranks of the generation.
     size: int = 0
-    #: The running one, or the next.
+    #: The running wave, or the next one.
     wave: int = 0
     wave_running: bool = False
     #: Steps of waves.
     num_steps: int = 0
-    #: Of these: steps that only lent this rank's experts to the others.
+    #: Dummy batches: steps in which this rank only ran its experts for the others.
     num_steps_without_tokens: int = 0
     #: Generations that lost a member while this rank was in them.
     num_broken: int = 0
-    #: Spent in exchanges of votes, waiting for the slowest rank included.
+    #: Time in exchanges of votes, including the wait for the slowest rank.
     exchange_seconds: float = 0.0
 
 
 def commit_pauses() -> dict[str, Histogram]:
-    """By why the generation changed: `planned` ones pause between two steps, `broken` ones since
-    the last step that ran.
+    """Create the histograms of pauses by kind of commit.
+
+    A `planned` commit pauses between two steps. A `broken` one pauses from the last step of the
+    broken generation.
     """
     return {
-        kind: Histogram("No step could run for so long, for the generation changed.", _PAUSE_S)
+        kind: Histogram("Pause between steps while the generation changed.", _PAUSE_S)
         for kind in KINDS
     }
 

@@ -1,6 +1,4 @@
-"""Who may come in at the doors of an engine: those with the service's key. The others are counted,
-and the log hears of them.
-"""
+"""Access: admits clients with the service key, and counts and logs the others."""
 
 from __future__ import annotations
 
@@ -19,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
 
-#: Its ROUTER, and its HTTP.
+#: The ROUTER port and the HTTP port.
 Door = Literal["engine", "http"]
 
 
 class Access:
-    """For any thread."""
+    """Checks of the service key. Thread-safe."""
 
     def __init__(
         self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`key`: None: everyone may come in."""
+        """Create checks for a key. None admits every client."""
         self.key = key
         self.refusals = Counter(
             "baton:access_refused",
@@ -37,7 +35,7 @@ class Access:
             ["door"],
             registry=None,
         )
-        for door in ("engine", "http"):  # a rate needs the zero before the first
+        for door in ("engine", "http"):  # Prometheus rates need a sample of 0
             self.refusals.labels(door)
         self._clock = clock
         self._lock = threading.Lock()
@@ -46,23 +44,21 @@ class Access:
 
     @classmethod
     def load(cls, service_key_file: str) -> Access:
-        """Raises ConfigurationError: the key cannot be had."""
+        """Read the key. Raise ConfigurationError if it cannot be read."""
         try:
             return cls(ServiceKey.load(service_key_file))
         except ServiceKeyError as error:
             raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether an HTTP request with this Authorization header may change something; if not, it
-        is counted.
-        """
+        """Return whether this Authorization header permits a POST. Count it if not."""
         if self.key is None or self.key.admits(authorization):
             return True
         self.refused("http")
         return False
 
     def refused(self, door: Door, count: int = 1) -> None:
-        """So many were; the log says so once per LOG_INTERVAL_S and door, whatever they do."""
+        """Count refused connections. Log them at most once per LOG_INTERVAL_S and port."""
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:
@@ -70,4 +66,8 @@ class Access:
             if now - self._said.get(door, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
                 return
             self._said[door], count, self._unsaid[door] = now, self._unsaid[door], 0
-        logger.warning("%s port: refused %d without this service's key", door, count)
+        logger.warning(
+            "%s port: refused %d connections or requests without the service key; "
+            "check the clients' service_key_file",
+            *(door, count),
+        )

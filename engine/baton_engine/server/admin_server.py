@@ -1,6 +1,6 @@
-"""The engine's HTTP side: health, readiness, metrics, drain, pause, sleep, profiles. Threads of its
-own; they never touch the engine's state. With a service key, what changes something (POST) is
-only for who shows that they have it.
+"""The engine's admin HTTP server: health, readiness, metrics, drain, pause, sleep, profiles.
+
+Its threads do not touch the engine's state. With a service key, POST requests need that key.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**10
 
-#: Utility methods of the engine core by HTTP method; each is the path /<name>, its arguments are
-#: the query.
+#: Utility methods of the engine core by HTTP method. The path is /<name>, and the query holds the
+#: arguments.
 CALLS = {
     "GET": frozenset({"is_paused", "is_sleeping"}),
     "POST": frozenset(
@@ -53,11 +53,13 @@ class Condition:
     message: str
     progress: LoadProgress | None = None
     kv: KVCompatibility | None = None
-    #: Bytes of KV moved, by transport and lane.
+    #: Bytes of KV moved, by the configured transport and the transport that moved them.
     kv_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class DrainStatus(msgspec.Struct):
+    """The response to /drain."""
+
     draining: bool
     #: Requests running and waiting, and transfers that a peer still needs.
     unfinished: int
@@ -65,30 +67,36 @@ class DrainStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A call was taken and will be done, but takes longer than a caller should wait."""
+    """Result of a call that is accepted, but takes longer than a caller should wait."""
 
 
 class EngineAdmin(Protocol):
-    """What the server asks of the process; called from its threads."""
+    """The part of the engine process that the server uses, from its own threads."""
 
     def health(self) -> Condition: ...
 
     def readiness(self) -> Condition: ...
 
     def drain_status(self, *, start: bool) -> DrainStatus:
-        """Starts draining if asked to. Raises TimeoutError if the engine's loop does not answer."""
+        """Return the state of draining. Raise TimeoutError if the engine's loop does not answer.
+
+        Args:
+            start: start draining first.
+        """
 
     def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
-        """What the method returned, or `Pending`.
+        """Return the method's result, or `Pending`.
 
         Raises:
             ValueError: wrong arguments.
             TimeoutError: the engine's loop does not answer.
-            Exception: whatever the method raised.
+            Exception: any exception of the method.
         """
 
 
 class AdminServer:
+    """The server and its thread."""
+
     def __init__(
         self,
         host: str,
@@ -97,11 +105,11 @@ class AdminServer:
         registry: CollectorRegistry,
         access: Access | None = None,
     ) -> None:
-        """Binds. Raises OSError if the address is taken.
+        """Bind the port. Raise OSError if the address is taken.
 
         Args:
-            port: 0: any free one, see `port`.
-            access: whose POSTs are heard. None: everyone's.
+            port: 0 selects any free port, see `port`.
+            access: checks the key of POST requests. None admits all of them.
         """
         self._server = _Server((host, port), _Handler)
         self._server.admin, self._server.registry = admin, registry
@@ -144,9 +152,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             return
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True  # what follows is not read
+            self.close_connection = True  # the body is not read
             message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; nothing here takes a body"
-            self._tell(400, "BadRequest", message)
+            self._send_reason(400, "BadRequest", message)
             return
         self.rfile.read(int(length))
         if self.path == "/drain":
@@ -168,7 +176,7 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
         try:
             self._answer(200, msgspec.json.encode(self.server.admin.drain_status(start=start)))
         except TimeoutError as error:
-            self._tell(503, "Unresponsive", str(error))
+            self._send_reason(503, "Unresponsive", str(error))
 
     def _call(self) -> None:
         url = urlsplit(self.path)
@@ -181,17 +189,17 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
                 method, parse_qs(url.query, keep_blank_values=True)
             )
         except ValueError as error:
-            self._tell(400, "BadRequest", str(error))
+            self._send_reason(400, "BadRequest", str(error))
         except TimeoutError as error:
-            self._tell(503, "Unresponsive", str(error))
+            self._send_reason(503, "Unresponsive", str(error))
         except Exception as error:
-            self._tell(409, "Failed", f"{method}: {error}")
+            self._send_reason(409, "Failed", f"{method}: {error}")
         else:
             if isinstance(result, Pending):
-                self._tell(
+                self._send_reason(
                     202,
                     "Pending",
-                    f"{method} is under way; see GET /is_paused and GET /is_sleeping",
+                    f"{method} is in progress; see GET /is_paused and GET /is_sleeping",
                 )
             else:
                 self._answer(200, msgspec.json.encode({"result": result}))
@@ -201,5 +209,8 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             method: ", ".join(f"/{name}" for name in sorted(names))
             for method, names in CALLS.items()
         }
-        paths = f"GET /health, /ready, /metrics, /drain, {names['GET']} and POST /drain, {names['POST']}"
-        self._tell(404, "NotFound", f"there is only {paths}")
+        paths = (
+            f"GET /health, /ready, /metrics, /drain, {names['GET']} "
+            f"and POST /drain, {names['POST']}"
+        )
+        self._send_reason(404, "NotFound", f"there is only {paths}")

@@ -1,11 +1,12 @@
-"""EngineCoreProc: an EngineCore as a process. Sockets first, then the model, then the busy loop
-until it is told to end.
+"""EngineCoreProc: an EngineCore as a process.
 
-    I/O thread (engine_io)  --input_queue-->  main thread: load, then loop {inputs, step}  --outbox-->  I/O thread
-    HTTP thread (admin_server)  --calls on the same input queue-->
+I/O thread (engine_io)      input queue -> main thread, outbox <- main thread
+main thread                 load the model, then loop: take inputs, run a step, send outputs
+HTTP thread (admin_server)  calls, through the same input queue
 
-Life: LOADING -> SERVING -> (SIGTERM: drain; again: abort at once) -> STOPPED, exit 0; or FAILED,
-with DEAD to all clients and exit 1, when a step fails or a worker dies.
+States: LOADING, then SERVING, then STOPPED. The first SIGTERM drains, the second one ends all
+requests; the exit code is 0. If a step fails or a worker dies, the state is FAILED, all clients
+receive DEAD, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ from baton_protocol.messages import EngineCoreRequestType as RequestType
 logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S = 1.0
-#: The loop counts as stuck when a step takes so much longer than the executor waits for its
-#: workers.
+#: The loop counts as stalled after the executor's step timeout and this margin.
 STUCK_MARGIN_S = 30.0
-#: A utility call may take longer: wake_up reads weights.
+#: Limit for a utility call. It is high because wake_up may read weights.
 CALL_STUCK_AFTER_S = 1800.0
 ADMIN_TIMEOUT_S = 10.0
 CONNECTOR_STATS_INTERVAL_S = 1.0
 
 
 class State(enum.Enum):
+    """State of the process, and its reason in health responses."""
+
     LOADING = "Loading"
     SERVING = "Serving"
     STOPPED = "Stopped"
@@ -72,7 +74,7 @@ class State(enum.Enum):
 
 
 class Shutdown(enum.IntEnum):
-    """What was asked for; it only grows."""
+    """The requested kind of shutdown. It only increases."""
 
     NONE = 0
     #: Running requests end first, within `drain_timeout_s`.
@@ -82,14 +84,14 @@ class Shutdown(enum.IntEnum):
 
 @dataclass(slots=True)
 class _LocalCall:
-    """Something another thread of this process wants from the loop."""
+    """A call by another thread of this process, which the loop runs."""
 
     run: Callable[[EngineCore], Any]
     future: Future[Any] = field(default_factory=Future)
 
 
 class EngineCoreProc:
-    """One per process. The constructor binds; `run` loads and serves in the calling thread."""
+    """The engine process. The constructor binds ports; `run` loads the model and serves."""
 
     def __init__(
         self,
@@ -98,10 +100,11 @@ class EngineCoreProc:
         *,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
-        """
+        """Bind the engine port.
+
         Raises:
             zmq.ZMQError: the engine port cannot be bound.
-            ConfigurationError: the service's key cannot be read.
+            ConfigurationError: the service key cannot be read.
         """
         self.access = Access.load(config.service_key_file)
         self.config = config
@@ -117,7 +120,7 @@ class EngineCoreProc:
             client_timeout_s=client_timeout_s,
         )
         self.request_metrics = RequestMetrics()
-        #: By kind; see `topology_stats`. Empty: the engine is no rank of a group.
+        #: By kind of commit, see `topology_stats`. Empty for an engine that is no rank of a group.
         self.commit_pauses: dict[str, Histogram] = {}
         self._stats = EngineStats()
         self._owners = RequestOwners(self.io.aborts)
@@ -125,18 +128,18 @@ class EngineCoreProc:
         #: The loop runs a utility call.
         self._in_call = False
         self._failure = ""
-        #: None: it loads, or exchanges no blocks.
+        #: None while the model loads, and for an engine that exchanges no blocks.
         self._kv: KVCompatibility | None = None
         self._drain_requested = False
         self._shutdown = Shutdown.NONE
         self._shutdown_deadline: float | None = None
 
     def run(self) -> int:
-        """Loads the model and serves until `request_shutdown`. Returns the exit code.
+        """Load the model and serve until `request_shutdown`. Return the exit code.
 
         Raises:
-            ConfigurationError: the model or the configuration cannot be served; clients have been
-                told.
+            ConfigurationError: the model or the configuration cannot be served. Clients have
+                received DEAD.
         """
         self.io.start()
         executor: Executor | None = None
@@ -147,7 +150,7 @@ class EngineCoreProc:
             )
             core = self._make_core(executor)
             self._kv = core.info.kv
-            # What lives until the end need not be looked at in every collection.
+            # The garbage collector need not visit objects that live until the end.
             gc.collect()
             gc.freeze()
             self._start_serving(core)
@@ -175,7 +178,7 @@ class EngineCoreProc:
             gc.unfreeze()
 
     def _make_core(self, executor: Executor) -> EngineCore:
-        """May take minutes."""
+        """Create the core. May take minutes."""
         return EngineCore(
             self.config,
             executor,
@@ -185,13 +188,15 @@ class EngineCoreProc:
         )
 
     def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
-        """Ends `run`. From any thread, and from signal handlers; idempotent."""
+        """End `run`. Call it from any thread or signal handler. Idempotent."""
         self._shutdown = max(self._shutdown, how)
         self.io.wake_engine()
 
     def install_signal_handlers(self) -> None:
-        """SIGTERM and SIGINT: drain, then exit 0. The second one, or one while the model loads:
-        exit 0 at once. The third kills.
+        """Handle SIGTERM and SIGINT.
+
+        The first one drains, then the process exits with 0. The second one, or one while the model
+        loads, exits with 0 at once. The third one kills the process.
         """
 
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -201,10 +206,8 @@ class EngineCoreProc:
                 self.request_shutdown(Shutdown.DRAIN)
                 return
             self.request_shutdown(Shutdown.AT_ONCE)
-            for number in (
-                signal.SIGTERM,
-                signal.SIGINT,
-            ):  # a step that hangs must not keep the process
+            # A third signal must end the process even if a step hangs.
+            for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
 
         signal.signal(signal.SIGTERM, handle)
@@ -213,7 +216,7 @@ class EngineCoreProc:
     # For the admin server's threads
 
     def health(self) -> Condition:
-        """Whether the process can still do its work; if not, only a restart helps."""
+        """Return whether the process can still work. If not, only a restart helps."""
         silence = time.monotonic() - self._heartbeat
         if self.state is State.FAILED:
             return Condition(False, "Failed", self._failure)
@@ -239,7 +242,7 @@ class EngineCoreProc:
         )
 
     def readiness(self) -> Condition:
-        """Whether requests are accepted."""
+        """Return whether requests are accepted."""
         health = self.health()
         if not health.ok:
             return health
@@ -254,28 +257,32 @@ class EngineCoreProc:
         return Condition(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Return the stats of the last step."""
         return self._stats
 
     def drain_status(self, *, start: bool) -> DrainStatus:
-        """Starts draining if asked to. Raises TimeoutError if the loop does not answer."""
+        """Return the state of draining. Raise TimeoutError if the loop does not answer.
+
+        Args:
+            start: start draining first.
+        """
         if start:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # Asked of the loop itself: ADDs that wait in the input queue must be counted, or refused.
+        # The loop answers, so that ADDs in the input queue are counted or refused.
         stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
     def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
-        """Calls a utility method with arguments from a URL's query.
+        """Call a utility method with arguments from a URL's query.
 
         Returns:
-            What the method returned; `Pending` if that takes longer than a caller should wait.
+            The method's result, or `Pending` if it takes longer than a caller should wait.
 
         Raises:
-            UtilityCallError: no such method or arguments.
-            RuntimeError: the engine does not serve, or what the method raised.
+            UtilityCallError: there is no such method, or it does not take these arguments.
+            RuntimeError: the engine does not serve, or the method raised it.
             TimeoutError: the loop does not answer.
         """
         arguments = utility_calls.bind_query(method, query)
@@ -288,7 +295,7 @@ class EngineCoreProc:
         return result.result() if result.done() else Pending()
 
     def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
-        """Runs something in the loop's thread; raises what it raises, or TimeoutError."""
+        """Run a function in the loop's thread, and raise its exception or TimeoutError."""
         call = _LocalCall(run)
         self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
         wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
@@ -308,7 +315,7 @@ class EngineCoreProc:
         self._announce(core)
 
     def _announce(self, core: EngineCore) -> None:
-        """Requests are accepted."""
+        """Send READY, after which clients may send requests."""
         self.io.send_ready(core.ready)
         logger.info("instance %s serves on port %d", self.instance_id, self.io.port)
 
@@ -321,22 +328,24 @@ class EngineCoreProc:
             busy = self._step(core)
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
-            # Asking the workers holds up steps in flight; who is idle has the time.
+            # Reading the workers' counters delays steps in flight, but costs nothing when idle.
             self._stats = core.recent_stats(
                 max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
             )
             self._heartbeat = time.monotonic()
 
     def _step(self, core: EngineCore) -> bool:
-        """Returns whether another one may find more to do."""
+        """Run a step if there is work. Return whether another step may find more."""
         if not core.has_requests:
             return False
         self._deliver(core.step_fn())
         return core.made_progress
 
     def _may_stop(self, core: EngineCore) -> bool:
-        """Drains; at the deadline, or when asked to end at once, ends what is left in a way that
-        sends it to another pod.
+        """Drain, and return whether the process may stop.
+
+        At the deadline, or after a second signal, the remaining requests end with DRAINING, and the
+        gateway continues them in other engines.
         """
         now = time.monotonic()
         if self._shutdown_deadline is None:
@@ -346,7 +355,7 @@ class EngineCoreProc:
         stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
         if stats.num_unfinished == 0:
             return True
-        # What is paused does not end.
+        # Paused requests do not end.
         frozen = stats.paused and (
             stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
         )
@@ -355,12 +364,14 @@ class EngineCoreProc:
         why = (
             "paused"
             if frozen
-            else "told to end at once"
+            else "second signal"
             if now < self._shutdown_deadline
             else "drain timeout"
         )
         logger.warning(
-            "%s: ending %d requests", why, stats.num_requests_running + stats.num_requests_waiting
+            "shutdown (%s): ending %d requests; the gateway continues them elsewhere",
+            why,
+            stats.num_requests_running + stats.num_requests_waiting,
         )
         core.fail_all(
             ErrorCode.DRAINING,
@@ -370,7 +381,7 @@ class EngineCoreProc:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Tells all clients that nothing more will come; the first reason counts. From any thread."""
+        """Send DEAD to all clients. Only the first reason counts. Callable from any thread."""
         if self.state is not State.FAILED:
             self._failure = reason
             self.state = State.FAILED
@@ -378,17 +389,16 @@ class EngineCoreProc:
             self.io.send_dead(reason)
 
     def _on_executor_failure(self, reason: str) -> None:
-        """From the executor's thread. The loop may wait for a step that will never end: clients are
-        told from here.
+        """Handle a dead worker, in the executor's thread.
+
+        The loop may wait for a step that will never end, so clients receive DEAD from this thread.
         """
         if self.state is State.SERVING:
             self._fail(reason)
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop
-        has nothing else to do.
-        """
+        """Take in all messages. If `wait`, wait up to `idle_interval_s` for the first one."""
         try:
             message = (
                 self.io.input_queue.get(timeout=self.idle_interval_s)

@@ -1,9 +1,8 @@
-"""The engine's ROUTER socket and its thread: decodes what clients send, encodes what they get,
-answers HELLO and PING itself.
+"""The engine's ROUTER socket and its thread.
 
-Between this thread and the engine's loop stand two queues: `input_queue` (messages in, `Input`) and
-an outbox (`send`). Nothing a client sends can end this thread: what cannot be read is answered with
-REFUSED.
+The thread decodes clients' messages, encodes outputs, and answers HELLO and PING itself. Two queues
+connect it with the engine's loop: `input_queue` (`Input`) and an outbox (`send_*`). No message can
+end this thread: one that cannot be read is answered with REFUSED.
 """
 
 from __future__ import annotations
@@ -47,16 +46,18 @@ from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 
-#: A client that sent nothing for so long, not even PING, counts as gone: its requests are aborted.
+#: A client that sends nothing for this long, not even PING, counts as gone: its requests are
+#: aborted.
 CLIENT_TIMEOUT_S = 20.0
 CLIENT_FORGOTTEN_S = 600.0
 POLL_INTERVAL_S = 1.0
 CLOSE_LINGER_MS = 2000
-#: A client that sends more at once is disconnected. A prompt of a million tokens has about 5 MB.
+#: A client that sends a larger message is disconnected. A prompt of a million tokens has about 5
+#: MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 _INSTANCE_FRAME_LIMIT = 256
-#: What decoding bytes from anywhere may raise.
+#: Exceptions of decoding untrusted bytes.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -64,22 +65,20 @@ class Input(NamedTuple):
     """One message for the engine's loop."""
 
     type: RequestType
-    #: ZMQ routing id; empty for messages from inside the process.
+    #: ZMQ routing id. Empty for messages from inside the process.
     client: bytes = b""
-    #: The struct of the message type; `Abort` for ABORT; a reason for EXECUTOR_FAILED.
+    #: The struct of the message type, `Abort` for ABORT, or a reason for EXECUTOR_FAILED.
     payload: Any = None
 
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT on both its ways: in order through the input queue, and past it through the fast
-    path.
-    """
+    """An ABORT. It travels in order through the input queue, and past it on the fast path."""
 
     client: bytes
     #: None: all requests of this client, which has gone.
     request_ids: list[str] | None
-    #: Taken in order: the fast path must not apply it again, to a later request of the same id.
+    #: Taken in order. The fast path must not apply it again to a later request with the same id.
     done: bool = False
 
 
@@ -106,7 +105,7 @@ _MESSAGE_TYPES: dict[bytes, Any] = {
 
 
 class EngineIO:
-    """Owns the socket. `send_*` and `close` are for the engine's thread."""
+    """Owns the socket. The engine's thread calls `send_*` and `close`."""
 
     def __init__(
         self,
@@ -118,18 +117,18 @@ class EngineIO:
         access: Access | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
     ) -> None:
-        """Binds.
+        """Bind the port.
 
         Args:
-            port: 0 for any free one, see `port`.
-            load: the engine's load for heartbeats; its sequence number is overwritten.
-            access: who is heard. None: everyone.
+            port: 0 selects any free port, see `port`.
+            load: returns the engine's load for heartbeats. Its sequence number is overwritten.
+            access: admits clients. None admits all of them.
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
         """
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
-        #: The fast path: what is in `input_queue` as ABORT, too.
+        #: The fast path: the ABORTs of `input_queue`, available at once.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._instance_id = instance_id.encode()
         self._load = load
@@ -152,9 +151,8 @@ class EngineIO:
 
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(
-            zmq.SNDHWM, 0
-        )  # outputs are never dropped; a client that stops reading is gone soon
+        # Outputs are never dropped. A client that stops reading times out.
+        self._router.setsockopt(zmq.SNDHWM, 0)
         self._router.setsockopt(zmq.RCVHWM, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
@@ -180,35 +178,34 @@ class EngineIO:
         self._thread.start()
 
     def send_init(self, init: Init) -> None:
-        """Replaces INIT, and tells all clients: the config hash is known once the model is loaded."""
+        """Replace INIT and send it to all clients, once the config hash is known."""
         self._send(ResponseType.INIT, None, init)
 
     def send_ready(self, ready: Ready) -> None:
-        """From now on requests are accepted."""
+        """Accept requests from now on."""
         self._send(ResponseType.READY, None, ready)
 
     def send_outputs(self, client: bytes, outputs: EngineCoreOutputs) -> None:
         self._send(ResponseType.OUTPUTS, client, outputs)
 
     def send_kv_events(self, events: list[KVEvent]) -> None:
-        """To the clients that subscribed. Batches are counted whether or not there are any: who
-        comes later sees where it is.
+        """Send events to the subscribed clients.
+
+        Batches are numbered even without subscribers, so that a later one can detect a gap.
         """
         self._send(ResponseType.KV_EVENTS, None, KVEventBatch(self._num_kv_batches, events))
         self._num_kv_batches += 1
 
     def send_dead(self, reason: str) -> None:
-        """From any thread."""
+        """Send DEAD to all clients. Callable from any thread."""
         self._send(ResponseType.DEAD, None, Dead(reason))
 
     def wake_engine(self) -> None:
-        """Makes the engine's loop look at the world again. From any thread, and from signal
-        handlers.
-        """
+        """Wake the engine's loop. Callable from any thread and from signal handlers."""
         self.input_queue.put(Input(RequestType.WAKEUP))
 
     def close(self) -> None:
-        """Sends what is in the outbox, closes the socket, ends the thread."""
+        """Send the outbox, close the socket and end the thread."""
         self._outbox.put(_Close.CLOSE)
         self._wake()
         if self._thread.is_alive():
@@ -218,7 +215,7 @@ class EngineIO:
 
     def _close_sockets(self, linger_ms: int) -> None:
         if self._handshakes is not None:
-            self._router.monitor(None, 0)  # ends it
+            self._router.monitor(None, 0)  # ends the monitor
             self._handshakes.close()
         self._router.close(linger=linger_ms)
 
@@ -227,9 +224,8 @@ class EngineIO:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # full: the thread will wake anyway; closed: it has ended
+        # If the pipe is full, the thread wakes up anyway. If it is closed, the thread has ended.
+        with contextlib.suppress(OSError):
             self._wake_writer.send(b"\x00")
 
     # In the I/O thread
@@ -260,7 +256,7 @@ class EngineIO:
             self._wake_writer.close()
 
     def _send_outbox(self) -> bool:
-        """Sends all that waits; False if the engine asked to close."""
+        """Send all queued messages. Return False if the engine has closed the outbox."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
@@ -281,7 +277,7 @@ class EngineIO:
             )
 
     def _audience(self, kind: ResponseType) -> list[bytes]:
-        """Who hears what is meant for all."""
+        """Return the clients that receive a broadcast of this type."""
         if kind is ResponseType.KV_EVENTS:
             return [client for client, state in self._clients.items() if state.wants_kv_events]
         return list(self._clients)
@@ -312,7 +308,7 @@ class EngineIO:
         self._reply(client, ResponseType.REFUSED, Refused(reason, request_id))
 
     def _receive_all(self) -> None:
-        for _ in range(1000):  # then the outbox has its turn
+        for _ in range(1000):  # then the outbox is sent
             try:
                 frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -330,7 +326,7 @@ class EngineIO:
         if decoder is None:
             self._refuse(
                 client,
-                f"unknown message type {kind[:8]!r}; this engine speaks protocol {PROTOCOL_VERSION}",
+                f"unknown message type {kind[:8]!r}; this engine has protocol {PROTOCOL_VERSION}",
             )
             return
         state = self._clients.get(client)
@@ -339,12 +335,12 @@ class EngineIO:
                 self._refuse(
                     client,
                     f"the message is for instance {instance_id.decode(errors='replace')}, this is "
-                    f"{self._instance_id.decode()}; connect anew",
+                    f"{self._instance_id.decode()}; connect again",
                     _request_id(kind, payload),
                 )
                 return
             if state is None:
-                self._refuse(client, "say HELLO first", _request_id(kind, payload))
+                self._refuse(client, "HELLO must come first", _request_id(kind, payload))
                 return
         try:
             message = decoder.decode(payload)
@@ -377,11 +373,11 @@ class EngineIO:
         if hello.protocol_version != PROTOCOL_VERSION:
             self._refuse(
                 client,
-                f"client speaks protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}",
+                f"the client has protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}",
             )
             return
         self._clients[client] = _Client(hello.client_id, hello.kv_events)
-        logger.info("client %s said hello", hello.client_id)
+        logger.info("client %s connected", hello.client_id)
         self._reply(client, ResponseType.INIT, self._init)
         if self._ready is not None:
             self._reply(client, ResponseType.READY, self._ready)
@@ -396,7 +392,7 @@ class EngineIO:
         for client, state in list(self._clients.items()):
             silence = now - state.last_heard
             if silence > self._client_timeout_s and not state.gone:
-                self._client_gone(client, state, f"no sign of life for {silence:.0f} s")
+                self._client_gone(client, state, f"no message for {silence:.0f} s")
             elif silence > CLIENT_FORGOTTEN_S:
                 del self._clients[client]
 
@@ -415,9 +411,7 @@ def _kind_name(kind: bytes) -> str:
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:
-    """The request id of a message whose payload is not trusted, or cannot be read as a whole; empty
-    if it has none.
-    """
+    """Return the request id of an untrusted, perhaps unreadable message, or ""."""
     if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
         return ""
     try:

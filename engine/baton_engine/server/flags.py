@@ -20,7 +20,7 @@ class Flag(NamedTuple):
 
 
 def sizes(text: str) -> list[int]:
-    """Numbers with commas between them."""
+    """Parse numbers with commas between them."""
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -53,7 +53,7 @@ FLAGS = [
         "--enable-prefix-caching",
         "cache.enable_prefix_caching",
         bool,
-        "keep KV blocks of ended requests findable",
+        "reuse KV blocks of earlier requests",
     ),
     Flag(
         "--max-num-batched-tokens",
@@ -69,7 +69,7 @@ FLAGS = [
         "--kv-rdma",
         "kv_transfer.rdma",
         bool,
-        "do not start without an RDMA device and a UCX with verbs",
+        "refuse to start without an RDMA device and a UCX with verbs",
     ),
     Flag("--kv-port", "kv_transfer.port", int, "port of the KV side channel"),
     Flag("--kv-load-failure-policy", "kv_transfer.load_failure_policy", str, "recompute or fail"),
@@ -77,26 +77,31 @@ FLAGS = [
         "--kv-load-timeout-s",
         "kv_transfer.load_timeout_s",
         float,
-        "a consumer's wait without progress",
+        "seconds that a consumer waits without progress",
     ),
-    Flag("--kv-lease-s", "kv_transfer.lease_s", float, "a producer's wait for its consumer"),
+    Flag(
+        "--kv-lease-s",
+        "kv_transfer.lease_s",
+        float,
+        "seconds that a producer waits for its consumer",
+    ),
     Flag(
         "--kv-mode",
         "kv_transfer.mode",
         str,
-        "pull or push: who moves the blocks that this engine loads",
+        "pull (this engine reads blocks) or push (the producer writes them)",
     ),
     Flag(
         "--kv-max-inflight-bytes",
         "kv_transfer.max_inflight_bytes",
         int,
-        "of the transfers with one peer at a time",
+        "bytes in flight with one peer",
     ),
     Flag(
         "--kv-staging-bytes",
         "kv_transfer.staging_bytes",
         int,
-        "host memory through which KV of a GPU travels",
+        "pinned host memory for KV transfers of a GPU",
     ),
     Flag("--watermark", "cache.watermark", float, "fraction of blocks that admission leaves free"),
     Flag(
@@ -115,7 +120,7 @@ FLAGS = [
         "--enable-kv-events",
         "cache.enable_kv_events",
         bool,
-        "publish what the prefix cache gains and loses",
+        "publish changes of the prefix cache",
     ),
     Flag("--scheduling-policy", "scheduler.policy", str, "priority or fcfs"),
     Flag(
@@ -161,32 +166,32 @@ FLAGS = [
         "--enable-expert-parallel",
         "parallel.enable_expert_parallel",
         bool,
-        "be a rank of a group that shares experts",
+        "run as a rank of an expert-parallel group",
     ),
     Flag("--coordinator", "parallel.coordinator", str, "host:port of the group's coordinator"),
     Flag(
         "--rank-name",
         "parallel.rank_name",
         str,
-        "what topologies call this rank; $POD_NAME if not given",
+        "name of this rank in topologies; $POD_NAME if not given",
     ),
     Flag(
         "--num-redundant-experts",
         "parallel.num_redundant_experts",
         int,
-        "copies of experts in each layer of the group",
+        "additional copies of experts in each layer of the group",
     ),
     Flag(
         "--collective-timeout-s",
         "parallel.collective_timeout_s",
         float,
-        "a worker's wait for a silent other",
+        "seconds that a worker waits for another one",
     ),
     Flag(
         "--step-timeout-s",
         "parallel.step_timeout_s",
         float,
-        "workers silent for longer count as dead",
+        "seconds after which a silent worker counts as dead",
     ),
     Flag(
         "--enforce-eager",
@@ -211,13 +216,13 @@ FLAGS = [
         "--compile-sizes",
         "compilation.compile_sizes",
         sizes,
-        "numbers of tokens to compile for once more",
+        "numbers of tokens with compiled code of their own",
     ),
     Flag(
         "--compile-cache-dir",
         "compilation.cache_dir",
         str,
-        "where compiled code is kept for the next start",
+        "folder for compiled code, reused by the next start",
     ),
     Flag("--log-iterations", "observability.log_iterations", bool, "one log line per step"),
     Flag(
@@ -226,12 +231,12 @@ FLAGS = [
         bool,
         "report NaNs per output",
     ),
-    Flag("--profiler-dir", "observability.profiler_dir", str, "where torch profiles are written"),
+    Flag("--profiler-dir", "observability.profiler_dir", str, "folder for torch profiles"),
     Flag(
         "--crash-dump-dir",
         "observability.crash_dump_dir",
         str,
-        "where the input of a failing step is written",
+        "folder for the input of a failed step",
     ),
     Flag("--device", "device", str, "auto, cpu or cuda"),
     Flag("--num-threads", "num_threads", int, "compute threads of each worker"),
@@ -239,7 +244,7 @@ FLAGS = [
         "--bind-threads",
         "bind_threads",
         bool,
-        "worker processes of one host keep to their own cores",
+        "bind each worker process to cores of its own",
     ),
     Flag("--engine-port", "engine_port", int, "port of the engine's ROUTER"),
     Flag("--http-port", "http_port", int, "port of health, metrics and drain"),
@@ -247,19 +252,22 @@ FLAGS = [
         "--service-key-file",
         "service_key_file",
         str,
-        "file with the key that all processes of a service share",
+        "file with the key of the service",
     ),
     Flag(
         "--drain-timeout-s",
         "drain_timeout_s",
         float,
-        "how long running requests may take to end after SIGTERM",
+        "seconds for running requests to end after SIGTERM",
     ),
 ]
 
 
 def check_bounds(config: EngineConfig) -> None:
-    """Raises ConfigurationError naming the first field whose value cannot work, and what can."""
+    """Raise ConfigurationError for the first field with a value that cannot work.
+
+    The message names the field and its bounds.
+    """
     for problem in _problems(config):
         raise ConfigurationError("ConfigInvalid", problem)
 
@@ -304,7 +312,7 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         if not 0 < seconds < math.inf:
             yield f"{name} must be a positive number of seconds, got {seconds}"
     if not 0 <= config.drain_timeout_s < math.inf:
-        yield f"drain_timeout_s must be a number of seconds, 0 or more, got {config.drain_timeout_s}"
+        yield f"drain_timeout_s must be 0 or more seconds, got {config.drain_timeout_s}"
     if not 0 < cache.gpu_memory_utilization <= 1:
         yield f"cache.gpu_memory_utilization must be in (0, 1], got {cache.gpu_memory_utilization}"
     if not 0 <= cache.watermark < 1:
@@ -319,7 +327,7 @@ def _problems(config: EngineConfig) -> Iterator[str]:
             yield f"{name} must be in [0, 65535], got {port}"
 
     if transfer.rdma and transfer.transport not in ("ucx", "auto"):
-        yield f"kv_transfer.rdma needs kv_transfer.transport ucx or auto, got {transfer.transport!r}"
+        yield f"kv_transfer.rdma needs transport ucx or auto, got {transfer.transport!r}"
 
     if parallel.enable_expert_parallel:
         yield from _expert_parallel_problems(parallel)
@@ -358,8 +366,9 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         longest, budget = config.model.max_model_len, scheduler.max_num_batched_tokens
         if longest > budget:
             yield (
-                f"scheduler.max_num_batched_tokens is {budget}, but without chunked prefill a prompt runs in one step and "
-                f"model.max_model_len is {longest}: raise the first or lower the second"
+                f"scheduler.max_num_batched_tokens is {budget}, but without chunked prefill a "
+                f"prompt runs in one step and model.max_model_len is {longest}: "
+                "raise the first or lower the second"
             )
 
 
@@ -367,6 +376,6 @@ def _expert_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     host, _, port = parallel.coordinator.rpartition(":")
     if not host or not (port.isdecimal() and 0 < int(port) < 65536):
         yield (
-            "parallel.coordinator must be host:port of the group's coordinator with parallel.enable_expert_parallel, "
-            f"got {parallel.coordinator!r}"
+            "parallel.coordinator must be host:port of the group's coordinator with "
+            f"parallel.enable_expert_parallel, got {parallel.coordinator!r}"
         )

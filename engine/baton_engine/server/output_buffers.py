@@ -1,6 +1,4 @@
-"""Buffers that outputs are encoded into: reused, and for large messages lent to ZMQ instead of
-copied.
-"""
+"""Buffers for encoded outputs. They are reused, and large messages are sent without a copy."""
 
 from __future__ import annotations
 
@@ -12,31 +10,31 @@ from typing import Any
 import msgspec
 import zmq
 
-#: From here on lending a buffer costs less than a copy; below, ZMQ's bookkeeping of what is lent
-#: costs more.
+#: From this size on, sending without a copy is cheaper. Below, ZMQ's bookkeeping costs more.
 ZERO_COPY_BYTES = 32 * 2**10
-#: Kept for reuse; a burst takes more for a while.
+#: Buffers kept for reuse. A burst allocates more for a while.
 MAX_BUFFERS = 32
 
 
 class Payload:
-    """One encoded message, on its way to one or more clients."""
+    """One encoded message, for one or more clients."""
 
     def __init__(self, buffer: bytearray) -> None:
         self._frame: bytearray | zmq.Frame = buffer
-        #: Tells when ZMQ is done with the buffer; None if it copies.
+        #: Reports when ZMQ has finished with the buffer. None if ZMQ copies.
         self.tracker: zmq.MessageTracker | None = None
         if len(buffer) >= ZERO_COPY_BYTES:
             self._frame = zmq.Frame(buffer, track=True, copy=False)
+            #: Reports when ZMQ has finished with the buffer. None if ZMQ copies.
             self.tracker = self._frame.tracker
 
     def send(self, socket: zmq.Socket[bytes]) -> None:
-        """Sends it as the last frame. Raises zmq.ZMQError."""
+        """Send it as the last frame. Raises zmq.ZMQError."""
         socket.send(self._frame, zmq.DONTWAIT, copy=self.tracker is None)
 
 
 class OutputBuffers:
-    """Belongs to one thread."""
+    """The buffers of one thread."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -50,22 +48,21 @@ class OutputBuffers:
 
     @contextmanager
     def encode(self, message: Any) -> Iterator[Payload]:
-        """`message` as msgpack, in a buffer that is used again once all sends of the block are
-        done.
-        """
+        """Encode `message` as msgpack. The buffer is reused when all sends of the block ended."""
         self._reclaim()
         buffer = self._free.pop() if self._free else bytearray()
         self._encoder.encode_into(message, buffer)
         payload = Payload(buffer)
-        yield payload  # after an exception the buffer is forgotten: somebody may still hold it
+        yield payload  # after an exception the buffer is dropped, because ZMQ may still read it
         if payload.tracker is not None:
             self._lent.append((buffer, payload.tracker))
         else:
             self._give_back(buffer)
 
     def _reclaim(self) -> None:
-        """Takes back what ZMQ is done with. Nearly in order: messages leave in the order of their
-        sends to each client.
+        """Take back the buffers that ZMQ has finished with.
+
+        They are in order, nearly: messages leave in the order of their sends to each client.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

@@ -1,6 +1,4 @@
-"""Which client each unfinished request belongs to: it alone may end it, and it alone gets its
-outputs.
-"""
+"""Owners of unfinished requests. Only its owner may end a request and gets the outputs."""
 
 from __future__ import annotations
 
@@ -15,26 +13,30 @@ logger = logging.getLogger(__name__)
 
 
 class RequestOwners:
-    """Clients are ZMQ routing ids."""
+    """Maps request ids to clients, which are ZMQ routing ids."""
 
     def __init__(self, aborts: queue.SimpleQueue[Abort]) -> None:
-        """
+        """Start without requests.
+
         Args:
-            aborts: the fast path, on which they overtake what waits to be taken in order.
+            aborts: the fast path. Its aborts overtake the messages in the input queue.
         """
         self._aborts = aborts
         self._owners: dict[str, bytes] = {}
 
     def add(self, request_id: str, client: bytes) -> None:
-        """The request was accepted."""
+        """Record the client of an accepted request."""
         self._owners[request_id] = client
 
     def may_touch(self, request_id: str, client: bytes) -> bool:
-        """Ids of ended requests pass: their transfer may still be given up."""
+        """Return whether a client may act on a request.
+
+        Ids of ended requests pass, because their transfer can still be cancelled.
+        """
         return self._owners.get(request_id, client) == client
 
     def of_abort(self, abort: Abort) -> list[str]:
-        """Ids of the abort that its client may end."""
+        """Return the ids of the abort that its client may end."""
         if abort.request_ids is None:
             return [
                 request_id for request_id, owner in self._owners.items() if owner == abort.client
@@ -46,7 +48,7 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Ids of aborts that have not been taken in order yet."""
+        """Return the ids of aborts that the input queue has not delivered yet."""
         request_ids: list[str] = []
         while True:
             try:
@@ -59,7 +61,7 @@ class RequestOwners:
     def sort(
         self, outputs: list[EngineCoreOutput]
     ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
-        """Who gets which outputs. Requests that end have no owner any more."""
+        """Group outputs by client. Requests that end lose their owner."""
         by_client: dict[bytes, list[EngineCoreOutput]] = {}
         for output in outputs:
             client = self._owners.get(output.request_id)

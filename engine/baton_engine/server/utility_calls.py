@@ -1,8 +1,7 @@
-"""Utility calls: methods of EngineCore that clients and the admin port may call by name, with
-arguments of any origin.
+"""Utility calls: methods of EngineCore that clients and the admin port call by name.
 
-The result of a method may be a Future: the caller is answered when it is done, the loop goes on
-meanwhile.
+Arguments are untrusted. A method may return a Future: the caller receives the response when it is
+resolved, and the loop continues until then.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 
-#: The allow-list.
+#: The methods that may be called.
 UTILITIES = frozenset(
     {
         "abort_all",
@@ -37,15 +36,14 @@ UTILITIES = frozenset(
 
 
 class UtilityCallError(ValueError):
-    """No such method, or arguments that it does not take."""
+    """The method does not exist, or does not take these arguments."""
 
 
 def bind(method: str, args: Sequence[Any]) -> list[Any]:
-    """Arguments that came over the wire, converted to the method's annotated types. Those left out
-    keep their default.
+    """Convert arguments from the wire to the method's annotated types. The rest keep defaults.
 
     Raises:
-        UtilityCallError: the message says what the method takes.
+        UtilityCallError: the message names the method's parameters.
     """
     parameters, hints = _signature(method)
     required = sum(parameter.default is parameter.empty for parameter in parameters.values())
@@ -66,11 +64,12 @@ def bind(method: str, args: Sequence[Any]) -> list[Any]:
 
 
 def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Arguments from a URL's query, by name; a list is a name given several times, or a value with
-    commas.
+    """Convert arguments from a URL's query, by name.
+
+    A list is a repeated name, or a value with commas.
 
     Raises:
-        UtilityCallError: the message says what the method takes.
+        UtilityCallError: the message names the method's parameters.
     """
     parameters, hints = _signature(method)
     unknown = sorted(query.keys() - parameters.keys())
@@ -102,10 +101,10 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
 def call(
     core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
 ) -> None:
-    """Calls a utility method; `done(result, error)` is called once: now, or in the engine's thread
-    when its Future ends.
+    """Call a utility method. `done(result, error)` is called once, in the engine's thread.
 
-    Nothing a method raises ends the engine.
+    It is called at once, or when the method's Future is resolved. Exceptions of a method do not end
+    the engine.
     """
     try:
         result = getattr(core, method)(*bind(method, args))
@@ -129,7 +128,7 @@ def _answer(method: str, future: Future[Any], done: Callable[[Any, str | None], 
 
 
 def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
-    """Parameters and annotated types of an allowed method."""
+    """Return the parameters and annotated types of an allowed method."""
     if method not in UTILITIES:
         raise UtilityCallError(
             f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}"

@@ -1,4 +1,4 @@
-"""What the connectors of several workers report, as the one report that the scheduler takes."""
+"""Joins the KV connector's reports of several workers into one for the scheduler."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 
 
 class OutputAggregator:
-    """Blocks of a transfer lie on every worker, so the transfer has ended when it ended on all of
-    them.
+    """Reports of all workers.
 
-    Not thread-safe.
+    A block lies on every worker, so a transfer has ended when it has ended on all of them. Not
+    thread-safe.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        #: By transfer id: ranks that let go of its blocks.
+        #: By transfer id: ranks that have released its blocks.
         self._sent: dict[str, set[int]] = {}
-        #: By transfer id and rank, in the order in which they came.
+        #: By transfer id and rank, in order of arrival.
         self._loaded: dict[str, dict[int, LoadResult]] = {}
         self._ended = ConnectorOutput()
 
     def add(self, rank: int, output: ConnectorOutput) -> bool:
-        """Takes in what one worker reports. Returns whether `take` has something new to tell."""
+        """Take in one worker's report. Return whether `take` has something new."""
         before = len(self._ended.finished_sending) + len(self._ended.load_results)
         for transfer_id in output.finished_sending:
             ranks = self._sent.setdefault(transfer_id, set())
@@ -41,6 +41,6 @@ class OutputAggregator:
         return len(self._ended.finished_sending) + len(self._ended.load_results) > before
 
     def take(self) -> ConnectorOutput:
-        """What ended on all workers since the last call."""
+        """Return the transfers that have ended on all workers since the last call."""
         ended, self._ended = self._ended, ConnectorOutput()
         return ended

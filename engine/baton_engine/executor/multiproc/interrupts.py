@@ -1,5 +1,6 @@
-"""What reaches worker processes while a step blocks them: a pipe to each, which a thread there
-reads.
+"""Interrupts of worker processes that are blocked by a step.
+
+Each worker has a pipe, which a thread there reads.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class InterruptPipes:
-    """The executor's side."""
+    """The executor's ends of the pipes."""
 
     def __init__(self, num_workers: int) -> None:
         pipes = [os.pipe() for _ in range(num_workers)]
-        #: By rank, for the workers; `close` closes them here.
+        #: The workers' ends, by rank. `close` closes them in this process.
         self.read_fds = [read for read, _ in pipes]
         self._write_fds = [write for _, write in pipes]
         for fd in self._write_fds:
@@ -26,17 +27,16 @@ class InterruptPipes:
         self._lock = threading.Lock()
 
     def send(self, nonce: str) -> None:
-        """To all workers. By any thread; never blocks."""
+        """Interrupt all workers. Callable from any thread. Never blocks."""
         line = nonce.encode() + b"\n"
         with self._lock:
             for fd in self._write_fds:
-                # Full: it has more to read than it needs. No reader: the worker is gone, and others
-                # hear of that.
+                # A full pipe holds an interrupt already. A pipe without reader has no worker.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(fd, line)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the pipes. Idempotent."""
         with self._lock:
             for fd in (*self.read_fds, *self._write_fds):
                 os.close(fd)
@@ -44,16 +44,14 @@ class InterruptPipes:
 
 
 def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
-    """The worker's side: starts the thread, which calls `interrupt` with each nonce that comes,
-    until the pipe ends.
-    """
+    """Start the worker's thread, which calls `interrupt` with each nonce from the pipe."""
 
     def watch() -> None:
         with os.fdopen(fd) as lines:
             for line in lines:
                 try:
                     interrupt(line.strip())
-                except Exception:  # the next one must still be heard
+                except Exception:  # later interrupts must still be read
                     logger.exception("a step could not be interrupted")
 
     threading.Thread(target=watch, name="interrupts", daemon=True).start()

@@ -1,5 +1,6 @@
-"""One process per rank on this host. Commands go to all of them through a ring in shared memory,
-answers come back by pipe.
+"""One process per rank on this host.
+
+Commands reach all of them through a ring in shared memory. Answers return through pipes.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ from baton_protocol.config import EngineConfig, KVRole
 logger = logging.getLogger(__name__)
 
 RING_SLOTS = 32
-#: A step of 64k new prompt tokens fits; memory is only taken where slots are written.
+#: A step of 64k new prompt tokens fits. Only written slots take memory.
 SLOT_NBYTES = 256 * 1024
-#: Where the ranks meet: all are on this host, where gloo lets in whoever connects.
+#: Address at which the ranks meet. All are on this host, where gloo accepts any connection.
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class MultiprocExecutor(Executor):
-    #: Until a worker process has imported what it needs and waits for commands.
+    """The executor of worker processes."""
+
+    #: Limit for a worker process to import its modules and wait for commands.
     start_timeout_s = JOIN_TIMEOUT_S
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
 
@@ -75,11 +78,12 @@ class MultiprocExecutor(Executor):
         self._processes: WorkerProcesses | None = None
         self._interrupts: InterruptPipes | None = None
         self._commands: RingWriter
-        self._store: StoreServer | None = None  # where the ranks meet; lives as long as this
+        self._store: StoreServer | None = None  # where the ranks meet
         self._send_lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._call_ids = itertools.count()
-        #: Guards what follows: the engine's thread adds, the thread of `WorkerProcesses` resolves.
+        #: Guards the fields below. The engine's thread adds, the thread of `WorkerProcesses`
+        #: resolves.
         self._lock = threading.Lock()
         self._started: Future[None] = Future()
         self._num_started = 0
@@ -88,17 +92,17 @@ class MultiprocExecutor(Executor):
         #: Used by the thread of `WorkerProcesses` only.
         self._transfers = OutputAggregator(self._world_size)
         self._calls: dict[int, _PendingCall] = {}
-        #: Why no step can be run any more.
+        #: Why no step can run any more.
         self._failure: Exception | None = None
         self._died = False
         self._on_failure: Callable[[str], None] | None = None
         self._stopping = False
-        #: Nothing is left to watch.
+        #: Set when nothing is left to watch.
         self._ended = threading.Event()
 
     @property
     def worker_pids(self) -> list[int]:
-        """In rank order; empty before `initialize`."""
+        """Process ids in rank order. Empty before `initialize`."""
         return self._processes.pids if self._processes is not None else []
 
     def initialize(self) -> ModelInfo:
@@ -131,13 +135,11 @@ class MultiprocExecutor(Executor):
             self._started.result(self.start_timeout_s)
         except TimeoutError:
             raise TimeoutError(
-                f"{self._num_started} of {self._world_size} worker processes were up after {self.start_timeout_s:.0f} s; "
-                f"the logs of the others say where they are"
+                f"{self._num_started} of {self._world_size} worker processes were up after "
+                f"{self.start_timeout_s:.0f} s; see the logs of the others"
             ) from None
         if self._world_size > 1:
-            secret = (
-                secrets.token_bytes()
-            )  # drawn anew: no other process of this host is to meet these
+            secret = secrets.token_bytes()  # keeps other processes of this host out
             self._store = open_store(LOOPBACK, secret=secret)
             self.collective_rpc(
                 "join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S
@@ -221,8 +223,9 @@ class MultiprocExecutor(Executor):
             self._store.close()
 
     def _send(self, command: Command, timeout_s: float | None = None) -> None:
-        """To all workers. What goes wrong fails every future, not this call; but an argument that
-        cannot be pickled raises here.
+        """Send a command to all workers. Errors fail every future.
+
+        An argument that cannot be pickled raises here.
         """
         message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
@@ -230,9 +233,9 @@ class MultiprocExecutor(Executor):
                 self._check_alive()
                 self._commands.put(message, timeout_s or self._step_timeout_s, self._check_alive)
         except (OSError, TimeoutError) as error:
-            self._fail(WorkerDiedError(f"a worker takes no commands: {error}"), died=True)
+            self._fail(WorkerDiedError(f"a worker reads no commands: {error}"), died=True)
         except WorkerDiedError:
-            pass  # everybody has been told
+            pass  # all futures have failed already
 
     def _check_alive(self) -> None:
         if self._died:
@@ -254,7 +257,7 @@ class MultiprocExecutor(Executor):
                     resolve(step.future, answer.output)
             case TransfersEnded():
                 if self._transfers.add(rank, answer.output):
-                    self.wakeup()  # the step that it came with may have been answered already
+                    self.wakeup()  # the output rank may have answered the step already
             case StepBroken():
                 with self._lock:
                     step = self._steps.popleft() if self._steps else None
@@ -293,10 +296,10 @@ class MultiprocExecutor(Executor):
             self._fail(WorkerDiedError(reason), died=True)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """No step can be run any more. If a worker is gone, no call can be answered either."""
+        """Fail all steps and, if a worker died, all calls."""
         with self._lock:
             self._failure = self._failure or error
-            tell = self._on_failure if died and not self._died and not self._stopping else None
+            callback = self._on_failure if died and not self._died and not self._stopping else None
             self._died = self._died or died
             if self._died:
                 self._ended.set()
@@ -307,40 +310,40 @@ class MultiprocExecutor(Executor):
                 futures.append(self._started)
         for future in futures:
             reject(future, error)
-        if tell is not None:
-            tell(str(error))
+        if callback is not None:
+            callback(str(error))
 
     def _watch_for_stalls(self) -> None:
-        """Ends the wait for a worker that neither answers nor dies: stopped, or deadlocked in a
-        collective.
-        """
+        """Fail the engine if a worker neither answers nor dies: stopped, or deadlocked."""
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0
         while not self._ended.wait(interval_s):
             with self._lock:
                 oldest = self._steps[0] if self._steps else next(iter(self._calls.values()), None)
-            # Rounds of this thread are counted, not the time: while this process was stopped
-            # itself, its workers may have answered.
+            # Count rounds of this thread instead of time: if this process was stopped itself, its
+            # workers may have answered during that time.
             silent_s = silent_s + interval_s if oldest is watched and oldest is not None else 0.0
             watched = oldest
             if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
                 continue
             stopped = self._processes.stopped()
-            # A call may take longer than any step, and has its own deadline; but who is stopped
-            # will never answer it.
+            # A call has its own deadline, which may exceed that of a step. A stopped worker will
+            # never answer it.
             if isinstance(oldest, _Step) or stopped:
                 why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""
                 self._fail(
                     WorkerDiedError(
-                        f"the workers have not answered {oldest.name} for {self._step_timeout_s:g} s "
-                        f"(parallel.step_timeout_s){why}"
+                        f"the workers have not answered {oldest.name} for "
+                        f"{self._step_timeout_s:g} s (parallel.step_timeout_s){why}"
                     ),
                     died=True,
                 )
 
 
 class _Step:
+    """A step between its two ends."""
+
     __slots__ = ("future", "name", "number")
 
     def __init__(self, number: int) -> None:
@@ -350,10 +353,12 @@ class _Step:
 
 
 class _PendingCall:
+    """A call that some workers have not answered."""
+
     __slots__ = ("future", "name", "results")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.future: Future[list[Any]] = Future()
-        #: By rank, of those that have answered.
+        #: Answers by rank.
         self.results: dict[int, Any] = {}

@@ -1,18 +1,19 @@
-"""A broadcast ring in shared memory: one writer, n readers, every reader gets every message in
-order.
+"""A broadcast ring in shared memory: one writer, n readers, all messages to all readers in order.
 
 The memory is anonymous (memfd), so nothing is left behind however its users end. Layout, in 64-bit
 words:
 
     [published]                      messages written so far
     n x [taken, sleeping]            per reader: messages it has taken; 1 while it sleeps
-    [length of slot 0] ... then the slots' bytes
+    [length of slot 0] ...           then the slots' bytes
 
-Message k lives in slot k % num_slots and may be written once every reader has taken message k -
-num_slots. A word is written by one process only. A reader that finds nothing spins for a moment,
-then declares that it sleeps and waits on its side channel, a connection from the writer; the writer
-sends an empty frame to those that sleep. A message larger than a slot goes through the side
-channels, as a frame that is not empty, while its slot keeps its place in the order.
+Message k is in slot k % num_slots. It may be written once every reader has taken message k -
+num_slots. A word is written by one process only.
+
+A reader without a message spins for a moment, then sets its sleeping word and waits on its side
+channel, a connection from the writer. The writer sends an empty frame to sleeping readers. A
+message larger than a slot goes through the side channels, as a non-empty frame, and its slot keeps
+its place in the order.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from multiprocessing.connection import Connection
 WORD = 8
 HEADER_WORDS = 1
 READER_WORDS = 2
-#: Set in a slot's length: the message comes through the side channel.
+#: Set in a slot's length if the message is in the side channel.
 OVERFLOW = 2**63
-#: About the time a wake-up takes: a reader that sleeps at once would pay it on every message of a
-#: busy engine.
+#: About the time of a wake-up, which a reader that sleeps at once would pay on every message.
 SPIN_S = 50e-6
 
 
@@ -66,7 +66,7 @@ class RingMemory:
 
     @published.setter
     def published(self, count: int) -> None:
-        self.fence()  # the message before the count that announces it
+        self.fence()  # the message must be visible before the count
         self._words[0] = count
         self.fence()
 
@@ -94,14 +94,15 @@ class RingMemory:
         return self._bytes[start : start + length]
 
     def fence(self) -> None:
-        """Memory writes before it are seen before those after it: taking a lock is a barrier on
-        every architecture.
+        """Order the memory writes before it and after it.
+
+        Taking a lock is a barrier on every architecture.
         """
         with self._fence_lock:
             pass
 
     def close(self) -> None:
-        """Idempotent. The memory goes with its last user."""
+        """Unmap the memory. Idempotent. The last user's exit frees it."""
         if self.fd >= 0:
             self._words.release()
             self._bytes.release()
@@ -111,10 +112,11 @@ class RingMemory:
 
 
 class RingWriter:
-    """The one that writes. Belongs to one thread."""
+    """The writer's side. Belongs to one thread."""
 
     def __init__(self, memory: RingMemory, side_channels: Sequence[Connection]) -> None:
-        """
+        """Continue to write where the memory's writer stopped.
+
         Args:
             side_channels: one connection per reader, to send on.
         """
@@ -125,14 +127,14 @@ class RingWriter:
     def put(
         self, message: bytes, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Sends to all readers.
+        """Send a message to all readers.
 
         Args:
-            check: called while the ring is full; raises to give up, for instance because a reader
+            check: called while the ring is full. It raises to give up, for example because a reader
                 has died.
 
         Raises:
-            TimeoutError: a reader took nothing for so long that the ring is full.
+            TimeoutError: a reader took no message within `timeout_s`, and the ring is full.
             OSError: a reader has closed its side channel.
         """
         memory, index = self._memory, self._written
@@ -145,7 +147,7 @@ class RingWriter:
         memory.published = self._written
         for reader, channel in enumerate(self._side_channels):
             if overflow:
-                channel.send_bytes(message)  # wakes it, too
+                channel.send_bytes(message)  # also wakes the reader
             elif memory.sleeping(reader):
                 channel.send_bytes(b"")
 
@@ -166,7 +168,7 @@ class RingWriter:
 
 
 class RingReader:
-    """One of the readers. Belongs to one thread."""
+    """One reader's side. Belongs to one thread."""
 
     def __init__(self, memory: RingMemory, index: int, side_channel: Connection) -> None:
         self._memory = memory
@@ -176,10 +178,10 @@ class RingReader:
         self._overflow: deque[bytes] = deque()
 
     def get(self) -> bytes:
-        """The next message; waits for it as long as the writer lives.
+        """Return the next message. Waits as long as the writer lives.
 
         Raises:
-            EOFError: the writer is gone.
+            EOFError: the writer has ended.
         """
         memory = self._memory
         self._wait_for_message()
@@ -191,7 +193,7 @@ class RingReader:
             message = self._overflow.popleft()
         else:
             message = bytes(memory.slot(self._taken, length))
-        memory.fence()  # the copy before the slot is given back
+        memory.fence()  # the copy must end before the slot is reused
         self._taken += 1
         memory.set_taken(self._index, self._taken)
         return message
@@ -205,17 +207,14 @@ class RingReader:
                 continue
             memory.set_sleeping(self._index, True)
             try:
-                if (
-                    memory.published == self._taken
-                ):  # nothing came before the writer could see that we sleep
+                # Check again, because the writer may have missed the sleeping word.
+                if memory.published == self._taken:
                     self._take_frame()
             finally:
                 memory.set_sleeping(self._index, False)
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Waits for a frame. An empty one is a wake-up; another may come before its turn and is
-        kept.
-        """
+        """Wait for a frame of the side channel. An empty one is a wake-up, another one is kept."""
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

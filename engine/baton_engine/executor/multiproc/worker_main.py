@@ -1,8 +1,8 @@
-"""A worker in a process of its own: takes commands from the ring, answers through its connection,
-ends with its parent.
+"""The main function of a worker process.
 
-Started by `WorkerProcesses` as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
-PARENT_PID`. Not through multiprocessing, which would run the parent's main module again.
+The process reads commands from the ring, answers through its connection and ends with its parent.
+`WorkerProcesses` starts it as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
+PARENT_PID`. multiprocessing would run the parent's main module again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerProcess:
+    """Runs commands on one worker."""
+
     def __init__(self, start: StartWorker, connection: Connection) -> None:
         self._start = start
         self._connection = connection
@@ -56,11 +58,11 @@ class WorkerProcess:
         )
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
-        #: Of the step that was executed last: it has nothing to sample.
+        #: Failure of the step that was executed last. There is nothing to sample.
         self._broken: Failure | None = None
 
     def run(self) -> None:
-        """Until told to shut down."""
+        """Run commands until Shutdown."""
         try:
             worker_class = load_worker_class(self._start.config)
             self._worker = worker_class(
@@ -90,9 +92,8 @@ class WorkerProcess:
                 self._run_step(command)
             except Exception as error:
                 logger.exception("step failed")
-                self._step_failed = (
-                    True  # no step can follow: this worker's KV is not what the scheduler believes
-                )
+                # No step can follow, because this worker's KV differs from the scheduler's state.
+                self._step_failed = True
                 self._send(StepFailed(self._failure(error)))
 
     def _run_step(self, command: ExecuteModel | SampleTokens) -> None:
@@ -118,9 +119,8 @@ class WorkerProcess:
 
     def _call(self, call: Call) -> Any:
         if call.method == "open_connector":
-            return self._worker.open_connector(
-                lambda: self._send(Wakeup())
-            )  # a function cannot come through the ring
+            # A function cannot be sent through the ring.
+            return self._worker.open_connector(lambda: self._send(Wakeup()))
         return getattr(self._worker, call.method)(*call.args)
 
     def _send(self, answer: Answer) -> None:
@@ -133,10 +133,10 @@ class WorkerProcess:
 
 
 def main(connection_fd: int, parent_pid: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C and SIGTERM reach the whole process group: the parent decides,
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and may want to drain first
+    """Run a worker until its parent shuts it down or dies."""
+    # Ctrl-C and SIGTERM reach the whole process group. The parent may want to drain first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(connection_fd)
     os.set_inheritable(connection_fd, False)
     _die_with_parent(connection_fd, parent_pid)
@@ -155,35 +155,36 @@ def main(connection_fd: int, parent_pid: int) -> None:
         WorkerProcess(start, connection).run()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            0
-        )  # all is shut down; to take apart what was imported would take the interpreter a second
+        # Everything is shut down. The interpreter would take a second to unload its modules.
+        os._exit(0)
     except (EOFError, ConnectionError):
-        os._exit(1)  # the parent is gone; threads of libraries must not keep this process
+        os._exit(1)  # the parent has ended; threads of libraries must not keep this process alive
 
 
 def _bind(cpus: frozenset[int]) -> None:
-    """This thread and all that it starts, such as those that torch will compute with."""
+    """Bind this thread, and all threads that it starts, to CPUs."""
     try:
         os.sched_setaffinity(0, cpus)
-        logger.info("computes on CPUs %s", sorted(cpus))
-    except OSError as error:  # the container may have lost a CPU since its parent looked
+        logger.info("bound to CPUs %s", sorted(cpus))
+    except OSError as error:  # the container may have lost a CPU since then
         logger.warning(
-            "cannot keep to CPUs %s, and goes where the system puts it: %s", sorted(cpus), error
+            "cannot bind to CPUs %s (%s); the system chooses the CPUs", sorted(cpus), error
         )
 
 
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:
-    """The kernel ends this process with the thread that started it, and a thread here does when the
-    parent's end is closed.
+    """End this process with its parent.
+
+    The kernel kills it with the thread that started it. A thread here ends it when the parent's end
+    of the connection is closed.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(1)  # it died before the kernel knew
+        os._exit(1)  # the parent died before the call
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(connection_fd, 0)  # nothing but the hang-up
+        poll.register(connection_fd, 0)  # reports only the hang-up
         poll.poll()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Starts worker processes, hears their answers, and notices at once when one ends."""
+"""Starts worker processes, receives their answers and detects their end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProcesses:
-    """One process per `StartWorker`, and one thread here that waits on all of them."""
+    """One process per `StartWorker`, and one thread that watches all of them."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class WorkerProcesses:
         on_answer: Callable[[int, Answer], None],
         on_death: Callable[[int, str], None],
     ) -> None:
-        """Starts them; returns before they are up.
+        """Start the processes. Returns before they are up.
 
         Args:
-            environment: of the processes, beyond this one's.
-            send_timeout_s: sending on a connection whose process reads nothing for so long raises
-                BlockingIOError.
+            environment: variables of the processes, in addition to this one's.
+            send_timeout_s: limit for sending to a process that does not read. Then BlockingIOError
+                is raised.
             on_answer: called with rank and answer, from the thread.
-            on_death: called with rank and reason when a process ends, for whatever reason, after
-                its last answer; from the thread.
+            on_death: called with rank and reason when a process ends, after its last answer, from
+                the thread.
         """
         self._starts = starts
         self._environment = os.environ | environment
@@ -60,31 +60,30 @@ class WorkerProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """In rank order, of those started so far."""
+        """Process ids in rank order, of those started so far."""
         with self._lock:
             return [process.pid for _, process in sorted(self._processes.items())]
 
     def stopped(self) -> list[str]:
-        """Those that run no instruction until they are continued."""
+        """Return the names of processes that are stopped by a signal."""
         with self._lock:
             processes = sorted(self._processes.items())
         return [_name(rank, process) for rank, process in processes if _is_stopped(process.pid)]
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all have ended within the time."""
+        """Wait for the end of all processes. Return whether they ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """Ends those that still run. Idempotent."""
+        """Kill the processes that still run. Idempotent."""
         with self._lock:
             self._killed = True
             for process in self._processes.values():
                 process.kill()
 
     def _run(self) -> None:
-        # The processes are started here because they end with the thread that started them: see
-        # `worker_process`.
+        # Started here, because a process ends with the thread that started it: see `worker_main`.
         for start, theirs in zip(self._starts, self._their_ends, strict=True):
             try:
                 self._start(start, theirs)
@@ -93,8 +92,8 @@ class WorkerProcesses:
             theirs.close()
         try:
             self._watch()
-        except Exception as error:  # an answer that cannot be unpickled; without this thread nobody would hear of anything
-            logger.exception("cannot listen to the workers any more")
+        except Exception as error:  # for example an answer that cannot be unpickled
+            logger.exception("cannot receive from the workers; killing them")
             self.kill()
             for start in self._starts:
                 self._on_death(
@@ -122,10 +121,10 @@ class WorkerProcesses:
         try:
             self.connections[start.rank].send_bytes(pickle.dumps((start, sys.path)))
         except OSError:
-            logger.warning("worker %d ended before it was told what to do", start.rank)
+            logger.warning("worker %d ended before it received its start message", start.rank)
 
     def _watch(self) -> None:
-        """Until all processes have ended."""
+        """Receive answers until all processes have ended."""
         poll = select.poll()
         pidfds = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
         sockets = {self.connections[rank].fileno(): rank for rank in pidfds.values()}
@@ -146,7 +145,7 @@ class WorkerProcesses:
                     self._on_death(rank, _obituary(rank, self._processes[rank]))
 
     def _receive(self, rank: int) -> bool:
-        """Takes one answer. False: there will be no more."""
+        """Receive one answer. Return False if there will be no more."""
         try:
             message = self.connections[rank].recv_bytes()
         except (EOFError, OSError):

@@ -134,7 +134,7 @@ def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_
     adopt(generation(2, [ranks[2], ranks[0]]), ranks, serving=[ranks[0], ranks[2]])
     last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
     assert last.error_code is ErrorCode.DRAINING
-    assert "generation 2 goes on without this rank" in last.error
+    assert "generation 2 continues without this rank" in last.error
     said = ranks[1].tokens("long")
     whole = continuation([5, 6], 240, ignore_eos=True)
     assert said == whole[: len(said)]

@@ -143,7 +143,7 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
         await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
         last = (await collect(stream))[-1]
         assert last.error_code is ErrorCode.DRAINING
-        assert "goes on without this rank" in last.error
+        assert "continues without this rank" in last.error
         await until_draining(client, True)
         (late,) = await collect(client.add(request("late", [1])))
         assert late.error_code is ErrorCode.DRAINING
@@ -260,7 +260,7 @@ async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ra
         coordinator.say(["a"], None, dismissed=True)
         await until_draining(client, True)
         assert ready_reason(engines["a"]) == "Standby"
-        with pytest.raises(EngineDeadError, match="whose loop stands still"):
+        with pytest.raises(EngineDeadError, match="its loop is stalled"):
             await collect(stream)
     status, body = engines["a"].http("GET", "/health")
     assert (status, json.loads(body)["reason"]) == (503, "Failed")

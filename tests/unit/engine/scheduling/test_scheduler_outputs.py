@@ -49,7 +49,7 @@ def test_a_grammar_that_can_go_no_further_is_the_requests_fault():
     engine.run()
     last = engine.last("big")
     assert (last.finish_reason, last.error_code) == (FinishReason.ERROR, ErrorCode.INVALID)
-    assert last.error == "structured_output cannot go on: too many states"
+    assert last.error == "structured_output cannot continue: too many states"
 
 
 def test_a_grammar_takes_in_tokens_that_were_generated_elsewhere():

@@ -66,7 +66,7 @@ def test_a_client_that_leaves_early_is_no_error(server, capfd, caplog):
     connection.sendall(b"GET /hea")
     connection.close()  # with a reset, while the server waits for the rest
     eventually(
-        lambda: "an HTTP client is gone" in caplog.text,
+        lambda: "an HTTP client disconnected" in caplog.text,
         timeout_s=30,
         what="the end of that request",
     )

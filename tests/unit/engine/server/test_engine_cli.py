@@ -98,7 +98,7 @@ def test_flags_override_the_file(tmp_path):
         ),
         (
             "--kv-rdma --kv-transport tcp",
-            r"kv_transfer\.rdma needs kv_transfer\.transport ucx or auto, got 'tcp'",
+            r"kv_transfer\.rdma needs transport ucx or auto, got 'tcp'",
         ),
         (
             "--kv-load-failure-policy hope",
@@ -113,7 +113,7 @@ def test_flags_override_the_file(tmp_path):
         ("--kv-port 70000", r"kv_transfer\.port must be in \[0, 65535\]"),
         ("--engine-port -1", r"engine_port must be in"),
         ("--http-port 65536", r"http_port must be in"),
-        ("--drain-timeout-s nan", r"drain_timeout_s must be a number of seconds"),
+        ("--drain-timeout-s nan", r"drain_timeout_s must be 0 or more seconds"),
         ("--device tpu", r"device must be auto, cpu or cuda, got 'tpu'"),
         ("--quantization int3", r"model\.quantization must be int8 or not given, got 'int3'"),
         ("--num-threads 0", r"num_threads must be at least 1"),
