@@ -69,8 +69,6 @@ class Call:
 class Shutdown:
     """End the process."""
 
-    pass
-
 
 # Answers, through the worker's connection
 

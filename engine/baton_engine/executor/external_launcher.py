@@ -91,7 +91,8 @@ class ExternalLauncherExecutor(Executor):
                 "KVTransferInvalid",
                 f"executor external_launcher has {self._world_size} ranks and kv_transfer.role is "
                 f"{self.config.kv_transfer.role.value}, but its ranks cannot move KV blocks "
-                "between engines; set parallel.executor_class to multiproc, or kv_transfer.role to none",
+                "between engines; set parallel.executor_class to multiproc, or "
+                "kv_transfer.role to none",
             )
         config = share_threads(
             self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))

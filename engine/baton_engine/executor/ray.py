@@ -76,7 +76,8 @@ class RayExecutor(Executor):
             raise ConfigurationError(
                 "KVTransferInvalid",
                 f"kv_transfer.role is {self.config.kv_transfer.role.value}, but executor ray "
-                "cannot move KV blocks between engines; set parallel.executor_class to multiproc, or "
+                "cannot move KV blocks between engines; set parallel.executor_class to "
+                "multiproc, or "
                 "kv_transfer.role to none",
             )
         if not self._ray.is_initialized():
