@@ -14,12 +14,12 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton_engine.core.access import Access
-from baton_engine.core.metrics import EngineCollector
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
-from baton_engine.core.topology_stats import TopologyStats, commit_pauses
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import EngineCollector
+from baton_engine.metrics.request_metrics import RequestMetrics
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
+from baton_engine.server.access import Access
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
 from baton_operator.server import Metrics as OperatorMetrics

@@ -13,7 +13,7 @@ from model_cases import edit_config
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
-from baton_engine.load_counter import COUNTER
+from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.loader import IDENTITY_PAGE_BYTES, IDENTITY_PAGES, identity_files

@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 from rendered_chart import CHART, one, render
 
-from baton_engine.core.metrics import engine_registry
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
-from baton_engine.core.topology_stats import TopologyStats, commit_pauses
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import RequestMetrics
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
 from baton_operator.server import Metrics
