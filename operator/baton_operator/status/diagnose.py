@@ -259,7 +259,7 @@ def references(pod: Object) -> dict[Reference, str]:
     return found
 
 
-def leaving(pod: Object) -> bool:
+def is_leaving(pod: Object) -> bool:
     """Whether the pod is marked as draining or is being deleted."""
     annotations = pod["metadata"].get("annotations") or {}
     return annotations.get(ANNOTATION_DRAINING) == "true" or bool(
