@@ -13,9 +13,9 @@ from api_server import api_server
 from operator_process import RESYNC_S, Operator, install
 
 from baton_kube.client import connect
-from baton_local.control_plane.real import find_assets
-from baton_local.ports import free_ports
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.real import find_assets
+from pocketkube.ports import free_ports
 
 
 @pytest.fixture(scope="module")

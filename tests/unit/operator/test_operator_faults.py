@@ -20,10 +20,10 @@ from aiohttp import web
 from operator_process import Cluster, eventually
 
 from baton_kube.client import connect
-from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.api_proxy import ApiProxy, Fault, api_proxy
 
 Object = dict[str, Any]
