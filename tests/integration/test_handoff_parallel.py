@@ -18,7 +18,6 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import KVCacheLayout
-from baton_local.ports import free_ports
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -36,6 +35,7 @@ from baton_protocol.messages import (
     PrefillResult,
 )
 from baton_protocol.sampling import SamplingParams
+from pocketkube.ports import free_ports
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import KV_TRANSPORT
 

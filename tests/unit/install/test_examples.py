@@ -9,11 +9,11 @@ import pytest
 import yaml
 from rendered_chart import ROOT, notes
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import violations
+from pocketkube.apiserver.schema.structural import StructuralSchema
 
 SCHEMA = StructuralSchema(
     custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
