@@ -22,7 +22,7 @@ def shape_class(num_rows: int, dim: int) -> str:
 
 
 @triton.jit
-def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _silu_and_mul_kernel(
     out_ptr,  # [num_rows, dim]
     gate_up_ptr,  # [num_rows, 2 * dim]
     dim,

@@ -8,8 +8,9 @@ Options, each off by default:
 
     sliding window (Beltagy et al. 2020)     the sum is over p - window < t <= p
     soft cap (Gemma Team 2024)               scores = cap * tanh(scores / cap), of the scores scale * q[h] . K[g, t]
-    ALiBi (Press et al. 2022)                scores + slope[h] * (t - p), after the cap
     fp8 caches                               K[g, t] = key_scale[g] * what the key cache holds, V likewise
+
+No model of the engine sets the soft cap or has fp8 caches yet; planned models need both.
 
 One entry serves prefill chunks and decode steps together (varlen): sequence s owns the query rows
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, which are the last ones of its `seq_lens[s]` tokens. Slots of its last block past
@@ -66,7 +67,6 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -86,7 +86,6 @@ def paged_attention(
         window: each query sees at most so many tokens, itself included; at least 1. None: all.
         plan: what `plan_attention` made of the same arguments; None: it is made now.
         soft_cap: bounds the scores; positive.
-        alibi_slopes: float32 of shape [num_heads]: what a token further back loses of its score.
         key_scale: float32 of shape [num_kv_heads], positive; with fp8 caches, and only with them.
         value_scale: like key_scale.
         max_seqlen_q: queries of a sequence at most, as far as the host knows; a GPU splits long sequences of few queries (decode).
@@ -114,7 +113,6 @@ def paged_attention(
             scale,
             window,
             soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
             max_seqlen_q=max_seqlen_q,
@@ -124,10 +122,10 @@ def paged_attention(
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         sequences = (block_tables, cu_seqlens_q, seq_lens)
         compiled.OPS.paged_attention(
-            out, query, key_cache, value_cache, *sequences, scale, window, soft_cap, alibi_slopes
+            out, query, key_cache, value_cache, *sequences, scale, window, soft_cap
         )
         return out
-    if soft_cap is not None or alibi_slopes is not None or key_scale is not None:
+    if soft_cap is not None or key_scale is not None:
         from baton_kernels.attention.reference import paged_attention_reference
 
         attended = paged_attention_reference(
@@ -140,7 +138,6 @@ def paged_attention(
             scale,
             window,
             soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
         )

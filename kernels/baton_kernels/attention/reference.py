@@ -17,7 +17,6 @@ def paged_attention_reference(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
@@ -48,7 +47,5 @@ def paged_attention_reference(
             scores = scale * torch.einsum("hd,thd->ht", query[row].double(), k)
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            if alibi_slopes is not None:
-                scores = scores + alibi_slopes.double()[:, None] * (positions[visible] - position)
             out[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), v).to(query.dtype)
     return out

@@ -16,12 +16,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _segments_of(tiles, tiles_per_segment):  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _segments_of(tiles, tiles_per_segment):
     return tl.maximum(1, (2 * tiles + tiles_per_segment) // (2 * tiles_per_segment))
 
 
 @triton.jit
-def _count_tiles(  # type: ignore[no-untyped-def]
+def _count_tiles(
     seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr
 ):
     """Tiles with keys that the sequences' queries see; 0 outside of the batch."""
@@ -35,7 +35,7 @@ def _count_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_segment(  # type: ignore[no-untyped-def]
+def find_segment(
     item,
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -79,7 +79,7 @@ def find_segment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
-def join_segments_kernel(  # type: ignore[no-untyped-def]
+def join_segments_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum
     partial_sum_ptr,  # float32 [items, num_kv_heads, BLOCK_M]

@@ -108,7 +108,7 @@ _UNALIGNED = ["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _paged_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     partial_out_ptr,  # as of join_segments_kernel, and the next three; only with SPLIT
     partial_sum_ptr,
@@ -119,7 +119,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     v_ptr,  # like k_ptr, same strides
     key_scale_ptr,  # [num_kv_heads], only with HAS_KV_SCALES
     value_scale_ptr,  # like key_scale_ptr
-    alibi_slopes_ptr,  # [num_heads], only with HAS_ALIBI
     block_tables_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -145,7 +144,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     KV_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
     HAS_KV_SCALES: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries
     SPLIT: tl.constexpr,  # segments of sequences; only with ONE_BLOCK
@@ -212,12 +210,10 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
     if HAS_KV_SCALES:
         scale *= tl.load(key_scale_ptr + kv_head)
-    # `unit` takes scores to base 2 where they are what the product is; the options below do it themselves.
+    # `unit` takes scores to base 2 where they are what the product is; the soft cap does it itself.
     unit = scale * LOG2E
-    if HAS_SOFT_CAP or HAS_ALIBI:
+    if HAS_SOFT_CAP:
         unit = 1.0
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0) * LOG2E
 
     kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
     kv_start = 0
@@ -265,10 +261,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
             scores = 1.0 - 2.0 / (1.0 + tl.math.exp2(scores * (2.0 * LOG2E * scale / soft_cap)))
             scores *= soft_cap * LOG2E
-        elif HAS_ALIBI:
-            scores *= scale * LOG2E
-        if HAS_ALIBI:
-            scores += slope[:, None] * (token[None, :] - last_visible[:, None]).to(tl.float32)
         at_edge = tile_start + KV_TILE > first_position + 1
         if WINDOW > 0:
             at_edge = at_edge | (tile_start <= first_position + BLOCK_Q - 1 - WINDOW)
@@ -333,7 +325,6 @@ def paged_attention_triton(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -415,7 +406,6 @@ def paged_attention_triton(
         value_cache,
         query if key_scale is None else key_scale,
         query if value_scale is None else value_scale,
-        query if alibi_slopes is None else alibi_slopes,
         block_tables,
         cu_seqlens_q,
         seq_lens,
@@ -441,7 +431,6 @@ def paged_attention_triton(
         KV_TILE=kv_tile,
         WINDOW=window or 0,
         HAS_SOFT_CAP=soft_cap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
         HAS_KV_SCALES=key_scale is not None,
         ONE_BLOCK=one_block,
         SPLIT=split,

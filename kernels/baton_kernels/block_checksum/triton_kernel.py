@@ -27,7 +27,7 @@ def shape_class() -> str:
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # it may begin anywhere in a table
-def _block_sums_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _block_sums_kernel(
     out_ptr,  # [num_block_ids, parts]
     words_ptr,  # [num_blocks, words_per_block]
     block_ids_ptr,  # [num_block_ids]

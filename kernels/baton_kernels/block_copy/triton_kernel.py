@@ -29,7 +29,7 @@ def shape_class() -> str:
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # it begins anywhere in a table
-def _copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _copy_blocks_kernel(
     source_ptr,  # [num_blocks, words_per_block]
     target_ptr,  # [num_blocks, words_per_block]
     pairs_ptr,  # [num_pairs, 2], ordered by chain

@@ -25,7 +25,7 @@ ROUTING_CANDIDATES: list[Configuration] = [
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _route_kernel(
     weights_ptr,  # [num_tokens, top_k]
     expert_ids_ptr,  # int64 [num_tokens, top_k]
     logits_ptr,  # [num_tokens, num_experts]
@@ -119,7 +119,7 @@ class AlignedPairs(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(  # type: ignore[no-untyped-def]
+def _count_kernel(
     counts_ptr,  # int32 [num_experts]
     expert_ids_ptr,  # int64 [num_pairs]
     num_pairs,
@@ -135,7 +135,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     sorted_pairs_ptr,  # int32 [max_tiles * BLOCK_M]
     tile_experts_ptr,  # int32 [max_tiles]
     num_padded_ptr,  # int32 [1]

@@ -26,7 +26,7 @@ def shape_class(num_rows: int, dim: int) -> str:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _rms_norm_kernel(
     out_ptr,  # [num_rows, dim]
     total_ptr,  # [num_rows, dim]: residual + x
     x_ptr,  # [num_rows, dim]

@@ -74,7 +74,7 @@ _PER_ROW = [
 
 
 @triton.jit
-def _block_maxima_kernel(  # type: ignore[no-untyped-def]
+def _block_maxima_kernel(
     maxima_ptr,  # [rows, num_blocks]
     logits_ptr,  # [rows, vocab_size]
     vocab_size,
@@ -94,7 +94,7 @@ def _block_maxima_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _bounds_kernel(  # type: ignore[no-untyped-def]
+def _bounds_kernel(
     best_ptr,  # [rows]
     bound_ptr,  # [rows] keys
     count_ptr,  # [rows] zeroed for the next kernel
@@ -139,7 +139,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _collect_kernel(  # type: ignore[no-untyped-def]
+def _collect_kernel(
     gathered_ptr,  # [rows, CAPACITY] logits
     gathered_id_ptr,  # [rows, CAPACITY]
     count_ptr,  # [rows] tokens that reach the bound
@@ -195,7 +195,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _draw_kernel(  # type: ignore[no-untyped-def]
+def _draw_kernel(
     out_ptr,  # [rows]
     gathered_ptr,  # [rows, CAPACITY]
     gathered_id_ptr,  # [rows, CAPACITY]

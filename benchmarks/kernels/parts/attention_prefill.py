@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from attention_peers import BACKENDS, checked, flex_causal, made, sdpa_causal
 from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, tflop_s, us
-from paged import HEAD_DIM, NUM_HEADS, Paged, random_cache
+from paged_batch import HEAD_DIM, NUM_HEADS, Paged, random_cache
+
+from parts.attention_peers import BACKENDS, checked, flex_causal, made, sdpa_causal
 
 POINTS = [
     ([8192], [8192]),

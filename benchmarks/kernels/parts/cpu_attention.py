@@ -10,10 +10,9 @@ import statistics
 from functools import partial
 
 import machine
-from attention_decode import check_decode
 from goals import reached
 from measure import Result, Rows, Setting, check, gb_s, us
-from paged import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SCALE, Paged
+from paged_batch import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SCALE, Paged
 from remote import Remote
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton_engine.worker.kv_memory import KVMemory
 from baton_kernels import cpu
 from baton_kv_transfer.connector import KVCacheLayout
+from parts.attention_decode import check_decode
 
 POINTS = [(1, 4096), (4, 4096), (16, 256)]
 """(sequences, tokens of each)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from measure import Call, WrongResult, check
-from paged import NUM_HEADS, SCALE
+from paged_batch import NUM_HEADS, SCALE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

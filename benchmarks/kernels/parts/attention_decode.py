@@ -5,10 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from attention_peers import BACKENDS, checked, flex_decode, flex_paged_decode, made, sdpa_decode
 from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, us
-from paged import HEAD_DIM, NUM_HEADS, Paged, random_cache
+from paged_batch import HEAD_DIM, NUM_HEADS, Paged, random_cache
+
+from parts.attention_peers import (
+    BACKENDS,
+    checked,
+    flex_decode,
+    flex_paged_decode,
+    made,
+    sdpa_decode,
+)
 
 POINTS = [
     (1, 4096),
