@@ -35,8 +35,8 @@ GPU_PARTS = [
     "engine_step",
 ]
 CPU_PARTS = ["cpu_attention", "kv_write", "block_checksum", "elementwise", "sampling"]
+#: For one part on a GPU.
 PATIENCE_S = 240.0
-"""For one part on a GPU."""
 
 
 def main() -> int:

@@ -17,8 +17,8 @@ class Outcome:
     rows: Rows = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    #: Why there are no figures; empty: there are.
     failure: str = ""
-    """Why there are no figures; empty: there are."""
 
 
 def run_part(name: str, setting: Setting) -> Outcome:

@@ -26,8 +26,8 @@ from tuning.selection import Choice, Subject, choose
 
 from baton_kernels.configurations import Configuration, device_key, table_file, write_table
 
+#: Candidates that are compiled at a time.
 NUM_COMPILING = 8
-"""Candidates that are compiled at a time."""
 
 
 def main() -> int:

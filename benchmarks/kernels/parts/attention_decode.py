@@ -18,6 +18,7 @@ from parts.attention_peers import (
     sdpa_decode,
 )
 
+#: (sequences, tokens of each).
 POINTS = [
     (1, 4096),
     (16, 1024),
@@ -28,12 +29,12 @@ POINTS = [
     (64, 4096),
     (256, 2048),
 ]
-"""(sequences, tokens of each)."""
+#: The others are measured against the quick ones of the peers: FlexAttention is compiled for every
+#: shape anew.
 ALL_PEERS = {(1, 131072), (32, 4096)}
-"""The others are measured against the quick ones of the peers: FlexAttention is compiled for every shape anew."""
 NUM_LAYERS = 32
+#: Tokens from which on the goal holds.
 LARGE = 128 * 1024
-"""Tokens from which on the goal holds."""
 
 
 def run(setting: Setting) -> Result:

@@ -19,11 +19,11 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
+#: Of FlexAttention's pages, which are its mask's blocks.
 PAGE_SIZE = 128
-"""Of FlexAttention's pages, which are its mask's blocks."""
 
+#: Contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each.
 KV = tuple[Tensor, Tensor]
-"""Contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
 
 
 def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[Call]:

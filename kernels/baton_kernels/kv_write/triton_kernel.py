@@ -9,10 +9,10 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: per program, a power of two.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (1, 2, 4, 8) for num_warps in (1, 2, 4)
 ]
-"""heads: per program, a power of two."""
 
 
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:

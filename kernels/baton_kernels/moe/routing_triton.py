@@ -110,12 +110,13 @@ def route_top_k_triton(
 class AlignedPairs(NamedTuple):
     """The rows of each tile of the grouped products; `BLOCK_M` rows per tile."""
 
+    #: int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding; undefined past
+    #: `num_padded`.
     sorted_pairs: Tensor
-    """int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding; undefined past `num_padded`."""
+    #: int32 [max_tiles]: whose weights a tile is multiplied by.
     tile_experts: Tensor
-    """int32 [max_tiles]: whose weights a tile is multiplied by."""
+    #: int32 [1]: rows that count, a multiple of BLOCK_M.
     num_padded: Tensor
-    """int32 [1]: rows that count, a multiple of BLOCK_M."""
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

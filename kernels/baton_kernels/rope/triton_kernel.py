@@ -12,10 +12,10 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: per program.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (2, 4, 8, 16) for num_warps in (1, 2, 4)
 ]
-"""heads: per program."""
 
 
 def shape_class(num_tokens: int, head_dim: int) -> str:
