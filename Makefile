@@ -15,7 +15,7 @@ help:
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
-	@echo "make check          ruff, mypy, import-linter"
+	@echo "make check          ruff, codespell, mypy, import-linter, and whether generated files are current"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
@@ -54,6 +54,7 @@ soak: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests

@@ -19,12 +19,12 @@ DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 @dataclass(frozen=True)
 class Goal:
     name: str
+    #: None: could not be measured here.
     value: float | None
-    """None: could not be measured here."""
     goal: float
     unit: str
+    #: The goal is an upper bound; otherwise a lower one.
     at_most: bool = False
-    """The goal is an upper bound; otherwise a lower one."""
 
     @property
     def met(self) -> bool | None:

@@ -33,6 +33,7 @@ def _values(names: Iterable[object]) -> str:
     return ", ".join(f"`{str(name).lower()}`" for name in names)
 
 
+#: What each label says. One that is missing here is a KeyError: the page is not written without it.
 LABELS = {
     "client": "entry of the Secret `gateway.apiKeys` whose key the request had",
     "code": "HTTP status of the API server's answer; 0: none came",
@@ -55,9 +56,8 @@ LABELS = {
     "transport": "`ucx`, `tcp`, `shm` or `nixl`; with `auto` each of the first three that moved bytes",
     "verb": "`get`, `list`, `watch`, `create`, `apply`, `patch`, `update` or `delete`",
 }
-"""What each label says. One that is missing here is a KeyError: the page is not written without it."""
+#: By the last of these words in the name; a metric without counts what its meaning names.
 UNITS = {"seconds": "s", "bytes": "bytes", "perc": "0 to 1", "tokens": "tokens", "blocks": "blocks"}
-"""By the last of these words in the name; a metric without counts what its meaning names."""
 OTHER_UNITS = {
     "baton:prefix_cache_queries": "tokens",
     "baton:prefix_cache_hits": "tokens",

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ROOT, notes
 
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import violations
 from pocketkube.apiserver.schema.structural import StructuralSchema
+from support.install.rendered_chart import ROOT, notes
 
 SCHEMA = StructuralSchema(
     custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
-from rendered_chart import ROOT
 
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.topology import TopologyStatus
+from support.install.rendered_chart import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 NAME = re.compile(r"baton(:|_gateway_|_operator_)[a-z_0-9]+")

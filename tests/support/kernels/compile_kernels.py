@@ -1,5 +1,7 @@
-"""Compiles every Triton kernel for a Hopper GPU, down to machine code; needs no GPU. Run by test_compile.py, in a process of
-its own: a process that interprets kernels cannot compile them."""
+"""A script that compiles every Triton kernel for a Hopper GPU, down to machine code. It needs no GPU.
+
+test_compile.py starts it as a process: a process that interprets kernels cannot compile them.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ def compile_attention(
         "MIN_TILES": 4,
         "SCAN": 128,
         "ONE_BLOCK": decode,
-        **dict.fromkeys(("WINDOW", "HAS_SOFT_CAP", "HAS_ALIBI", "HAS_KV_SCALES", "SPLIT"), 0),
+        **dict.fromkeys(("WINDOW", "HAS_SOFT_CAP", "HAS_KV_SCALES", "SPLIT"), 0),
         **options,
     }
     signature: dict[str, str] = {}
@@ -150,7 +152,7 @@ def compile_attention(
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            floats = name.startswith("partial") or name == "alibi_slopes_ptr"
+            floats = name.startswith("partial")
             known = (
                 INTEGER_POINTERS
                 | FLOAT_POINTERS
@@ -178,9 +180,7 @@ for head_dim in (64, 128, 256):
     compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
     compile_attention("bf16", "bf16", head_dim, False)
 compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
-compile_attention(
-    "bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1, HAS_ALIBI=1
-)
+compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1)
 compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
 partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
 joined = {

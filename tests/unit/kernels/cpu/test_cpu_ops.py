@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import PagedCase, large_memory, layer_views, paged_case
 from torch import Tensor
 
 from baton_kernels import cpu
@@ -15,6 +14,7 @@ from baton_kernels.kv_write import plan_write
 from baton_kernels.norm.reference import add_rms_norm_reference, rms_norm_reference
 from baton_kernels.rope import rotary_angles
 from baton_kernels.rope.reference import rotate_qk_reference
+from support.kernels.paged_cases import PagedCase, large_memory, layer_views, paged_case
 
 if not cpu.available():
     pytest.skip(f"CPU kernels: {cpu.DESCRIPTION}", allow_module_level=True)
@@ -164,12 +164,10 @@ def test_what_is_hidden_in_tiles_of_whole_vectors(window: int | None) -> None:
     assert_attends(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
 
 
-def test_soft_caps_and_alibi() -> None:
+def test_soft_caps() -> None:
     case = paged_case(LENGTHS, 4, 2, 24)
     case.query *= 10
     assert_attends(case, soft_cap=2.0)
-    assert_attends(case, alibi_slopes=torch.rand(4))
-    assert_attends(case, soft_cap=3.0, alibi_slopes=torch.rand(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -239,7 +237,7 @@ def test_caches_that_hold_nothing_are_refused() -> None:
         ops().write_kv(rows, rows, no_slots, no_slots.clone(), torch.tensor([0]))
     one = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[1]], [0, 1], [1])]
     with pytest.raises(RuntimeError, match="do not fit together"):
-        ops().paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None, None, None)
+        ops().paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None, None)
 
 
 def test_no_sequences_are_nothing() -> None:
@@ -285,7 +283,6 @@ def test_every_operation_can_be_traced() -> None:
             *case.arguments()[:1],
             *contiguous(case),
             *case.arguments()[3:],
-            None,
             None,
         ),
     }

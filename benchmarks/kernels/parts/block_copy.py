@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from measure import Result, Rows, Setting, best_peer, check, gb_s, us
-from paged import BLOCK_SIZE, random_cache
+from paged_batch import BLOCK_SIZE, random_cache
 from torch import Tensor
 
 NUM_LAYERS = 32

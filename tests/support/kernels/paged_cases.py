@@ -40,7 +40,7 @@ class PagedCase:
     scale: float
     window: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of paged_attention: soft_cap, alibi_slopes, key_scale, value_scale."""
+    """Keyword arguments of paged_attention: soft_cap, key_scale, value_scale."""
 
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
@@ -90,7 +90,6 @@ def paged_case(
     share_first_block: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
-    alibi: bool = False,
     fp8: bool = False,
 ) -> PagedCase:
     """A case of sequences given as (query length, total length). Unwritten slots and table padding hold NaN or nonsense.
@@ -118,8 +117,6 @@ def paged_case(
     options: dict[str, Any] = {}
     if soft_cap is not None:
         options["soft_cap"] = soft_cap
-    if alibi:
-        options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads)
     if fp8:
         options["key_scale"], options["value_scale"] = torch.rand(2, num_kv_heads) + 0.5
     return PagedCase(

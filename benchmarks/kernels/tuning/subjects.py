@@ -7,14 +7,14 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-import moe
 import torch
 from measure import Call, Setting, WrongResult, check
-from paged import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, Paged, random_cache
-from selection import Subject
+from paged_batch import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, Paged, random_cache
+from parts import moe
 from torch import Tensor
 
 from baton_kernels.configurations import Configuration
+from tuning.selection import Subject
 
 Make = Callable[[], Subject]
 EPS = 1e-6
@@ -287,7 +287,7 @@ def _sampling(setting: Setting) -> list[Make]:
 
 
 def _draw(setting: Setting, num_rows: int) -> Subject:
-    import sampling
+    from parts import sampling
 
     from baton_kernels.sampling.reference import draw_tokens_reference
     from baton_kernels.sampling.triton_kernel import draw_tokens_triton

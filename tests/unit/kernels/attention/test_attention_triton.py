@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import (
+
+from baton_kernels.attention import paged_attention
+from baton_kernels.attention.triton_kernel import paged_attention_triton
+from support.kernels.paged_cases import (
     DECODE,
     HEADS,
     LONG,
@@ -16,9 +19,6 @@ from paged_cases import (
     poison_what_no_query_sees,
     triton_output,
 )
-
-from baton_kernels.attention import paged_attention
-from baton_kernels.attention.triton_kernel import paged_attention_triton
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
@@ -75,13 +75,12 @@ def test_attention_with_a_window_that_begins_behind_a_querys_first_tile(triton_d
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(
-    ("soft_cap", "alibi", "window"),
-    [(2.5, False, None), (None, True, None), (None, False, 21), (2.5, True, 21)],
-    ids=["soft_cap", "alibi", "window", "all"],
+    ("soft_cap", "window"),
+    [(2.5, None), (None, 21), (2.5, 21)],
+    ids=["soft_cap", "window", "all"],
 )
 def test_attention_with_options(
     soft_cap: float | None,
-    alibi: bool,
     window: int | None,
     fp8: bool,
     dtype: torch.dtype,
@@ -94,7 +93,6 @@ def test_attention_with_options(
         24,
         dtype=dtype,
         soft_cap=soft_cap,
-        alibi=alibi,
         window=window,
         fp8=fp8,
     )
@@ -174,7 +172,7 @@ def test_attention_refuses_strides_it_cannot_address() -> None:
 @pytest.mark.parametrize("device", ["cpu", "of the kernels"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 def test_every_device_has_the_options(device: str, fp8: bool, triton_device: str) -> None:
-    case = paged_case(MIXED, 4, 2, 16, soft_cap=2.0, alibi=True, window=20, fp8=fp8)
+    case = paged_case(MIXED, 4, 2, 16, soft_cap=2.0, window=20, fp8=fp8)
     moved = case.to("cpu" if device == "cpu" else triton_device)
     assert_attends(paged_attention(*moved.arguments(), **moved.options, max_seqlen_q=19), case)
 

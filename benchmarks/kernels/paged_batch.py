@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+#: What the goals are stated for.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-"""What the goals are stated for."""
 SCALE = HEAD_DIM**-0.5
 
 

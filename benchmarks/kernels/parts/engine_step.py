@@ -64,14 +64,15 @@ TINY = LLAMA_8B | {
     "vocab_size": 300,
 }
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+#: (sequences, tokens of each).
 POINTS = [(1, 1024), (16, 2048), (64, 2048)]
-"""(sequences, tokens of each)."""
 NUM_STEPS = 40
 BLOCK_SIZE = 16
+#: With the defaults: compiled, and CUDA graphs, where there is a GPU.
 SERVED = "as served"
-"""With the defaults: compiled, and CUDA graphs, where there is a GPU."""
+#: Share of rows whose most likely token is that of the eager way: of the others two tokens are as
+#: likely, up to rounding.
 AGREEMENT = 0.9
-"""Share of rows whose most likely token is that of the eager way: of the others two tokens are as likely, up to rounding."""
 
 
 def run(setting: Setting) -> Result:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from measure import Call, WrongResult, check
-from paged import NUM_HEADS, SCALE
+from paged_batch import NUM_HEADS, SCALE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,11 +19,11 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
+#: Of FlexAttention's pages, which are its mask's blocks.
 PAGE_SIZE = 128
-"""Of FlexAttention's pages, which are its mask's blocks."""
 
+#: Contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each.
 KV = tuple[Tensor, Tensor]
-"""Contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
 
 
 def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[Call]:

@@ -21,8 +21,9 @@ NUM_ROWS = [1, 64, 256]
 NUM_ROWS_ON_CPU = [1, 16, 64]
 TOP_K, TOP_P = 50, 0.9
 NUM_CHECKED = 16
+#: Share of rows that must get the reference's token; another may differ in the last bit of an
+#: exponential.
 AGREEMENT = 0.9
-"""Share of rows that must get the reference's token; another may differ in the last bit of an exponential."""
 
 
 @dataclass(frozen=True)

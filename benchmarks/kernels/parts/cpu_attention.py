@@ -10,10 +10,9 @@ import statistics
 from functools import partial
 
 import machine
-from attention_decode import check_decode
 from goals import reached
 from measure import Result, Rows, Setting, check, gb_s, us
-from paged import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SCALE, Paged
+from paged_batch import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SCALE, Paged
 from remote import Remote
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,21 +20,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton_engine.worker.kv_memory import KVMemory
 from baton_kernels import cpu
 from baton_kv_transfer.connector import KVCacheLayout
+from parts.attention_decode import check_decode
 
+#: (sequences, tokens of each).
 POINTS = [(1, 4096), (4, 4096), (16, 256)]
-"""(sequences, tokens of each)."""
 GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
+#: What limits the figure of the compiled kernels.
 REMARK = (
     '"Of read" is against what all cores read together, the median of the rounds during which that stayed about the same. '
     "CPU decode attention of float32 is limited by what one core reads: about half of the next 64 tokens' keys or values are asked "
     "for while it computes (more would hold up the computing); the rest is read in a pass of reads alone, without computing."
 )
-"""What limits the figure of the compiled kernels."""
+#: Of the larger bandwidth, the smaller one before or after a round is at least so much.
 STEADY = 0.87
-"""Of the larger bandwidth, the smaller one before or after a round is at least so much."""
+#: Fewer layers where 32 would take more.
 BUDGET_BYTES = 4 * 2**30
-"""Fewer layers where 32 would take more."""
 
 
 def run(setting: Setting) -> Result:

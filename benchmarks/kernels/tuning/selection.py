@@ -15,10 +15,11 @@ from typing import TypeVar
 from baton_kernels.configurations import Answer, Configuration, answering
 
 T = TypeVar("T")
+#: (operation, shape class).
 Key = tuple[str, str]
-"""(operation, shape class)."""
+#: A candidate must be faster than the default by so much: less is noise, and the default needs no
+#: entry in a table.
 GAIN = 0.02
-"""A candidate must be faster than the default by so much: less is noise, and the default needs no entry in a table."""
 
 
 @dataclass
@@ -27,17 +28,17 @@ class Choice:
 
     operation: str
     shape_class: str
+    #: None: the default.
     config: dict[str, int] | None
-    """None: the default."""
     seconds: float
     default_seconds: float
     num_tried: int
+    #: Candidates whose results were wrong: bugs of the kernel.
     wrong: list[dict[str, int]]
-    """Candidates whose results were wrong: bugs of the kernel."""
+    #: Candidates that cannot be launched here: too much shared memory, for example.
     num_failed: int
-    """Candidates that cannot be launched here: too much shared memory, for example."""
+    #: Candidates that time did not suffice for.
     num_untried: int = 0
-    """Candidates that time did not suffice for."""
 
 
 @dataclass
@@ -46,12 +47,12 @@ class Subject:
 
     name: str
     call: Callable[[], object]
+    #: Calls it and says whether the result is right.
     correct: Callable[[], bool]
-    """Calls it and says whether the result is right."""
+    #: How long it takes.
     seconds: Callable[[], float]
-    """How long it takes."""
+    #: By operation and shape class.
     candidates: Callable[[str, str], Iterable[Configuration]]
-    """By operation and shape class."""
 
 
 def asked_by(call: Callable[[], object]) -> dict[Key, Configuration]:

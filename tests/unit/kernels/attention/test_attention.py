@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import (
+
+from baton_kernels import cpu
+from baton_kernels.attention import paged_attention, plan_attention
+from baton_kernels.attention.reference import paged_attention_reference
+from support.kernels.paged_cases import (
     DECODE,
     HEADS,
     LONG,
@@ -16,10 +20,6 @@ from paged_cases import (
     paged_case,
     poison_what_no_query_sees,
 )
-
-from baton_kernels import cpu
-from baton_kernels.attention import paged_attention, plan_attention
-from baton_kernels.attention.reference import paged_attention_reference
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])

@@ -5,11 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from attention_peers import BACKENDS, checked, flex_decode, flex_paged_decode, made, sdpa_decode
 from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, us
-from paged import HEAD_DIM, NUM_HEADS, Paged, random_cache
+from paged_batch import HEAD_DIM, NUM_HEADS, Paged, random_cache
 
+from parts.attention_peers import (
+    BACKENDS,
+    checked,
+    flex_decode,
+    flex_paged_decode,
+    made,
+    sdpa_decode,
+)
+
+#: (sequences, tokens of each).
 POINTS = [
     (1, 4096),
     (16, 1024),
@@ -20,12 +29,12 @@ POINTS = [
     (64, 4096),
     (256, 2048),
 ]
-"""(sequences, tokens of each)."""
+#: The others are measured against the quick ones of the peers: FlexAttention is compiled for every
+#: shape anew.
 ALL_PEERS = {(1, 131072), (32, 4096)}
-"""The others are measured against the quick ones of the peers: FlexAttention is compiled for every shape anew."""
 NUM_LAYERS = 32
+#: Tokens from which on the goal holds.
 LARGE = 128 * 1024
-"""Tokens from which on the goal holds."""
 
 
 def run(setting: Setting) -> Result:

@@ -17,8 +17,8 @@ class Outcome:
     rows: Rows = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    #: Why there are no figures; empty: there are.
     failure: str = ""
-    """Why there are no figures; empty: there are."""
 
 
 def run_part(name: str, setting: Setting) -> Outcome:
@@ -27,7 +27,7 @@ def run_part(name: str, setting: Setting) -> Outcome:
     setting.remarks = []
     try:
         with torch.no_grad():
-            rows, goals = importlib.import_module(name).run(setting)
+            rows, goals = importlib.import_module(f"parts.{name}").run(setting)
     except WrongResult as error:
         return Outcome(failure=f"{name} is refused, for its result is wrong: {error}.")
     except ModuleNotFoundError as error:
@@ -40,7 +40,7 @@ def run_part(name: str, setting: Setting) -> Outcome:
     return Outcome(rows, goals, [remark for remark in setting.remarks if remark])
 
 
-class Parts:
+class PartRunner:
     """To be used in a process of its own: a kernel that reads where it must not spoils the process for all later ones."""
 
     def run(self, name: str, setting: Setting) -> Outcome:

@@ -16,10 +16,11 @@ from torch.nn.functional import silu
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 256, 4096]
 MOST_OF_GOAL = 64
+#: Sets of weights, of 1.2 GB each.
 NUM_LAYERS = 4
-"""Sets of weights, of 1.2 GB each."""
+#: Different tokens per layer, for few tokens read little of its weights: the next ones must not
+#: find that in the cache.
 NUM_ROUTINGS = 8
-"""Different tokens per layer, for few tokens read little of its weights: the next ones must not find that in the cache."""
 
 
 @dataclass

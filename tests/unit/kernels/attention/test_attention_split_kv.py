@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import (
+
+from baton_kernels.attention import split_kv
+from baton_kernels.attention import triton_kernel as kernel_file
+from baton_kernels.configurations import Configuration, answering
+from support.kernels.paged_cases import (
     PagedCase,
     assert_attends,
     dtypes,
@@ -12,10 +16,6 @@ from paged_cases import (
     poison_what_no_query_sees,
     triton_output,
 )
-
-from baton_kernels.attention import split_kv
-from baton_kernels.attention import triton_kernel as kernel_file
-from baton_kernels.configurations import Configuration, answering
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -106,7 +106,7 @@ def test_a_segment_that_only_later_queries_see(triton_device: str) -> None:
 )
 def test_options_of_split_sequences(dtype: torch.dtype, fp8: bool, triton_device: str) -> None:
     lengths = [(1, 300), (0, 3), (1, 33), (1, 200)]
-    case = paged_case(lengths, 6, 2, 80, dtype=dtype, soft_cap=3.0, alibi=True, window=180, fp8=fp8)
+    case = paged_case(lengths, 6, 2, 80, dtype=dtype, soft_cap=3.0, window=180, fp8=fp8)
     assert max(segments_of(case, MANY, triton_device)) > 1
 
 

@@ -13,12 +13,13 @@ from measure import Result, Rows, Setting, check, gb_s, us
 from torch import Tensor
 
 RUN_KIB = (16, 64, 1024, 4096)
+#: More than any cache holds.
 MEMORY_BYTES = 2**29
-"""More than any cache holds."""
+#: Less than a core's own cache; a run that is longer is taken alone. They are summed again and
+#: again.
 CACHED_BYTES = 2**18
-"""Less than a core's own cache; a run that is longer is taken alone. They are summed again and again."""
+#: So much in one call, which takes some microseconds itself.
 AGAIN_BYTES = 2**26
-"""So much in one call, which takes some microseconds itself."""
 
 
 def run(setting: Setting) -> Result:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from attention_peers import BACKENDS, checked, flex_causal, made, sdpa_causal
 from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, tflop_s, us
-from paged import HEAD_DIM, NUM_HEADS, Paged, random_cache
+from paged_batch import HEAD_DIM, NUM_HEADS, Paged, random_cache
 
+from parts.attention_peers import BACKENDS, checked, flex_causal, made, sdpa_causal
+
+#: (query lengths, sequence lengths). Those with whole prompts of one length have peers.
 POINTS = [
     ([8192], [8192]),
     ([2048] * 4, [2048] * 4),
@@ -17,11 +19,10 @@ POINTS = [
     ([2048], [16384]),
     ([2048, 1, 511], [8192, 8192, 511]),
 ]
-"""(query lengths, sequence lengths). Those with whole prompts of one length have peers."""
 GOAL_LENGTH = 8192
 NUM_LAYERS = 4
+#: Its score matrix is stored.
 MOST_FOR_MATH = 8192
-"""Its score matrix is stored."""
 MOST_FOR_FLEX = 8192
 
 

@@ -25,10 +25,10 @@ class Subject:
     ours: Operation
     reference: Operation
     peers: dict[str, Operation]
+    #: Arguments for so many tokens; the first of them is what is rotated past the cache.
     make: Callable[[int], tuple[Tensor, ...]]
-    """Arguments for so many tokens; the first of them is what is rotated past the cache."""
+    #: Read and written, from arguments and results.
     nbytes: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], int]
-    """Read and written, from arguments and results."""
 
 
 def run(setting: Setting) -> Result:
