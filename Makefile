@@ -58,8 +58,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests
-	$(BIN)/python hack/api_reference.py --check docs/api.md
-	$(BIN)/python hack/metrics_reference.py --check docs/metrics.md
+	$(BIN)/python hack/api_reference.py --check docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -67,8 +67,8 @@ format: $(STAMP)
 
 manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
-	$(BIN)/python hack/api_reference.py docs/api.md
-	$(BIN)/python hack/metrics_reference.py docs/metrics.md
+	$(BIN)/python hack/api_reference.py docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done

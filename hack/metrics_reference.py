@@ -1,7 +1,7 @@
-"""The tables of docs/metrics.md, made from what the components register; what is before them in the page is written by hand.
+"""The tables of docs/reference/metrics.md, made from what the components register; what is before them in the page is written by hand.
 
-python hack/metrics_reference.py docs/metrics.md            writes them
-python hack/metrics_reference.py docs/metrics.md --check    exits 1 if they are stale
+python hack/metrics_reference.py docs/reference/metrics.md            writes them
+python hack/metrics_reference.py docs/reference/metrics.md --check    exits 1 if they are stale
 """
 
 from __future__ import annotations

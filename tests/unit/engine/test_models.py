@@ -205,7 +205,7 @@ def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: P
 def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
     from baton_engine.models.architectures import qwen2
 
-    guide = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
+    guide = Path(__file__).parents[3] / "docs" / "internals" / "adding-a-model.md"
     assert Path(qwen2.__file__).read_text() in guide.read_text()
 
 
