@@ -18,6 +18,8 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
+from baton_local.ports import free_ports
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,

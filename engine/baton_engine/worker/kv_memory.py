@@ -15,7 +15,7 @@ from torch import Tensor
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.worker.devices import DTYPES
 from baton_kernels.block_copy import copy_blocks, swap_blocks
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
 
 
 class KVMemory:

@@ -46,7 +46,7 @@ from baton_engine.worker.spread_steps import check_unbroken, take_part
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_protocol.kv_compatibility import KVCompatibility
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import sum_runs
 from baton_kernels.block_copy import swap_blocks
-from baton_kv_transfer.connector import HeadRange, KVCacheLayout
-from baton_kv_transfer.memory import HostKVMemory, KVMemory
-from baton_kv_transfer.staged_memory import StagedKVMemory
+from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.staged_memory import StagedKVMemory
 
 
 class PeerMemory:

@@ -28,12 +28,8 @@ from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.peer_memory import PeerMemory
 from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import (
-    ConnectorStats,
-    KVCacheLayout,
-    KVConnectorWorker,
-    RankAddress,
-)
+from baton_kv_transfer.connector import ConnectorStats, KVConnectorWorker
+from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.config import EngineConfig, KVRole, pod_ip

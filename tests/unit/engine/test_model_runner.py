@@ -17,7 +17,7 @@ from baton_engine.executor.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
-from baton_kv_transfer.side_channel import layout_mismatch
+from baton_kv_transfer.memory.layout import explain_layout_mismatch
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
 from baton_protocol.kv_compatibility import differences
 from baton_protocol.sampling import SamplingParams
@@ -286,7 +286,7 @@ def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse
         runner(dtype="float32"), runner(dtype="bfloat16"),
     ]  # fmt: skip
     for ours, theirs in itertools.product(made, made):
-        refused = ours.compatibility_hash != theirs.compatibility_hash or layout_mismatch(
+        refused = ours.compatibility_hash != theirs.compatibility_hash or explain_layout_mismatch(
             ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
         )
         assert bool(refused) == bool(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton_engine.worker.peer_memory import PeerMemory
-from baton_kv_transfer.connector import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 LAYOUT = KVCacheLayout(
     num_blocks=7,
