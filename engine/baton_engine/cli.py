@@ -15,7 +15,7 @@ from baton_engine.cli_flags import FLAGS, check_bounds
 from baton_engine.core.admin_server import AdminServer
 from baton_engine.core.engine_core_proc import EngineCoreProc
 from baton_engine.core.metrics import engine_registry
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 

@@ -25,10 +25,10 @@ from baton_engine.core.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_engine.core.standby_generation import POLL_INTERVAL_S
 from baton_engine.core.topology_stats import commit_pauses
 from baton_engine.distributed.process_group import is_before
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_server import StoreServer, open_store
-from baton_engine.elastic.checks import RANK_NAME
-from baton_engine.elastic.rank_link import RankLink, unreachable
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.elastic.rank.rank_link import RankLink, unreachable
+from baton_engine.elastic.rank_name import RANK_NAME
 from baton_engine.executor.base import Executor
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig

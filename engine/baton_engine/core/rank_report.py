@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton_engine.core.standby_generation import StandbyGeneration
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats
-from baton_engine.elastic.waves import Waves
+from baton_engine.elastic.rank.waves import Waves
 from baton_engine.executor.base import ModelInfo
 from baton_protocol.topology import ExpertLoads, Generation, Member, RankPhase, Status
 

@@ -14,7 +14,7 @@ from baton_engine.core.metrics import engine_registry
 from baton_engine.core.request_metrics import RequestMetrics
 from baton_engine.core.stats import EngineStats
 from baton_engine.core.topology_stats import TopologyStats, commit_pauses
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
 from baton_operator.server import Metrics
