@@ -44,7 +44,6 @@ from baton_protocol.sampling import SamplingParams
 from support.kv_transfer.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
 from support.parity import assert_greedy, reference_model
 from support.pods import KV_TRANSPORT, Network, Pod, Pods
-from support.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
 from support.waiting import eventually
 
 LEASE_S = 1.5

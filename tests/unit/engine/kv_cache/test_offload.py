@@ -15,7 +15,7 @@ from scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.offload import OffloadTier
 from baton_engine.scheduling.request import Request
-from baton_engine.worker.kv_memory import KVMemory
+from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
 from baton_kv_transfer.memory.layout import KVCacheLayout

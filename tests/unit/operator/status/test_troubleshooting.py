@@ -99,7 +99,9 @@ CONDITIONS = {
 def documented() -> set[str]:
     """Words in the first cells of the page's tables."""
     cells = re.findall(
-        r"^\| (`[^|]+`) \|", (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(), re.MULTILINE
+        r"^\| (`[^|]+`) \|",
+        (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(),
+        re.MULTILINE,
     )
     return {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
 
