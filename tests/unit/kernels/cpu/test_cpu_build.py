@@ -48,7 +48,7 @@ def test_what_make_install_compiled_is_loaded() -> None:
     """Otherwise the tests of the compiled operations would be skipped, and a build that fails would pass."""
     if not any(one.needs <= cpu.processor_flags() for one in libraries.instruction_sets()):
         pytest.skip("the operations are not compiled for this processor")
-    assert cpu.available(), cpu.DESCRIPTION
+    assert cpu.OPS is not None, cpu.DESCRIPTION
 
 
 def test_the_processor_chooses_the_best_that_it_can_run(built: Path) -> None:
@@ -168,19 +168,19 @@ def test_the_torch_versions_serve_on_request() -> None:
 import torch
 from baton_kernels import cpu
 from baton_kernels.norm import rms_norm
-print(cpu.available(), cpu.DESCRIPTION, rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())
+print(cpu.OPS is not None, cpu.DESCRIPTION, rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())
 """
     expected = "False torch (BATON_CPU_KERNELS=torch) [[1.0, 1.0, 1.0, 1.0]]\n"
     assert in_new_process(program, BATON_CPU_KERNELS="torch") == expected
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 def test_only_torchs_openmp_is_in_the_process() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}) <= 1
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_compiled_attention_prefetches_keys_and_values() -> None:
     """A compiler leaves out calls of functions that only prefetch. Results would stay the same, only later."""
