@@ -42,7 +42,7 @@ e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/test_operator_chaos.py tests/unit/operator/test_operator_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/reconcile/test_operator_chaos.py tests/unit/operator/process/test_operator_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
 	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
@@ -58,8 +58,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests
-	$(BIN)/python hack/api_reference.py --check docs/api.md
-	$(BIN)/python hack/metrics_reference.py --check docs/metrics.md
+	$(BIN)/python hack/api_reference.py --check docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -67,8 +67,8 @@ format: $(STAMP)
 
 manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
-	$(BIN)/python hack/api_reference.py docs/api.md
-	$(BIN)/python hack/metrics_reference.py docs/metrics.md
+	$(BIN)/python hack/api_reference.py docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done

@@ -1,6 +1,6 @@
 """Benchmark reports: figures and goals, in `benchmarks/results/<machine>/<subject>.json`.
 
-`python benchmarks/report.py` renders all results as docs/benchmarks.md.
+`python benchmarks/report.py` renders all results as docs/reference/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.md"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def replace(
 
 
 def render() -> None:
-    """Write docs/benchmarks.md from all results."""
+    """Write docs/reference/benchmarks.md from all results."""
     lines = [
         "# Benchmarks",
         "",

@@ -34,7 +34,7 @@ from baton_engine.distributed.store_wire import (
     listen,
     prepare,
 )
-from baton_engine.foreign import SparseLog
+from baton_engine.untrusted import SparseLog
 from baton_protocol.config import pod_ip
 
 logger = logging.getLogger(__name__)

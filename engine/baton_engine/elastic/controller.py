@@ -33,7 +33,7 @@ from baton_engine.elastic.report import topology_status
 from baton_engine.elastic.retries import FEW_FAILURES, Retries
 from baton_engine.elastic.roster import Roster, key_of, nonce_of, serves_in
 from baton_engine.elastic.stalls import Stalls
-from baton_engine.foreign import one_line
+from baton_engine.untrusted import one_line
 from baton_protocol.topology import (
     Directive,
     Generation,

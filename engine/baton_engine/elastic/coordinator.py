@@ -22,7 +22,7 @@ from baton_engine.elastic.controller import Controller
 from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
-from baton_engine.foreign import SparseLog
+from baton_engine.untrusted import SparseLog
 from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_protocol.topology import Directive, Status, TopologyRequest, TopologyStatus
 

@@ -12,9 +12,9 @@ from typing import Protocol
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from baton_engine.bounded_http import BoundedHandler, BoundedHTTPServer
 from baton_engine.elastic.checks import Refusal
-from baton_engine.foreign import one_line
+from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
+from baton_engine.untrusted import one_line
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 METHODS = {

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from baton_engine.foreign import SparseLog
+from baton_engine.untrusted import SparseLog
 from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
 from baton_protocol.topology import (
     STATUS_INTERVAL_S,

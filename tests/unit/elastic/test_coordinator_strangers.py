@@ -15,7 +15,6 @@ import pytest
 import zmq
 from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
-from baton_engine import bounded_http
 from baton_engine.elastic.checks import (
     MAX_FAILURE,
     MAX_MEMBERS,
@@ -27,6 +26,7 @@ from baton_engine.elastic.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator import Coordinator
 from baton_engine.elastic.coordinator_http import CoordinatorServer
 from baton_engine.elastic.rank_link import RankLink
+from baton_engine.http import bounded_server
 from baton_protocol.topology import (
     Generation,
     Member,
@@ -216,7 +216,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though something comes all the time."""
-    monkeypatch.setattr(bounded_http, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 1.0)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
     with connect(server.port) as connection:
@@ -237,11 +237,11 @@ def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_when_too_many_are_there_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_http, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(bounded_server, "MAX_CONNECTIONS", 5)
     monkeypatch.setattr(
-        bounded_http.BoundedHandler, "timeout", 10 * DEADLINE_S
+        bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S
     )  # nor do they go by themselves
-    monkeypatch.setattr(bounded_http, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
     with contextlib.ExitStack() as stack:

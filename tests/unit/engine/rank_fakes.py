@@ -11,11 +11,11 @@ from typing import Any
 
 from engine_fakes import FakeExecutor
 
-from baton_engine.core.dp_engine_core import DPEngineCore
 from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.elastic.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
 from baton_engine.worker.preparation import Preparation, PreparationState
 from baton_protocol.config import (
     CacheConfig,

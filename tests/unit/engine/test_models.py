@@ -13,7 +13,7 @@ from model_cases import edit_config
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
-from baton_engine.load_counter import COUNTER
+from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.models.config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.loader import IDENTITY_PAGE_BYTES, IDENTITY_PAGES, identity_files
@@ -205,7 +205,7 @@ def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: P
 def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
     from baton_engine.models.architectures import qwen2
 
-    guide = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
+    guide = Path(__file__).parents[3] / "docs" / "internals" / "adding-a-model.md"
     assert Path(qwen2.__file__).read_text() in guide.read_text()
 
 

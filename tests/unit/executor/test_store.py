@@ -28,7 +28,7 @@ from baton_engine.distributed.process_group import create_group, generation_stor
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_server import StoreServer, open_store
 from baton_engine.distributed.store_wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
-from baton_local.ports import free_ports
+from pocketkube.ports import free_ports
 from support.waiting import eventually
 
 WAIT_S = 60.0

@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from baton_engine import foreign
+from baton_engine import untrusted
 from baton_engine.distributed import store_server, store_values
 from baton_engine.distributed.store import connect_store
 from baton_engine.distributed.store_proof import Challenge, Hello, Proof, introduce
@@ -270,10 +270,10 @@ def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
 
 
 def test_foreign_text_is_one_line_of_a_log() -> None:
-    assert foreign.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
+    assert untrusted.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
         "a\\n2026-01-01 ERROR forged\\x1b[2J\\u2028\\ud800"
     )
-    assert len(foreign.one_line("x" * 10**6)) < 400
+    assert len(untrusted.one_line("x" * 10**6)) < 400
 
 
 # The secret
