@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.prometheus import EngineCollector
 from baton_engine.metrics.request_metrics import RequestMetrics

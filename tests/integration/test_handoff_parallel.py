@@ -15,9 +15,9 @@ import torch
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.worker.peer_memory import PeerMemory
+from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,

@@ -17,9 +17,9 @@ from remote import Remote
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from baton_engine.worker.kv_memory import KVMemory
+from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_kernels import cpu
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from parts.attention_decode import check_decode
 
 #: (sequences, tokens per sequence).

@@ -24,8 +24,8 @@ from measure import Call, Result, Rows, Setting, WrongResultError, us
 from torch import Tensor
 
 from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton_engine.models.factory import make_model
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.registry import make_model
 from baton_engine.worker import model_runner
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.attention import paged_attention, plan_attention

@@ -1,6 +1,6 @@
 """DPEngineCore: an engine core that is a rank of an expert-parallel group, whose ranks step together and whose topology changes.
 
-    serving        a step is schedule -> exchange votes -> execute -> update: `elastic.waves` says who takes part, and what follows
+    serving        a step is schedule -> exchange votes -> execute -> update: `elastic.rank.waves` says who takes part, and what follows
     a change       a target is prepared in the background (`standby_generation`), then adopted between two steps; requests stay
     broken         the step in flight is discarded, requests stay, the next generation is waited for
     left           requests are given back, with ErrorCode.DRAINING: the gateway continues them elsewhere
@@ -18,8 +18,8 @@ from typing import Any
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseMode, SleepLevel
-from baton_engine.distributed.errors import GroupBrokenError
-from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.expert_parallel.control_group import ControlGroup, WaveCalls
@@ -227,7 +227,7 @@ class DPEngineCore(EngineCore):
         with self._group_lock:
             # Outside a step, so that workers change between two of them.
             self.executor.collective_rpc(
-                "adopt_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
+                "commit_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
             )
             self._retired.add(self._group)
             self._group, self.generation = standby.take_group(), generation
@@ -377,7 +377,7 @@ class DPEngineCore(EngineCore):
                 self.scheduler.discard(step)
                 self._break(str(error))
         if (
-            decision is not None and decision.adopt
+            decision is not None and decision.commit
         ):  # also if the step broke: others have adopted it, or will
             assert voted is not None, "all have voted for it"
             self._adopt(voted)
@@ -397,7 +397,7 @@ class DPEngineCore(EngineCore):
         # What was swapped in runs in the next step.
         vote = StepVote(num_tokens, int(bool(num_tokens or step.swap_in)))
         if voted is not None:
-            vote = vote._replace(adopt=vote_for(voted.generation.nonce))
+            vote = vote._replace(commit=vote_for(voted.generation.nonce))
         started = time.monotonic()
         self.position = (self.position[0] + 1, Activity.WAITS)
         try:

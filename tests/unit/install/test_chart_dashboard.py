@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.prometheus import engine_registry
 from baton_engine.metrics.request_metrics import RequestMetrics

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.topology import TopologyStatus
 from support.install.rendered_chart import ROOT
