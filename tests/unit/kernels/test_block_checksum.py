@@ -1,4 +1,4 @@
-"""Word sums of blocks: equal bit by bit whatever computes them, and different after any change of a single word."""
+"""Word sums of blocks: equal in all implementations, and different after a change of any word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 MASK = 2**64 - 1
 LENGTHS = [0, 1, 7, 31, 32, 33, 1000, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD + 97]
-"""In words: around the vectors' width and the weights' period."""
+"""Lengths in words, around the vector width and the weights' period."""
 
 
 def random_words(num_words: int) -> np.ndarray:

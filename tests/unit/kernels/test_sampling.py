@@ -1,4 +1,4 @@
-"""Draws without a full sort choose what a full sort chooses, given the same noise; and the noise is the same everywhere."""
+"""Draws without a full sort match draws with one, and all devices have the same noise."""
 
 from __future__ import annotations
 

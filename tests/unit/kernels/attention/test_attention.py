@@ -1,4 +1,4 @@
-"""Paged attention on a CPU against the formula: by the compiled operations, and by what serves where nothing was compiled."""
+"""Paged attention on a CPU against the formula, with and without compiled operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CPU operations a process takes: those compiled for its processor, torch and sources, or none."""
+"""A process loads the CPU operations compiled for its processor, torch and sources, or none."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_only_torchs_openmp_is_in_the_process() -> None:
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_compiled_attention_prefetches_keys_and_values() -> None:
-    """A compiler leaves out calls of functions that only prefetch. Results would stay the same, only later."""
+    """A compiler can remove functions that only prefetch, which would make attention slower."""
     chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
     assert chosen_set is not None
     command = [

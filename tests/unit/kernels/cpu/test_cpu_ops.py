@@ -1,4 +1,4 @@
-"""The compiled CPU operations against their torch references. Without a compiler there are none, and the torch versions serve."""
+"""The compiled CPU operations against their torch references."""
 
 from __future__ import annotations
 

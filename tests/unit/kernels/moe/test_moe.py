@@ -1,4 +1,4 @@
-"""Mixture of experts: every path against the formula, with experts that are idle, crowded or not here."""
+"""Mixture of experts: every path against the formula, with experts that are idle, crowded or on other ranks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_the_same_step_gives_the_same_bits(run: Callable[..., Tensor], triton_de
 
 
 def test_padding_reads_no_neighbour(triton_device: str) -> None:
-    """x is a view: the rows around it are NaN, and tiles are higher than it."""
+    """x is a view between NaN rows, with fewer rows than a tile."""
     x, *rest = make_case(2)
     around = torch.full((9, x.shape[1]), float("nan"))
     around[3:5] = x
