@@ -38,8 +38,8 @@ Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")
 NAMESPACE = "default"
 FLEET_TIMEOUT_S = 1800.0
+#: Median seconds from apply to Ready of 200 services before the operator read live.
 CACHED_FLEET_S = 18.2
-"""Median seconds from apply to Ready of 200 services before the operator read live."""
 QUIET_S = 5.0
 
 

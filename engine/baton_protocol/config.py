@@ -140,7 +140,7 @@ class ObservabilityConfig(_Config, frozen=True):
 class KVTransferConfig(_Config, frozen=True):
     role: KVRole = KVRole.NONE
     transport: str = "ucx"
-    """ucx, tcp, shm, auto, nixl or inproc."""
+    """ucx, tcp, shm, auto or nixl."""
     rdma: bool = False
     """Refuse to start without an RDMA device and a UCX with verbs. With transport ucx or auto."""
     port: int = KV_PORT

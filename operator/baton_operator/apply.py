@@ -16,16 +16,16 @@ from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, controlled_by
 from baton_operator.plan.plan_group import GroupPlan
-from baton_operator.problems import (
+from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
     NameConflict,
     Problem,
     ServiceKeyUnusable,
     problem_of,
 )
-from baton_operator.revisions import Former
+from baton_operator.revisions import PreviousRevision
 from baton_operator.status.diagnose import Diagnosis
-from baton_operator.status.refusals import refusal_of
+from baton_operator.status.refused_pods import refusal_of
 from baton_protocol.service_key import ServiceKey
 
 
@@ -116,7 +116,7 @@ async def apply_members(
     events: Events,
     owner: Owner,
     template: MemberTemplate,
-    former: Former | None,
+    previous: PreviousRevision | None,
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
@@ -162,9 +162,9 @@ async def apply_members(
             await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
-        assert former is not None, "a plan restores only from a previous revision"
-        await _apply(kube, owner, former.config_map, None)
-        pods += [former.template.pod(ordinal) for ordinal in plan.restore]
+        assert previous is not None, "a plan restores only from a previous revision"
+        await _apply(kube, owner, previous.config_map, None)
+        pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
     for pod in pods:
         try:
             await kube.create(pod)

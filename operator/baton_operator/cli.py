@@ -11,11 +11,11 @@ import sys
 
 from kubernetes.aio.config import ConfigException
 
-from baton_operator import logs, names, runner
+from baton_operator import logs, names, process
 from baton_operator.kube.leader import LeaseLostError
-from baton_operator.runner import KopfHangsError
+from baton_operator.metrics import AddressError
+from baton_operator.process import KopfHangsError
 from baton_operator.runtime import RESYNC_S
-from baton_operator.server import AddressError
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     logs.configure(args.log_format, args.log_level)
     gc.freeze()  # modules stay; with them a full collection holds the loop up for 0.04 to 0.24 s
     try:
-        asyncio.run(runner.run(args))
+        asyncio.run(process.run(args))
     except KopfHangsError as error:
         log.error("ends: %s", error)
         os._exit(1)  # an ordinary exit would wait for its threads

@@ -12,14 +12,13 @@ from baton_operator.builders import (
     coordinator,
     engine_account,
     gateway,
-    members_service,
     network_policy,
 )
 from baton_operator.builders.disruption_budget import disruption_budget
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.builders.owner import Object, Owner
 from baton_operator.observe.observation import Observation, gateway_schemes
-from baton_operator.problems import InvalidSpec
+from baton_operator.reconcile_problems import InvalidSpec
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +51,7 @@ def owner_of(observed: Observation) -> Owner:
     )
 
 
-def desired(
+def compute_desired(
     owner: Owner,
     policy_api: str | None,
     *,
@@ -95,7 +94,7 @@ def desired(
         gateway.service_account(owner),
         gateway.role(owner),
         gateway.role_binding(owner),
-        members_service.service(owner),
+        headless_service(owner),
         gateway.service(owner),
         gateway.deployment(owner),
         access.ingress(owner) or ("Ingress", names.gateway_name(owner.name)),

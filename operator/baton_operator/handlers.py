@@ -126,9 +126,8 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.process.ultimate_exiting_timeout = STOP_S
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = Backoffs()
-    settings.queueing.idle_timeout = (
-        0.1  # how long the worker of an object waits for its next event
-    )
+    # how long the worker of an object waits for its next event
+    settings.queueing.idle_timeout = 0.1
     settings.watching.chunk_size = 500
     settings.watching.connect_timeout = REQUEST_TIMEOUT_S
     settings.watching.inactivity_timeout = INACTIVITY_S

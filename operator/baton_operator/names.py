@@ -1,4 +1,4 @@
-"""Names, labels and annotations that the components share (docs/architecture.md, section Pods)."""
+"""Names, labels and annotations that the components share (docs/internals/architecture.md, section Pods)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
 #: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent engine.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-ANNOTATION_SERVICE_KEY = (
-    f"{GROUP}/service-key"  #: On pods: identifies the service key with which they were created.
-)
+#: On pods: identifies the service key with which they were created.
+ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
 #: Hash of the object last applied. It reveals fields that the operator no longer sets.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 

@@ -27,7 +27,7 @@ from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.controller import Outcome
-from baton_operator.desired import Desired, desired, owner_of
+from baton_operator.desired import Desired, compute_desired, owner_of
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
@@ -35,12 +35,17 @@ from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadE
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.plan.topology import filter_by_service_key, recorded_for
-from baton_operator.problems import InvalidSpec, Paused, Problem, problem_of
-from baton_operator.revisions import Former, find_former, kept_spec, recorded_name
+from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
+from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
+from baton_operator.revisions import (
+    PreviousRevision,
+    find_previous_revisions,
+    recorded_name,
+    recorded_spec,
+)
 from baton_operator.revisions import record as record_spec
-from baton_operator.status.refusals import Refusals
-from baton_operator.status.report import is_news, new_failures, report, report_defect
+from baton_operator.status.refused_pods import RefusedPods
+from baton_operator.status.report import is_new_problem, new_failures, report, report_defect
 from baton_operator.status.report_group import Group, gateway_group, member_group
 from baton_operator.status.report_topology import operation_events
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
@@ -50,9 +55,8 @@ log = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
 UNSETTLED_REVISIT_S = 20.0  # deadlines of a service that is not Ready pass without an event
-LOADING_REVISIT_S = (
-    3.0  # poll interval while pods report loading progress: no watch event carries it
-)
+# poll interval while pods report loading progress: no watch event carries it
+LOADING_REVISIT_S = 3.0
 
 
 @dataclass(eq=False)
@@ -126,7 +130,7 @@ class Reconciler:
         self._clock = clock
         self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
-        self._refusals = Refusals()
+        self._refused_pods = RefusedPods()
         #: Content hash of the objects beside the members when all of them last matched the desired state, by service.
         self._verified: dict[Key, str] = {}
 
@@ -180,25 +184,25 @@ class Reconciler:
         """Drop the state of a service that is gone."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
-        self._refusals.forget(key)
+        self._refused_pods.forget(key)
         self._probes.forget(key)
 
     async def _decide(self, step: _Step) -> None:
         """Compute the desired state from the spec or, if that is invalid, from the spec rolled out before. Raises if both fail."""
         observed = step.observed
-        if observed.nothing_to_keep:
+        if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before")
         try:
             await self._build(step)
         except Exception as error:
             step.fail(error)
-            kept = (
-                await kept_spec(self._kube, observed.service)
+            recorded = (
+                await recorded_spec(self._kube, observed.service)
                 if step.problems[0].is_of_spec
                 else None
             )
-            if kept is not None:
-                observed.service = {**observed.service, "spec": kept}
+            if recorded is not None:
+                observed.service = {**observed.service, "spec": recorded}
                 try:
                     await self._build(step)
                 except Exception as second:
@@ -213,7 +217,7 @@ class Reconciler:
         """Raises Problem, KubeError."""
         observed = step.observed
         step.owner, step.desired = (
-            self._autoscaler.sized(owner_of(observed), observed.service),
+            self._autoscaler.apply_sizes(owner_of(observed), observed.service),
             None,
         )
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
@@ -223,7 +227,7 @@ class Reconciler:
         if step.owner.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
-            step.desired = desired(
+            step.desired = compute_desired(
                 step.owner,
                 self._kube.policy_api,
                 keep_coordinator=observed.has_ranks,
@@ -264,13 +268,13 @@ class Reconciler:
         """Take the next step of each group. Return the problems; a refused pod is reported by its group instead."""
         owner, desired = step.target
         observed = step.observed
-        former = await find_former(
+        previous = await find_previous_revisions(
             self._kube, owner, observed.service, step.spec_revision, desired.members
         )
         refused: list[Problem] = []
         for role, template in desired.members.items():
             try:
-                await self._move_group(step, role, template, former.get(role))
+                await self._move_group(step, role, template, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
@@ -278,7 +282,11 @@ class Reconciler:
         return refused
 
     async def _move_group(
-        self, step: _Step, role: names.MemberRole, template: MemberTemplate, former: Former | None
+        self,
+        step: _Step,
+        role: names.MemberRole,
+        template: MemberTemplate,
+        previous: PreviousRevision | None,
     ) -> None:
         owner, desired = step.target
         observed, now = step.observed, step.now
@@ -295,30 +303,30 @@ class Reconciler:
             topology=observed.topology,
             recorded=filter_by_service_key(recorded, observed.pods, owner.key_name),
             has_coordinator=observed.coordinator is not None,
-            has_former=former is not None,
+            has_previous_revision=previous is not None,
         )
-        plan = self._refusals.hold_back(*key, plan, now)
+        plan = self._refused_pods.hold_back(*key, plan, now)
         if plan.revisit_s is not None:
             step.revisits.append(plan.revisit_s)
         if plan.acts:
             observed.freshness.require_consistent()
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
-            await self._ask_for_topology(plan.request, observed)
+            await self._request_topology(plan.request, observed)
         refusal = await apply_members(
-            self._kube, self._events, owner, template, former, plan, observed, now
+            self._kube, self._events, owner, template, previous, plan, observed, now
         )
-        if plan.restore and former is not None:
-            desired.objects.append(former.config_map)
+        if plan.restore and previous is not None:
+            desired.objects.append(previous.config_map)
         if plan.create or plan.restore:
-            pause_s = self._refusals.note(*key, refusal, now)
+            pause_s = self._refused_pods.record(*key, refusal, now)
             if pause_s is not None:
                 step.revisits.append(pause_s)
 
-    async def _ask_for_topology(self, request: TopologyRequest, observed: Observation) -> None:
+    async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the request to the coordinator, before any pod is changed."""
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
-        observed.topology = await self._coordinators.ask_for(
+        observed.topology = await self._coordinators.request_topology(
             observed.coordinator, request, observed.service_key
         )
         if observed.topology is not None:
@@ -334,7 +342,7 @@ class Reconciler:
     async def _report(self, step: _Step) -> bool:
         """Write the status and the Events. Return whether the service is Ready."""
         observed, service, owner = step.observed, step.observed.service, step.owner
-        groups = await self._judge(step)
+        groups = await self._groups_for_report(step)
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
         problem = step.problems[0] if step.problems else None
         status = report(
@@ -351,9 +359,9 @@ class Reconciler:
         written = await self._write_status(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
-        for news in self._autoscaler.take_news(owner) if owner is not None else ():
+        for news in self._autoscaler.take_events(owner) if owner is not None else ():
             await self._events.emit(service, news.reason, news.message, warning=news.warning)
-        if problem is not None and is_news(service, problem):
+        if problem is not None and is_new_problem(service, problem):
             await self._events.emit(service, problem.reason, str(problem), warning=True)
         for condition in new_failures(service, status):
             await self._events.emit(service, condition.reason, condition.message, warning=True)
@@ -363,15 +371,15 @@ class Reconciler:
                 await self._events.emit(service, reason, message, warning=warning)
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
-    async def _judge(self, step: _Step) -> dict[names.Role, Group]:
+    async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
         """Return the groups for the report; none without a desired state."""
         groups: dict[names.Role, Group] = {}
         observed, owner, desired = step.observed, step.owner, step.desired
         if owner is None or desired is None:
             return groups
-        await self._probes.ask(self._kube, observed, owner)
+        await self._probes.fill_in(self._kube, observed, owner)
         for role, template in desired.members.items():
-            refusal = self._refusals.of(observed.key, role)
+            refusal = self._refused_pods.get(observed.key, role)
             groups[role] = member_group(
                 owner, role, template, observed, self._autoscaler.status(owner, role), refusal
             )
@@ -387,7 +395,7 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 await self._write_status(service, report_defect(service, problem, self._clock()))
-                if is_news(service, problem):
+                if is_new_problem(service, problem):
                     await self._events.emit(service, problem.reason, str(problem), warning=True)
         except Exception:
             log.exception("%s: the defect could not be reported in the status", key)

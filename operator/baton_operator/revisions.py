@@ -1,7 +1,7 @@
 """The revision history of a service: the specs that were rolled out, as ControllerRevisions, and the members of one spec.
 
 `status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps that record, and a
-user can go back to any record (docs/rollouts.md). `status.servedRevision` names the record of the last spec with which
+user can go back to any record (docs/operate/rollouts.md). `status.servedRevision` names the record of the last spec with which
 the whole service was ready. While another spec is rolled out, that one is the previous revision. `plan_group.py` decides when
 its members are created again.
 
@@ -23,7 +23,7 @@ from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner, controlled_by
 from baton_operator.kube.kinds import Kube
-from baton_operator.problems import NameConflict
+from baton_operator.reconcile_problems import NameConflict
 
 LIMIT = 10  #: Older records are deleted.
 #: Fields that do not affect pods: of the spec, and of each of its groups.
@@ -31,7 +31,7 @@ _OF_NO_POD = ("paused", "updateStrategy", "progressDeadlineSeconds")
 _SIZES = ("replicas", "autoscaling")
 
 
-class Former(msgspec.Struct, frozen=True):
+class PreviousRevision(msgspec.Struct, frozen=True):
     """Template and ConfigMap of the members of the previous revision."""
 
     template: MemberTemplate
@@ -67,7 +67,7 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     return name
 
 
-async def kept_spec(kube: Kube, service: Object) -> Object | None:
+async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     """Return the last spec that was rolled out, with the present sizes. It replaces a paused or an invalid spec.
 
     None: no spec was rolled out, or the record was deleted.
@@ -117,14 +117,14 @@ def recorded_name(service: Object) -> str | None:
     return (service.get("status") or {}).get("specRevision")
 
 
-async def find_former(
+async def find_previous_revisions(
     kube: Kube,
     owner: Owner,
     service: Object,
     newest: str | None,
     templates: dict[names.MemberRole, MemberTemplate],
-) -> dict[names.MemberRole, Former]:
-    """Return template and ConfigMap of the previous revision by role; see `former_of`.
+) -> dict[names.MemberRole, PreviousRevision]:
+    """Return template and ConfigMap of the previous revision by role; see `previous_revisions_of`.
 
     Args:
         newest: name of the record of the spec that is rolled out.
@@ -135,17 +135,21 @@ async def find_former(
     """
     name = (service.get("status") or {}).get("servedRevision")
     found = {} if name in (None, newest) else await _records(kube, service)
-    return former_of(owner, found[name]["data"]["spec"], templates) if name in found else {}
+    return (
+        previous_revisions_of(owner, found[name]["data"]["spec"], templates)
+        if name in found
+        else {}
+    )
 
 
-def former_of(
+def previous_revisions_of(
     owner: Owner, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
-) -> dict[names.MemberRole, Former]:
+) -> dict[names.MemberRole, PreviousRevision]:
     """Return template and ConfigMap by role, for roles that the rollout changes and that can be created again. Pure.
 
     Ranks cannot: a new rank must be able to join the topology, so it is of the newest revision.
     """
-    former: dict[names.MemberRole, Former] = {}
+    previous: dict[names.MemberRole, PreviousRevision] = {}
     try:
         owner = msgspec.structs.replace(owner, spec=valid_spec(spec))
         for role, newest in templates.items():
@@ -154,10 +158,10 @@ def former_of(
                 continue
             template = MemberTemplate(owner, role)
             if template.revision != newest.revision:
-                former[role] = Former(template, config_map(owner, role))
+                previous[role] = PreviousRevision(template, config_map(owner, role))
     except ValueError:  # another version of the operator recorded it
         return {}
-    return former
+    return previous
 
 
 def _pod_fields(spec: Object) -> Object:

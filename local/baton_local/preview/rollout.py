@@ -23,8 +23,8 @@ from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
 from baton_operator.plan.plan_group import GroupPlan, Member, update_of
-from baton_operator.plan.topology import record
-from baton_operator.revisions import former_of, held_back, with_sizes
+from baton_operator.plan.topology_view import record
+from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
 #: Added to the longest deadline of the spec: a rollout has stopped if nothing changes in that time.
@@ -68,7 +68,9 @@ class _Rollout:
         self.steps: list[Step] = []
         self._now = START
         self._owner, self._templates = new.owner, new.desired.members
-        self._former = {} if old is None else former_of(new.owner, old.spec, self._templates)
+        self._former = (
+            {} if old is None else previous_revisions_of(new.owner, old.spec, self._templates)
+        )
         self._recorded: llmservice.TopologyStatus | None = None
         self._never_ready = conditions.never_ready
         self._cluster = Cluster(conditions, [] if old is None else self._pods_of(old))
@@ -140,7 +142,7 @@ class _Rollout:
             topology=topology,
             recorded=self._recorded,
             has_coordinator=True,
-            has_former=role in self._former,
+            has_previous_revision=role in self._former,
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:

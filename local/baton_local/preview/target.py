@@ -11,7 +11,7 @@ from baton_local.preview.steps import FieldChange, GroupChange
 from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
 from baton_operator.builders.owner import Object, Owner
-from baton_operator.desired import Desired, desired
+from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_group import update_of
 
 COORDINATOR = "192.0.2.1"  # address of the coordinator's Service, which rank templates need
@@ -40,7 +40,7 @@ def target_of(service: Object) -> Target:
         coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
         sizes={role: settings.initial for role, settings in settings_of(spec).items()},
     )
-    return Target(service["spec"], owner, desired(owner, "policy/v1", http_routes=True))
+    return Target(service["spec"], owner, compute_desired(owner, "policy/v1", http_routes=True))
 
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:

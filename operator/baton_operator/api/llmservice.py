@@ -41,9 +41,8 @@ class KVTransfer(ApiStruct, frozen=True):
 class Engine(ApiStruct, frozen=True):
     """Tuning of every engine of the service. An unset field has the engine's default."""
 
-    device: Literal["auto", "cpu", "cuda"] | None = (
-        None  #: auto: cuda where the pod has a device, else cpu.
-    )
+    #: auto: cuda where the pod has a device, else cpu.
+    device: Literal["auto", "cpu", "cuda"] | None = None
     block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block.
     #: KV blocks per engine; unset: what kvCacheMemory holds.
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
@@ -53,9 +52,8 @@ class Engine(ApiStruct, frozen=True):
     enable_prefix_caching: bool | None = None  #: Keep and share the blocks of equal prefixes.
     #: Token budget of one step; longer prompts are chunked.
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = (
-        None  #: Sequences that run at the same time.
-    )
+    #: Sequences that run at the same time.
+    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = None
     #: Waiting requests per engine; more are refused as overload.
     max_queue: Annotated[int, Meta(ge=1, le=10**6)] | None = None
     #: Compute threads per engine. Engines on one machine must divide its cores among them.
@@ -87,16 +85,13 @@ class Spec(ApiStruct, frozen=True):
 class Condition(ApiStruct, frozen=True):
     """One aspect of the state, in Kubernetes' usual form."""
 
-    type: Annotated[
-        str, Meta(min_length=1, max_length=316)
-    ]  #: Which aspect; Ready sums up the others.
+    #: Which aspect; Ready sums up the others.
+    type: Annotated[str, Meta(min_length=1, max_length=316)]
     status: Literal["True", "False", "Unknown"]  #: Whether it is as it should be.
-    reason: Annotated[
-        str, Meta(min_length=1, max_length=1024)
-    ]  #: The cause, in one word for programs.
-    message: Annotated[
-        str, Meta(max_length=32768)
-    ]  #: The cause, for people: the fault and its place.
+    #: The cause, in one word for programs.
+    reason: Annotated[str, Meta(min_length=1, max_length=1024)]
+    #: The cause, for people: the fault and its place.
+    message: Annotated[str, Meta(max_length=32768)]
     last_transition_time: Time  #: When the status changed last.
     observed_generation: Count  #: metadata.generation of the spec that it is about.
 
@@ -107,9 +102,8 @@ class GroupStatus(ApiStruct, frozen=True):
     desired: Count  #: Pods wanted.
     ready: Count  #: Pods that serve, of any revision.
     updated: Count = 0  #: Pods of the newest revision, ready or not.
-    revision: str | None = (
-        None  #: The newest revision: a hash over template and configuration of its pods.
-    )
+    #: The newest revision: a hash over template and configuration of its pods.
+    revision: str | None = None
 
 
 class PrefillStatus(GroupStatus, frozen=True):
@@ -129,14 +123,12 @@ class RankStatus(ApiStruct, frozen=True):
 class OperationSeconds(ApiStruct, frozen=True):
     """How long each phase took. A phase that has not ended is missing."""
 
-    waiting: Annotated[float, Meta(ge=0)] | None = (
-        None  #: Until its members existed and the operation before it ended.
-    )
+    #: Until its members existed and the operation before it ended.
+    waiting: Annotated[float, Meta(ge=0)] | None = None
     #: Until the next generation was ready, beside the one that serves.
     preparing: Annotated[float, Meta(ge=0)] | None = None
-    committing: Annotated[float, Meta(ge=0)] | None = (
-        None  #: Until all members had committed the generation.
-    )
+    #: Until all members had committed the generation.
+    committing: Annotated[float, Meta(ge=0)] | None = None
 
 
 class OperationStatus(ApiStruct, frozen=True):
@@ -167,9 +159,8 @@ class DecodeStatus(ApiStruct, frozen=True):
     replicas: Count  #: Pods that exist, draining ones included.
     selector: str  #: Label selector of the decode pods, for autoscalers.
     updated: Count = 0  #: Pods of the newest revision, ready or not.
-    revision: str | None = (
-        None  #: The newest revision: a hash over template and configuration of its pods.
-    )
+    #: The newest revision: a hash over template and configuration of its pods.
+    revision: str | None = None
     topology: TopologyStatus | None = None
     autoscaling: AutoscalingStatus | None = None
 
@@ -180,9 +171,8 @@ _BY_TYPE = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["typ
 class Status(ApiStruct, frozen=True):
     """What the operator saw last."""
 
-    observed_generation: Count | None = (
-        None  #: metadata.generation of the spec that all of this is about.
-    )
+    #: metadata.generation of the spec that all of this is about.
+    observed_generation: Count | None = None
     endpoint: str | None = None  #: URL of the gateway, from nodes and pods.
     ingress_endpoint: str | None = None  #: URL through the Ingress, if one was asked for.
     #: The state of each part; Ready sums up the others.

@@ -36,9 +36,8 @@ class Ingress(ApiStruct, frozen=True):
     #: Annotations of the Ingress, for its controller or cert-manager. For example that the backend serves HTTPS, where
     #: gateway.tls is set.
     annotations: dict[str, str] | None = None
-    tls: TLS | None = (
-        None  #: The Ingress ends TLS for the host with the certificate of this Secret. Unset: HTTP.
-    )
+    #: The Ingress ends TLS for the host with the certificate of this Secret. Unset: HTTP.
+    tls: TLS | None = None
 
 
 class ParentReference(ApiStruct, frozen=True):
@@ -74,9 +73,8 @@ class Limits(ApiStruct, frozen=True):
     #: Sequences of one API key that a gateway pod serves at once; more are answered 429 with Retry-After. Needs
     #: apiKeys.
     max_concurrent_per_key: Requests | None = None
-    max_prompt_tokens: Tokens | None = (
-        None  #: Longer prompts are answered 400; the model's limit if unset.
-    )
+    #: Longer prompts are answered 400; the model's limit if unset.
+    max_prompt_tokens: Tokens | None = None
     #: Requests for a longer answer are answered 400. Requests without a length get at most this many tokens. The
     #: model's limit if unset.
     max_completion_tokens: Tokens | None = None
@@ -103,9 +101,8 @@ class Gateway(ApiStruct, frozen=True):
     api_keys: APIKeys | None = None
     limits: Limits = Limits()
     routing: Routing = Routing()
-    max_concurrent_requests: Requests | None = (
-        None  #: Per gateway pod; more are answered 429 with Retry-After.
-    )
+    #: Per gateway pod; more are answered 429 with Retry-After.
+    max_concurrent_requests: Requests | None = None
     #: Shorter prompts are prefilled by the decode pod itself.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None
     resources: Resources | None = None

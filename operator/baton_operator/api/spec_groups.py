@@ -45,9 +45,8 @@ class DecodeParallelism(PrefillParallelism, frozen=True):
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
     """What both groups have in common."""
 
-    min_replicas: Replicas = (
-        1  #: 0: all pods of the group are removed after idleSeconds without a request.
-    )
+    #: 0: all pods of the group are removed after idleSeconds without a request.
+    min_replicas: Replicas = 1
     max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: The group never has more pods.
     #: Percentile of the latencies of one minute that is compared with the targets.
     percentile: Annotated[int, Meta(ge=50, le=99)] = 95
@@ -64,12 +63,10 @@ class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
     """The operator sizes the group, by the time to the first token. replicas is the size that it begins with."""
 
-    ttft_milliseconds: (
-        Milliseconds  #: Target: from the engine's receipt of a request to its first token.
-    )
-    busy_percent: Percent = (
-        80  #: The group does not shrink so far that its engines would be busier than this.
-    )
+    #: Target: from the engine's receipt of a request to its first token.
+    ttft_milliseconds: Milliseconds
+    #: The group does not shrink so far that its engines would be busier than this.
+    busy_percent: Percent = 80
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
@@ -97,9 +94,8 @@ class AutoscalingStatus(ApiStruct, frozen=True):
 class Prefill(ApiStruct, frozen=True):
     """The group that runs the prefill stage of requests."""
 
-    replicas: Replicas = (
-        1  #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
-    )
+    #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
+    replicas: Replicas = 1
     autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
     resources: Resources | None = None

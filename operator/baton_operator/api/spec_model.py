@@ -52,9 +52,8 @@ class Model(ApiStruct, frozen=True):
     #: int8: engines on CPUs multiply by weights rounded to eight bits; engines on GPUs refuse it. Unset: weights stay
     #: as they are.
     quantization: Literal["int8"] | None = None
-    max_model_len: Tokens | None = (
-        None  #: Prompt plus generated tokens; the model's own maximum if unset.
-    )
+    #: Prompt plus generated tokens; the model's own maximum if unset.
+    max_model_len: Tokens | None = None
 
 
 class ModelStatus(ApiStruct, frozen=True):

@@ -18,8 +18,8 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.autoscale.facts import groups_of, targets_of
-from baton_operator.autoscale.history import History
+from baton_operator.autoscale.decision_history import History
+from baton_operator.autoscale.inputs import groups_of, targets_of
 from baton_operator.autoscale.policy import Decision, Group, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
@@ -36,7 +36,7 @@ FRESH_PERIODS = 2.5
 """Without an answer for so many periods a container counts as gone."""
 
 
-class News(msgspec.Struct, frozen=True):
+class PendingEvent(msgspec.Struct, frozen=True):
     """An Event that is due."""
 
     reason: str
@@ -65,7 +65,7 @@ class _Service:
         self.targets: list[ScrapeTarget] = []
         self.snapshots: list[Snapshot] = []
         self.errors: dict[str, str] = {}
-        self.news: list[News] = []
+        self.news: list[PendingEvent] = []
         self.next_at = now
         self.is_scraped = False
 
@@ -98,7 +98,7 @@ class Autoscaler:
 
     # What a reconcile asks and tells
 
-    def sized(self, owner: Owner, service: dict[str, Any]) -> Owner:
+    def apply_sizes(self, owner: Owner, service: dict[str, Any]) -> Owner:
         """`owner` with the sizes that its groups shall have now, which are the spec's without `autoscaling`.
 
         Args:
@@ -116,7 +116,7 @@ class Autoscaler:
             if role not in settings:
                 known.roles.pop(role, None)
             elif role not in known.roles:
-                told = _told(service, role, settings[role]) or _first(role, settings[role])
+                told = _stored_status(service, role, settings[role]) or _first(role, settings[role])
                 known.roles[role] = _Role(settings[role], told, now)
             elif known.roles[role].settings != settings[role]:
                 self._change_settings(known, role, settings[role])
@@ -148,7 +148,7 @@ class Autoscaler:
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
-    def take_news(self, owner: Owner) -> list[News]:
+    def take_events(self, owner: Owner) -> list[PendingEvent]:
         """Events that are due, each once."""
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is None:
@@ -177,7 +177,7 @@ class Autoscaler:
         self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]
     ) -> None:
         try:
-            if await self.look(key, scraper):
+            if await self.scrape_and_decide(key, scraper):
                 due(key)
         except Exception:  # what goes wrong for one service must not end the operator
             log.exception("the autoscaler failed for %s, again in %g s", key, service.period_s)
@@ -185,7 +185,7 @@ class Autoscaler:
             service.next_at = self._clock() + service.period_s
             service.is_scraped = False
 
-    async def look(self, key: Key, scraper: Scraper) -> bool:
+    async def scrape_and_decide(self, key: Key, scraper: Scraper) -> bool:
         """One scrape and the decisions that follow. Returns whether the service has to be reconciled."""
         now, service = self._clock(), self._services[key]
         scraped = await scraper.scrape(service.targets)
@@ -250,7 +250,7 @@ class Autoscaler:
         if told == before or not (resized or now - state.published_at >= PUBLISH_S):
             return False
         if resized:
-            service.news.append(News("Scaled", message))
+            service.news.append(PendingEvent("Scaled", message))
         state.status, state.published_at = told, now
         return True
 
@@ -263,11 +263,11 @@ class Autoscaler:
                 f"spec.{role}.replicas is {settings.replicas}, but autoscaling sizes the group, which stays at "
                 f"{state.status.size}: edit minReplicas and maxReplicas, or remove autoscaling"
             )
-            service.news.append(News("ReplicasIgnored", words, warning=True))
+            service.news.append(PendingEvent("ReplicasIgnored", words, warning=True))
         state.settings, service.next_at = settings, self._clock()
 
 
-def _told(
+def _stored_status(
     service: dict[str, Any], role: names.MemberRole, settings: Settings
 ) -> AutoscalingStatus | None:
     """What the status said when it was read; None: nothing that can be used. Whoever wrote it: no size is out of bounds."""

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_operator.autoscale.history import Breach, History
+from baton_operator.autoscale.decision_history import Breach, History
 from baton_operator.autoscale.signals import (
     Signal,
     SignalReason,

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_operator.autoscale.history import Breach
+from baton_operator.autoscale.decision_history import Breach
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.windows import RoleWindow
 

@@ -61,6 +61,26 @@ class MemberTemplate:
         }
 
 
+def headless_service(owner: Owner) -> Object:
+    """Covers pods that are not ready, too: peers must be found while they start."""
+    ports = {"engine": ENGINE_PORT, "kv": KV_PORT, "http": ENGINE_HTTP_PORT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(names.members_service_name(owner.name)),
+        "spec": {
+            "type": "ClusterIP",
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"},
+            "ports": [
+                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
+                for name, port in ports.items()
+            ],
+        },
+    }
+
+
 def _container(owner: Owner, role: names.MemberRole) -> Object:
     threads = owner.spec.engine.num_threads
     return {

@@ -29,7 +29,7 @@ def members_policy(owner: Owner, operator_namespace: str | None) -> Object:
     return _policy(owner, names.members_service_name(owner.name), members, rules)
 
 
-def exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
+def kv_transfer_exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
     """Return the condition of a service whose KV transfers are open to strangers; empty if nothing is known to be.
 
     Whether the cluster enforces NetworkPolicies cannot be read from its API.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton_operator.builders.free_form import must_be
+from baton_operator.builders.free_form_fields import must_be
 
 _MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "name", "hostAliases": "ip"}
 """Lists of objects that do not merge by `name`, or merge by it although Kubernetes' own key differs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.api.field_types import Template
-from baton_operator.builders import config, free_form, model, overlay, service_key
+from baton_operator.builders import config, free_form_fields, model, overlay, service_key
 from baton_operator.builders.owner import Object, Owner
 
 USER_ID = 65532
@@ -35,7 +35,7 @@ def pod_template(
         ValueError: the overlay cannot be merged, or takes away what the operator needs, or resources are none; the message names
             the field.
     """
-    free_form.check_resources(resources, f"{role}.resources")
+    free_form_fields.check_resources(resources, f"{role}.resources")
     found = model.source(owner.spec.model, role)
     volumes, mounts = [found.volume, service_key.volume(owner)], [found.mount, service_key.mount()]
     volumes += [volume for volume, _ in extra]
@@ -79,20 +79,20 @@ def pod_template(
     ):
         built["spec"]["initContainers"] = [fetcher]
     path = f"{role}.template"
-    free_form.check_depth(template, path)
+    free_form_fields.check_depth(template, path)
     merged = overlay.merge(built, template or {}, path)
     metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
-    labels = free_form.strings(metadata.get("labels"), f"{path}.metadata.labels")
+    labels = free_form_fields.strings(metadata.get("labels"), f"{path}.metadata.labels")
     own: Object = {"labels": labels | names.labels(owner.name, role)}  # selectors depend on them
     if "annotations" in metadata:
-        own["annotations"] = free_form.strings(
+        own["annotations"] = free_form_fields.strings(
             metadata["annotations"], f"{path}.metadata.annotations"
         )
     if key := service_key.pod_annotations(owner):
         own["annotations"] = own.get("annotations", {}) | key
     built = _container(spec, container["name"], f"{path}.spec.containers")
     _keep_identity(built)
-    free_form.check_resources(
+    free_form_fields.check_resources(
         built.get("resources"), f"{path}.spec.containers[{container['name']}].resources"
     )
     return {"metadata": own, "spec": spec}
@@ -136,14 +136,14 @@ def identity_env(**more: str) -> list[Object]:
 def _object(parent: Object, field: str, path: str) -> Object:
     found = parent.get(field)
     if not isinstance(found, dict):
-        raise free_form.must_be("an object", f"{path}.{field}", found)
+        raise free_form_fields.must_be("an object", f"{path}.{field}", found)
     return found
 
 
 def _container(spec: Object, name: str, path: str) -> Object:
     """The one of the component, which an overlay can take away only with all."""
     if "containers" not in spec:
-        raise free_form.must_be("a list", path, None)
+        raise free_form_fields.must_be("a list", path, None)
     (found,) = (container for container in spec["containers"] if container["name"] == name)
     component: Object = found
     return component

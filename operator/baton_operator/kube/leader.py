@@ -64,9 +64,8 @@ class Election:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        self.seen: Record | None = (
-            None  # the Lease as last read or written; None: it does not exist
-        )
+        # the Lease as last read or written; None: it does not exist
+        self.seen: Record | None = None
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
 

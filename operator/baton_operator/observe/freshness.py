@@ -16,9 +16,8 @@ import msgspec
 from baton_kube.client import KubeError
 
 OLDEST = "0"  # resource version that any state of the watch cache satisfies
-GATEWAY_TIMEOUT = (
-    504  # HTTP code if the cache did not reach the required version within a few seconds
-)
+# HTTP code if the cache did not reach the required version within a few seconds
+GATEWAY_TIMEOUT = 504
 #: Kinds whose status the operator reads. Objects of other kinds change only when a client writes their spec.
 MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRoute"})
 

@@ -22,7 +22,7 @@ from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_group import Member
-from baton_operator.revisions import held_back, kept_spec
+from baton_operator.revisions import held_back, recorded_spec
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 from baton_protocol.service_key import ServiceKey
@@ -69,7 +69,7 @@ class Observation(msgspec.Struct, kw_only=True):
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
     #: The service is paused, and no spec was rolled out before. If one was, it replaces the spec in `service` during a pause.
-    nothing_to_keep: bool = False
+    has_no_recorded_spec: bool = False
     #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
 
@@ -129,12 +129,12 @@ async def observe(
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
-    kept: Object | None = service["spec"]
+    recorded: Object | None = service["spec"]
     waiting: tuple[str, ...] = ()
     if _is_set(service, "paused"):
-        kept = await kept_spec(kube, service)
-        waiting = held_back(kept, service["spec"]) if kept is not None else ()
-    service = {**service, "spec": kept or service["spec"]}
+        recorded = await recorded_spec(kube, service)
+        waiting = held_back(recorded, service["spec"]) if recorded is not None else ()
+    service = {**service, "spec": recorded or service["spec"]}
     found, deployments, services, key_secret = await asyncio.gather(
         list_own(kube, "Pod", key, freshness),
         list_own(kube, "Deployment", key, freshness),
@@ -163,7 +163,7 @@ async def observe(
         key_secret=key_secret,
         service_key=service_key,
         members={},
-        nothing_to_keep=kept is None,
+        has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
     # Topology first: a member that stands by in it has left the topology before it reports its unfinished requests.

@@ -105,7 +105,7 @@ class CoordinatorClient(_PodClient):
         """Return the present topology."""
         return await self._request("GET", host, "/topology", key, TopologyStatus)
 
-    async def ask_for(
+    async def request_topology(
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
         """Request a topology. Return the present one."""

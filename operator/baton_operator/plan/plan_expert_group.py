@@ -28,15 +28,15 @@ from baton_operator.plan.plan_group import (
     GroupPlan,
     Member,
     Update,
+    deletion_reason,
     free_ordinals,
-    may_go,
     plan_failed,
     plan_group,
     present_members,
     update_of,
     waits_for_room,
 )
-from baton_operator.plan.topology import ACTIVE, TopologyView
+from baton_operator.plan.topology_view import ACTIVE, TopologyView
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 REVISIT_S = 1.0
@@ -80,12 +80,12 @@ def plan_members(
     topology: TopologyStatus | None,
     recorded: llmservice.TopologyStatus | None,
     has_coordinator: bool,
-    has_former: bool,
+    has_previous_revision: bool,
 ) -> GroupPlan:
     """Return the next step of a group of either kind. It is planned as ranks while a coordinator can let its ranks leave.
 
     Args:
-        topology, recorded, has_former: see `ExpertGroup` and `plan_group`.
+        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
     """
     size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
     update = update_of(owner, role)
@@ -97,7 +97,7 @@ def plan_members(
             update=update,
             drain_timeout_s=drain_timeout_s,
             now=now,
-            has_former=has_former,
+            has_previous_revision=has_previous_revision,
         )
     group = ExpertGroup(
         service_uid=owner.uid,
@@ -142,7 +142,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     for member in leaving:
         if member.expert_group and member not in last and not _has_left(member, staying, view):
             continue
-        why = _may_go(member, last, group.drain_timeout_s, view, now)
+        why = _deletion_reason(member, last, group.drain_timeout_s, view, now)
         if why:
             delete.append(Delete(member.name, why))
         elif (member.serving or member in last) and member.drain_started is None:
@@ -302,7 +302,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
     return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
 
 
-def _may_go(
+def _deletion_reason(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
     """Return why a member that has left may be deleted now; empty: not yet."""
@@ -314,7 +314,7 @@ def _may_go(
     unsure = member.expert_group and not (member.serving and view.knows(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
-    return may_go(member, drain_timeout_s, now)
+    return deletion_reason(member, drain_timeout_s, now)
 
 
 def _is_of_another(member: Member, group: str) -> bool:

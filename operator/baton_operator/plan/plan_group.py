@@ -48,9 +48,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     created: datetime | None = None
     unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
     expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
-    no_room_since: datetime | None = (
-        None  # since when only other pods' use of resources keeps it from being scheduled
-    )
+    # since when only other pods' use of resources keeps it from being scheduled
+    no_room_since: datetime | None = None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +57,10 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     max_surge: int = 1
     max_unavailable: int = 0
-    surge_timeout_s: float = (
-        30.0  # a new member without room takes the place of an old one after this time
-    )
-    progress_deadline_s: float = (
-        600.0  # a new member that is not ready after this time stalls the rollout
-    )
+    # a new member without room takes the place of an old one after this time
+    surge_timeout_s: float = 30.0
+    # a new member that is not ready after this time stalls the rollout
+    progress_deadline_s: float = 600.0
     paused: bool = False  # members of earlier revisions count as new ones
 
 
@@ -79,9 +76,8 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     restore: list[int] = []  # ordinals of members to create with the previous revision
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    revisit_s: float | None = (
-        None  # plan again after this time, because a change without an event is expected
-    )
+    # plan again after this time, because a change without an event is expected
+    revisit_s: float | None = None
 
     @property
     def acts(self) -> bool:
@@ -114,23 +110,27 @@ def plan_group(
     update: Update,
     drain_timeout_s: float,
     now: datetime,
-    has_former: bool = False,
+    has_previous_revision: bool = False,
 ) -> GroupPlan:
     """Return the next step towards `desired` members of `revision`.
 
     Args:
-        has_former: there is a previous revision, different from `revision`, whose members can be created.
+        has_previous_revision: there is a previous revision, different from `revision`, whose members can be created.
     """
     present = present_members(members, now)
     delete, waits = plan_failed(present, now)
     staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
     draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
-    delete += [Delete(m.name, why) for m in draining if (why := may_go(m, drain_timeout_s, now))]
+    delete += [
+        Delete(m.name, why) for m in draining if (why := deletion_reason(m, drain_timeout_s, now))
+    ]
 
     newest = [m for m in staying if update.paused or m.revision == revision]
     outdated = [m for m in staying if m not in newest]
     max_unavailable = update.max_unavailable
-    stalled_in_s = _stalls_in(newest, update, now) if has_former and not update.paused else None
+    stalled_in_s = (
+        _stalls_in(newest, update, now) if has_previous_revision and not update.paused else None
+    )
     if (
         outdated
         and stalled_in_s != 0
@@ -166,7 +166,7 @@ def plan_group(
     is_deleted_by_others = any(m.deletion is not None and not m.draining for m in present)
     room = desired + (update.max_surge if is_rollout or is_deleted_by_others else 0) - len(present)
     create, restore = [], []
-    if has_former and (update.paused or stalled_in_s == 0):
+    if has_previous_revision and (update.paused or stalled_in_s == 0):
         serving = [m for m in newest if m.ready or update.paused]
         restore = free_ordinals(members, min(desired - len(serving) - len(outdated), room))
     else:
@@ -204,7 +204,7 @@ def waits_for_room(newest: list[Member], update: Update, now: datetime) -> float
     return _left_s((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
-def may_go(member: Member, drain_timeout_s: float, now: datetime) -> str:
+def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
     """Return why a draining member may be deleted now; empty: not yet."""
     if not member.serving:
         return "it is not running"

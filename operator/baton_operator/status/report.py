@@ -18,7 +18,7 @@ from baton_operator.api.llmservice import (
 from baton_operator.builders import access, network_policy
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import condition, conditions
-from baton_operator.problems import Problem
+from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
 from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
@@ -68,7 +68,7 @@ def report(
         "no spec is rolled out, so the model is not known",
     )
     if owner is not None:
-        verdicts |= network_policy.exposure(owner)
+        verdicts |= network_policy.kv_transfer_exposure(owner)
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
         verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)
@@ -189,7 +189,7 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
 
 
-def is_news(service: Object, problem: Problem) -> bool:
+def is_new_problem(service: Object, problem: Problem) -> bool:
     """Whether the problem is worth an Event: its class has Events, and Ready had another reason before."""
     return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
 

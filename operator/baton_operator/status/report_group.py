@@ -13,17 +13,17 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, is_ready
-from baton_operator.plan.topology import asleep, record, recorded_for
+from baton_operator.plan.topology_view import asleep, record, recorded_for
 from baton_operator.status.diagnose import (
     PROGRESS_REASONS,
     Diagnosis,
     Verdict,
     diagnose,
-    leaving,
+    is_leaving,
     still_loading,
     tries_again,
 )
-from baton_operator.status.refusals import refusal_of_deployment
+from baton_operator.status.refused_pods import refusal_of_deployment
 from baton_operator.status.report_topology import (
     SCALE_FAILED,
     UNREACHABLE,
@@ -42,14 +42,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     role: names.Role
     desired: int
     pods: list[Object]
-    revision: str | None = (
-        None  # of members that are up to date. None: a Deployment's pods, judged by `updated`
-    )
+    # of members that are up to date. None: a Deployment's pods, judged by `updated`
+    revision: str | None = None
     updated: bool = True  # whether the Deployment has no pod of an old revision left
     template_revision: str | None = None  # of the Deployment's newest pods
-    topology: GroupTopology | None = (
-        None  # of an expert-parallel group: its ranks serve, not its pods
-    )
+    # of an expert-parallel group: its ranks serve, not its pods
+    topology: GroupTopology | None = None
     autoscaling: AutoscalingStatus | None = None  # of a group that the autoscaler sizes
     loading: Mapping[str, Health] = {}  # replies of pods that fetch or load the model, by name
     refusal: Diagnosis | None = None  # why the API server refuses further pods
@@ -68,7 +66,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [
             pod
             for pod in self.pods
-            if not leaving(pod) and pod.get("status", {}).get("phase") not in ended
+            if not is_leaving(pod) and pod.get("status", {}).get("phase") not in ended
         ]
 
     @property
@@ -220,7 +218,9 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
     """Yield what keeps a group from serving, the most specific first."""
     # A failed member may show why its replacement fails. Failed pods of a Deployment stay after their replacement works.
     judged = (
-        group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+        group.current
+        if group.revision is None
+        else [pod for pod in group.pods if not is_leaving(pod)]
     )
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")

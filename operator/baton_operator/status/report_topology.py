@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
-from baton_operator.plan.topology import ACTIVE
+from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status.diagnose import Verdict
 from baton_protocol.topology import OperationPhase, RankPhase
 

@@ -14,8 +14,8 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
-from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, leaving
-from baton_operator.status.refusals import QUOTA_EXCEEDED
+from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, is_leaving
+from baton_operator.status.refused_pods import QUOTA_EXCEEDED
 from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
@@ -82,7 +82,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     """Return what the next step of the rollout waits for."""
     group, unready = (
         rollout.group,
-        [pod for pod in rollout.newest if not is_ready(pod) and not leaving(pod)],
+        [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)],
     )
     found = diagnose(unready, group.missing)
     late = [
@@ -99,7 +99,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         return Diagnosis(
             NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message
         )
-    if going := [pod for pod in rollout.old if leaving(pod)]:
+    if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:
         return Diagnosis(
@@ -110,7 +110,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
 
 def _counts(rollout: _Rollout) -> str:
     newest, group = rollout.newest, rollout.group
-    num_old_ready = sum(is_ready(pod) and not leaving(pod) for pod in rollout.old)
+    num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
     counts = f"{len(newest)} of {group.desired} {group.role} pods are of the newest revision"
     old_counts = f"{len(rollout.old)} of earlier ones, {num_old_ready} of them ready"
     return f"{counts}, {sum(map(is_ready, newest))} of them ready, {old_counts}"

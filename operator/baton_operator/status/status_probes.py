@@ -17,7 +17,7 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
-from baton_operator.status.diagnose import by_name, leaving, may_lack_objects, references
+from baton_operator.status.diagnose import by_name, is_leaving, may_lack_objects, references
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
@@ -43,7 +43,7 @@ class StatusProbes:
         #: Replies by process of an engine. A reply never changes, so each process gets one request. None: no KV role.
         self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
-    async def ask(self, kube: Kube, observed: Observation, owner: Owner) -> None:
+    async def fill_in(self, kube: Kube, observed: Observation, owner: Owner) -> None:
         """Fill in `loading`, `missing` and `kv` of the observation."""
         observed.loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
@@ -147,7 +147,7 @@ def _is_member(pod: Object) -> bool:
 
 def _may_load(pod: Object) -> bool:
     has_address = bool((pod.get("status") or {}).get("podIP"))
-    return _is_member(pod) and has_address and not is_ready(pod) and not leaving(pod)
+    return _is_member(pod) and has_address and not is_ready(pod) and not is_leaving(pod)
 
 
 def _begins(pod: Object) -> bool:
