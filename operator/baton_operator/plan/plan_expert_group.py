@@ -1,15 +1,26 @@
-"""Plan the next step of an expert-parallel group: pods, topology requests, deletions. Pure: no client and no clock.
+"""Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins when its container has started: a topology with it is requested from the coordinator. To leave, a topology
-without it is requested. When it stands by, it is marked as draining. It is deleted when nothing is unfinished. While a
-topology is being prepared or committed, and while the coordinator does not answer, only failed pods are deleted. The update
-strategy rolls out a new revision. With a surge, new pods join before outdated ones leave. A new pod without room takes the
-place of an outdated one after `surge_timeout_s`.
+A member joins when its container has started: a topology with it is requested from the coordinator.
+A member leaves in three steps, and each is observed before the next:
 
-A topology has at least one member. So the last rank of a group scaled to zero drains as a rank, after the others have gone.
-Pods of another expert group, for example of another model, cannot share a topology with the new ones. When a new pod has
-started, the other group is scaled to zero, then the new group is formed. Decode pods that were dense engines drain like any
-engine. When decode pods are to be dense engines, ranks leave as the dense engines become ready.
+1. A topology without it is requested.
+2. When it stands by, it is marked as draining.
+3. When none of its requests and transfers is unfinished, it is deleted.
+
+While a topology is being prepared or committed, and while the coordinator does not answer, only
+failed pods are deleted.
+
+A rollout follows the update strategy. With a surge, new pods join before outdated ones leave. A new
+pod without room takes the place of an outdated one after `surge_timeout_s`.
+
+Four cases are special:
+
+- Scale to zero: a topology has at least one member. So the last rank drains as a rank, after the
+  others have gone.
+- Another expert group, for example of another model: its pods cannot share a topology with the new
+  ones. When a new pod has started, the other group is scaled to zero. Then the new group is formed.
+- From dense engines to ranks: the dense engines drain like any engine.
+- From ranks to dense engines: ranks leave as the dense engines become ready.
 """
 
 from __future__ import annotations
@@ -42,8 +53,8 @@ from baton_protocol.topology import TopologyRequest, TopologyStatus
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-#: A running rank registers with its coordinator at once. A pod that has not registered this long after it was marked as
-#: draining is not a member.
+#: A running rank registers with its coordinator at once. A pod that has not registered this long
+#: after it was marked as draining is not a member.
 UNREGISTERED = timedelta(seconds=10)
 
 
@@ -51,7 +62,8 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of an expert-parallel group, and its topology."""
 
     service_uid: str
-    name: str  # of ranks that can be in one topology; empty: members are to be dense engines, and ranks leave
+    # of ranks that can be in one topology; empty: members are to be dense engines, and ranks leave
+    name: str
     desired: int
     revision: str
     topology: TopologyStatus | None  # None: the coordinator did not answer
@@ -82,7 +94,9 @@ def plan_members(
     has_coordinator: bool,
     has_previous_revision: bool,
 ) -> GroupPlan:
-    """Return the next step of a group of either kind. It is planned as ranks while a coordinator can let its ranks leave.
+    """Return the next step of a group of either kind.
+
+    It is planned as ranks while a coordinator can let its ranks leave.
 
     Args:
         topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
@@ -135,8 +149,8 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
                 if m.expert_group and not m.serving
             ]
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
-    wanted = _wanted(alive, staying, leaving, group.name, view, now)
-    request = _request(wanted, group, view)
+    desired = _desired_members(alive, staying, leaving, group.name, view, now)
+    request = _request(desired, group, view)
     last = _last_ranks(alive, staying, view)
     drain = []
     for member in leaving:
@@ -149,7 +163,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
             drain.append(member.name)
         if member.draining or member.name in drain:
             waits.append(POLL_DRAIN_S)
-    if alive and (wanted != view.desired or _is_under_way(view, staying, group.name)):
+    if alive and (desired != view.desired or _is_under_way(view, staying, group.name)):
         waits.append(REVISIT_S)
     return ExpertGroupPlan(
         create=create,
@@ -160,13 +174,14 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     )
 
 
-def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus) -> str:
+def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatus) -> str:
     """Return an id that follows from the observed state, so it is the same after a crash.
 
-    It covers the generation and the operation before, so a later request for the same members has another id.
+    It covers the generation and the operation before, so a later request for the same members has
+    another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
-    return names.content_hash([group.service_uid, topology.generation, before, wanted])
+    return names.content_hash([group.service_uid, topology.generation, before, desired])
 
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:
@@ -203,7 +218,8 @@ def _divide(
         else 0
     )
     current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
-    # Another group leaves when a pod of this one has started: a revision that cannot start replaces no rank.
+    # Another group leaves when a pod of this one has started: a revision that cannot start replaces
+    # no rank.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
     outdated = [m for m in usable if m not in newest and m not in others]
     serving = sum(view.serves(m.name) if view and group.name else m.ready for m in current)
@@ -230,13 +246,17 @@ def _create(
     num_current: int,
     group: ExpertGroup,
 ) -> list[int]:
-    """Return ordinals. If no member stays, one is created beyond the surge: ranks leave only for a topology without them."""
+    """Return ordinals.
+
+    If no member stays, one is created beyond the surge: ranks leave only for a topology without
+    them.
+    """
     is_rollout = any(not _is_newest(m, group) for m in alive)
     room = group.desired + (group.update.max_surge if is_rollout else 0) - len(alive)
     return free_ordinals(members, min(group.desired - num_current, max(room, 0 if staying else 1)))
 
 
-def _wanted(
+def _desired_members(
     alive: list[Member],
     staying: list[Member],
     leaving: list[Member],
@@ -245,9 +265,8 @@ def _wanted(
     now: datetime,
 ) -> frozenset[str]:
     """Return the names of the members of the desired topology."""
-    if any(
-        _is_of_another(m, group) for m in alive
-    ):  # the other group serves until it is scaled to zero
+    # Another group serves until it is scaled to zero.
+    if any(_is_of_another(m, group) for m in alive):
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
         candidates = [m for m in staying if group and m.expert_group == group]
@@ -268,21 +287,24 @@ def _wanted(
 
 
 def _request(
-    wanted: frozenset[str], group: ExpertGroup, view: TopologyView
+    desired: frozenset[str], group: ExpertGroup, view: TopologyView
 ) -> TopologyRequest | None:
     """Return the request for the coordinator. None: it has been sent already, or has to wait."""
-    if wanted == view.desired:
+    if desired == view.desired:
         return None
-    if view.is_changing and view.desired and wanted > view.desired:
+    if view.is_changing and view.desired and desired > view.desired:
         return None  # members that only join do not undo the running operation
-    members = sorted(wanted)
+    members = sorted(desired)
     return TopologyRequest(
         operation_id=operation_id(group, members, view.topology), members=members
     )
 
 
 def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """Return the last rank of a group that is to end, or all its ranks if none of their containers runs."""
+    """Return the last rank of a group that is to end.
+
+    If none of the ranks' containers runs, all of them are last ranks.
+    """
     ranks = [m for m in alive if view.is_rank(m.name)]
     if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):
         return []
@@ -294,7 +316,7 @@ def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) 
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
-    """Whether the member is in no topology, neither the present one nor a prepared or requested one."""
+    """Return whether the member is in no present, prepared or requested topology."""
     if view.is_changing or view.is_rank(member.name):
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):

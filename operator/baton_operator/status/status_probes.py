@@ -1,5 +1,8 @@
-"""Requests that only the status needs. Pods report loading progress and KV compatibility. The API server reports whether the
-Secrets and ConfigMaps that pods wait for exist."""
+"""Requests that only the status needs.
+
+Pods report loading progress and KV compatibility. The API server reports whether the Secrets and
+ConfigMaps that pods wait for exist.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from baton_protocol.progress import Health
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
-#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the first ones.
+#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the
+#: first ones.
 MAX_ASKED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
@@ -40,7 +44,8 @@ class StatusProbes:
         self._session = session
         self._port = port
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        #: Replies by process of an engine. A reply never changes, so each process gets one request. None: no KV role.
+        #: Replies by process of an engine. A reply never changes, so each process gets one request.
+        #: None: no KV role.
         self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
     async def fill_in(self, kube: Kube, observed: Observation, owner: Owner) -> None:
@@ -97,7 +102,7 @@ class StatusProbes:
             return await self._health(pod)
 
     async def _health(self, pod: Object) -> Health | None:
-        """Return the pod's reply; None if there is none that can be decoded, for example while the process starts."""
+        """Return the pod's reply; None if there is no valid reply."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
@@ -113,7 +118,9 @@ class StatusProbes:
 
 
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
-    """Whether the next request may return new loading progress, which no watch event carries.
+    """Return whether the next probe may return new loading progress.
+
+    No watch event carries that progress.
 
     True if a pod has reported progress, or runs and has not reported any yet.
     """
@@ -134,7 +141,10 @@ async def find_missing(
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """Whether the object exists. A failed request counts as True, so that no object is reported missing by mistake."""
+    """Return whether the object exists.
+
+    A failed request counts as True, so that no object is reported missing by mistake.
+    """
     try:
         return await kube.exists(reference.kind, namespace, reference.name)
     except (KubeError, OSError):
@@ -151,7 +161,10 @@ def _may_load(pod: Object) -> bool:
 
 
 def _begins(pod: Object) -> bool:
-    """Whether a fetcher runs, or an engine that has not passed its startup probe. The probe also requests /health."""
+    """Return whether a fetcher runs, or an engine that has not passed its startup probe.
+
+    The probe also requests /health.
+    """
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
     containers = [*(status.get("initContainerStatuses") or []), *engines]
