@@ -86,7 +86,15 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
-    """Write `obj` if it differs; return it as stored. `present`: the object as listed."""
+    """Write `obj` if it differs, and return the stored object.
+
+    Args:
+        present: the object as listed.
+
+    Raises:
+        NameConflict: the object has another owner.
+        KubeError: the API server refused a request.
+    """
     name = obj["metadata"]["name"]
     if present is None:  # the list contains only objects with the service's label
         present = await kube.read(obj["kind"], owner.namespace, name)
@@ -100,22 +108,22 @@ async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) 
     return await kube.apply(stamped)
 
 
-def contains(present: Any, wanted: Any) -> bool:
-    """Return whether `present` has every field of `wanted`.
+def contains(present: Any, desired: Any) -> bool:
+    """Return whether `present` has every field of `desired`.
 
     Further fields belong to the server or to other managers.
     """
-    if isinstance(wanted, dict):
+    if isinstance(desired, dict):
         return isinstance(present, dict) and all(
-            key in present and contains(present[key], wanted[key]) for key in wanted
+            key in present and contains(present[key], desired[key]) for key in desired
         )
-    if isinstance(wanted, list):
+    if isinstance(desired, list):
         return (
             isinstance(present, list)
-            and len(present) == len(wanted)
-            and all(map(contains, present, wanted))
+            and len(present) == len(desired)
+            and all(map(contains, present, desired))
         )
-    return bool(present == wanted)
+    return bool(present == desired)
 
 
 async def apply_members(

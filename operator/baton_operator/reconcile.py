@@ -204,7 +204,7 @@ class Reconciler:
         """
         observed = step.observed
         if observed.has_no_recorded_spec:
-            raise Paused("spec.paused is true, and nothing was rolled out before")
+            raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
             await self._build(step)
         except Exception as error:

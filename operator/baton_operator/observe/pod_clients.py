@@ -1,7 +1,4 @@
-"""HTTP clients of engines and of the coordinator of an expert-parallel group.
-
-Both idempotent: a call may be repeated.
-"""
+"""HTTP clients of engines and of the coordinator. All requests are idempotent."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, Topo
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
-# an address that did not answer in time gets no request for this long: it would delay other
-# services
+#: An address that did not answer in time gets no request for this long, because waiting for it
+#: delays other services.
 SILENT_S = 5.0
 MAX_BODY_BYTES = 2**20
 

@@ -55,21 +55,21 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     created: datetime | None = None
     unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
     expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
-    # since when only other pods' use of resources keeps it from being scheduled
+    #: Since when it cannot be scheduled only because other pods use the resources.
     no_room_since: datetime | None = None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
     """How members of an earlier revision are replaced.
 
-    With `max_surge` and `max_unavailable` 0, none is.
+    With `max_surge` and `max_unavailable` both 0, no member is replaced.
     """
 
     max_surge: int = 1
     max_unavailable: int = 0
-    # a new member without room takes the place of an old one after this time
+    #: A new member without room takes the place of an old one after this time.
     surge_timeout_s: float = 30.0
-    # a new member that is not ready after this time stalls the rollout
+    #: A new member that is not ready after this time stalls the rollout.
     progress_deadline_s: float = 600.0
     paused: bool = False  # members of earlier revisions count as new ones
 
@@ -88,7 +88,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     restore: list[int] = []  # ordinals of members to create with the previous revision
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    # plan again after this time, because a change without an event is expected
+    #: Plan again after this time, because a change without an event is expected.
     revisit_s: float | None = None
 
     @property
@@ -141,13 +141,15 @@ def plan_group(
     newest = [m for m in staying if update.paused or m.revision == revision]
     outdated = [m for m in staying if m not in newest]
     max_unavailable = update.max_unavailable
-    stalled_in_s = (
-        _stalls_in(newest, update, now) if has_previous_revision and not update.paused else None
+    stall_left_s = (
+        _stall_timeout_left_s(newest, update, now)
+        if has_previous_revision and not update.paused
+        else None
     )
     if (
         outdated
-        and stalled_in_s != 0
-        and (wait_s := waits_for_room(newest, update, now)) is not None
+        and stall_left_s != 0
+        and (wait_s := room_timeout_left_s(newest, update, now)) is not None
     ):
         if wait_s > 0:
             waits.append(wait_s)
@@ -163,7 +165,7 @@ def plan_group(
     )
     kept = [m for m in newest if m not in leavers]
     # While the rollout stalls, members of the previous revision that start are not replaced.
-    replaceable = [m for m in outdated if m.ready] if stalled_in_s == 0 else outdated
+    replaceable = [m for m in outdated if m.ready] if stall_left_s == 0 else outdated
     leavers += _replaced(kept, replaceable, desired - max_unavailable)
     # A member that another client marked has no drain_started: it is marked again.
     drain = [
@@ -172,14 +174,14 @@ def plan_group(
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
     if draining or drain:
         waits.append(POLL_DRAIN_S)
-    if stalled_in_s:
-        waits.append(stalled_in_s)
+    if stall_left_s:
+        waits.append(stall_left_s)
 
-    is_rollout = not update.paused and (bool(revisions - {revision}) or stalled_in_s == 0)
+    is_rollout = not update.paused and (bool(revisions - {revision}) or stall_left_s == 0)
     is_deleted_by_others = any(m.deletion is not None and not m.draining for m in present)
     room = desired + (update.max_surge if is_rollout or is_deleted_by_others else 0) - len(present)
     create, restore = [], []
-    if has_previous_revision and (update.paused or stalled_in_s == 0):
+    if has_previous_revision and (update.paused or stall_left_s == 0):
         serving = [m for m in newest if m.ready or update.paused]
         restore = free_ordinals(members, min(desired - len(serving) - len(outdated), room))
     else:
@@ -212,12 +214,12 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
     return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
 
 
-def waits_for_room(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Return seconds until a new member without room may take an old one's place.
+def room_timeout_left_s(newest: list[Member], update: Update, now: datetime) -> float | None:
+    """Return the seconds until a new member without room may take the place of an old one.
 
     None: every new member has room.
     """
-    return _left_s((m.no_room_since for m in newest), update.surge_timeout_s, now)
+    return _remaining_s((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
@@ -233,16 +235,16 @@ def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> st
     return ""
 
 
-def _stalls_in(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Return seconds until the first new member misses its progress deadline.
+def _stall_timeout_left_s(newest: list[Member], update: Update, now: datetime) -> float | None:
+    """Return the seconds until the first new member misses its progress deadline.
 
-    None: all are ready or wait for room.
+    None: all new members are ready or wait for room.
     """
     unready = (m.unready_since for m in newest if m.no_room_since is None)
-    return _left_s(unready, update.progress_deadline_s, now)
+    return _remaining_s(unready, update.progress_deadline_s, now)
 
 
-def _left_s(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> float | None:
+def _remaining_s(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> float | None:
     """Return the seconds left until `timeout_s` after the earliest of `times`.
 
     0: that has passed. None: there is no time.

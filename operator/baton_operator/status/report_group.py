@@ -169,7 +169,7 @@ def _topology(observed: Observation, owner: Owner) -> GroupTopology:
     return GroupTopology(
         status=status if owner.replicas("decode") else asleep(status),
         reachable=topology is not None,
-        asked_for=frozenset(topology.desired) if topology else frozenset(),
+        requested=frozenset(topology.desired) if topology else frozenset(),
     )
 
 

@@ -21,7 +21,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
     status: TopologyStatus | None
     reachable: bool
-    asked_for: frozenset[str] = frozenset()  # members of the last request to the coordinator
+    requested: frozenset[str] = frozenset()  # members of the last request to the coordinator
 
     @property
     def serving(self) -> frozenset[str]:
@@ -49,11 +49,11 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if not desired and not ranks:
         return "False", AT_REST, "no ranks are wanted"
     if operation and operation.phase in _ACTIVE:
-        members = ", ".join(sorted(topology.asked_for))
+        members = ", ".join(sorted(topology.requested))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
         return (
             "True",
-            _reason(operation, ranks, topology.asked_for),
+            _reason(operation, ranks, topology.requested),
             message + _after(": ", operation.reason),
         )
     if operation and operation.phase == OperationPhase.FAILED:
@@ -68,12 +68,12 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
 
 
-def _reason(operation: OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
+def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
-    if ranks == asked_for:  # ranks have committed, so it is not visible which of them join or leave
+    if ranks == requested:  # ranks have committed, so it is not visible which of them join or leave
         return "Committing"
-    return "ScalingUp" if asked_for - ranks else "ScalingDown"
+    return "ScalingUp" if requested - ranks else "ScalingDown"
 
 
 def _after(words: str, value: str | int | None) -> str:

@@ -29,7 +29,7 @@ TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
 #: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the
 #: first ones.
-MAX_ASKED = 16
+MAX_PROBED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
 
@@ -69,30 +69,30 @@ class StatusProbes:
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the replies of members that fetch or load the model, by pod name."""
-        asked = by_name(filter(_may_load, pods))[:MAX_ASKED]
-        answers = await asyncio.gather(*map(self._health, asked))
+        probed = by_name(filter(_may_load, pods))[:MAX_PROBED]
+        replies = await asyncio.gather(*map(self._health, probed))
         return {
             pod["metadata"]["name"]: health
-            for pod, health in zip(asked, answers, strict=True)
+            for pod, health in zip(probed, replies, strict=True)
             if health is not None and health.reason in LOADING_REASONS
         }
 
     async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
         """Return the KV compatibility that ready members have reported, by pod name."""
-        asked = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
+        probed = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
         known = {
-            process: kv for process, kv in self._known.get(key, {}).items() if process in asked
+            process: kv for process, kv in self._known.get(key, {}).items() if process in probed
         }
-        new = [process for process in asked if process not in known]
-        answers = await asyncio.gather(*(self._health_in_turn(asked[process]) for process in new))
+        new = [process for process in probed if process not in known]
+        replies = await asyncio.gather(*(self._health_in_turn(probed[process]) for process in new))
         known |= {
             process: health.kv
-            for process, health in zip(new, answers, strict=True)
+            for process, health in zip(new, replies, strict=True)
             if health is not None
         }
         self._known[key] = known
         return {
-            asked[process]["metadata"]["name"]: kv
+            probed[process]["metadata"]["name"]: kv
             for process, kv in known.items()
             if kv is not None
         }
@@ -135,9 +135,11 @@ async def find_missing(
     Only metadata is requested, never the contents of a Secret.
     """
     wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
-    asked = sorted(wanted - set(known))[:MAX_ASKED]
-    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in asked))
-    return frozenset(reference for reference, there in zip(asked, exists, strict=True) if not there)
+    probed = sorted(wanted - set(known))[:MAX_PROBED]
+    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in probed))
+    return frozenset(
+        reference for reference, there in zip(probed, exists, strict=True) if not there
+    )
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:

@@ -267,10 +267,10 @@ class Simulation:
             usable = living
         if usable and (usable != self.ranks or broken):
             kind = "form" if not self.ranks else "recover" if broken else "scale"
-            asked_for = (
+            requested = (
                 self.request is not None and kind != "recover"
             )  # ranks recover by themselves
-            self.operation = Operation(self.request.operation_id if asked_for else "", kind, usable)
+            self.operation = Operation(self.request.operation_id if requested else "", kind, usable)
 
     def _advance(self, operation: Operation, living: dict[str, str]) -> None:
         lost = [name for name, each in operation.target.items() if not self._lives(name, each)]

@@ -89,7 +89,7 @@ class FakeCoordinator:
             seconds={"waiting": 0.25},
         )
 
-    async def asked_for(self, *names: str) -> None:
+    async def requested(self, *names: str) -> None:
         async def asked() -> bool:
             return bool(self.requests) and self.requests[-1].members == sorted(names)
 
