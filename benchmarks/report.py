@@ -1,6 +1,6 @@
 """Writes a benchmark's figures to `benchmarks/results/<machine>/<subject>.json`, with the goals they are held against.
 
-`python benchmarks/report.py` renders all results as docs/benchmarks.md.
+`python benchmarks/report.py` renders all results as docs/reference/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.md"
 
 
 @dataclass(frozen=True)
 class Goal:
     name: str
+    #: None: could not be measured here.
     value: float | None
-    """None: could not be measured here."""
     goal: float
     unit: str
+    #: The goal is an upper bound; otherwise a lower one.
     at_most: bool = False
-    """The goal is an upper bound; otherwise a lower one."""
 
     @property
     def met(self) -> bool | None:
@@ -131,7 +131,7 @@ def replace(
 
 
 def render() -> None:
-    """Writes docs/benchmarks.md from all results."""
+    """Writes docs/reference/benchmarks.md from all results."""
     lines = [
         "# Benchmarks",
         "",

@@ -1,7 +1,7 @@
-"""Generate docs/api.md from the schema of the CRD: fields, defaults, bounds, descriptions, rules.
+"""Generate docs/reference/api.md from the schema of the CRD: fields, defaults, bounds, descriptions, rules.
 
-python hack/api_reference.py docs/api.md            writes the page
-python hack/api_reference.py docs/api.md --check    exits 1 if it is stale
+python hack/api_reference.py docs/reference/api.md            writes the page
+python hack/api_reference.py docs/reference/api.md --check    exits 1 if it is stale
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tables of docs/metrics.md, made from what the components register; what is before them in the page is written by hand.
+"""The tables of docs/reference/metrics.md, made from what the components register; what is before them in the page is written by hand.
 
-python hack/metrics_reference.py docs/metrics.md            writes them
-python hack/metrics_reference.py docs/metrics.md --check    exits 1 if they are stale
+python hack/metrics_reference.py docs/reference/metrics.md            writes them
+python hack/metrics_reference.py docs/reference/metrics.md --check    exits 1 if they are stale
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton_engine.core.access import Access
-from baton_engine.core.metrics import EngineCollector
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
-from baton_engine.core.topology_stats import TopologyStats, commit_pauses
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import EngineCollector
+from baton_engine.metrics.request_metrics import RequestMetrics
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
+from baton_engine.server.access import Access
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
 from baton_operator.metrics import Metrics as OperatorMetrics
@@ -33,6 +33,7 @@ def _values(names: Iterable[object]) -> str:
     return ", ".join(f"`{str(name).lower()}`" for name in names)
 
 
+#: What each label says. One that is missing here is a KeyError: the page is not written without it.
 LABELS = {
     "client": "entry of the Secret `gateway.apiKeys` whose key the request had",
     "code": "HTTP status of the API server's answer; 0: none came",
@@ -55,9 +56,8 @@ LABELS = {
     "transport": "`ucx`, `tcp`, `shm` or `nixl`; with `auto` each of the first three that moved bytes",
     "verb": "`get`, `list`, `watch`, `create`, `apply`, `patch`, `update` or `delete`",
 }
-"""What each label says. One that is missing here is a KeyError: the page is not written without it."""
+#: By the last of these words in the name; a metric without counts what its meaning names.
 UNITS = {"seconds": "s", "bytes": "bytes", "perc": "0 to 1", "tokens": "tokens", "blocks": "blocks"}
-"""By the last of these words in the name; a metric without counts what its meaning names."""
 OTHER_UNITS = {
     "baton:prefix_cache_queries": "tokens",
     "baton:prefix_cache_hits": "tokens",

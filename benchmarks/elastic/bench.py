@@ -39,9 +39,10 @@ from support.token_rule import assert_right_tokens
 WIDTH = 32
 SIZES = (4, 3, 6, 2)
 PAUSES = "baton:topology_commit_pause_seconds_bucket"
+#: Between two operations.
 REST_S = 1.0
-"""Between two operations."""
 THROUGHPUT_S = 15.0
+#: What others say of theirs, on other hardware and with other models: for orientation.
 PUBLISHED = (
     ("vLLM, data-parallel 4 -> 5 (#20775)", "about 55 s; every request answered 503 meanwhile"),
     ("vLLM, data-parallel 5 -> 4 (#20775)", "about 40 s; likewise"),
@@ -52,7 +53,6 @@ PUBLISHED = (
         "58 s; pause of 0.82 s up, 1.96 s down",
     ),
 )
-"""What others say of theirs, on other hardware and with other models: for orientation."""
 
 
 def pause_buckets(ranks: list[Pod]) -> dict[float, float]:

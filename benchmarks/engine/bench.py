@@ -26,16 +26,17 @@ import report
 from report import Goal
 
 Rows = list[dict[str, Any]]
+#: Where figures fall short, and what limits them.
 REMARKS = (
     "Batch-1 decode is bound by reading weights; the rest of a step is operations between the matrix products. Throughput is bound "
     "by the matrix products and, in decode steps, by reading KV. The read bandwidth changes from run to run on a shared machine, "
     "and ratios to it with it."
 )
-"""Where figures fall short, and what limits them."""
+#: For one run of a way.
 PATIENCE_S = 600.0
-"""For one run of a way."""
+#: A way that took so many times the best one's first run is not repeated; its figure is that of one
+#: run.
 HOPELESS = 10.0
-"""A way that took so many times the best one's first run is not repeated; its figure is that of one run."""
 
 
 def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:

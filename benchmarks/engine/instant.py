@@ -21,8 +21,8 @@ class InstantExecutor(Executor):
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
+        #: Called with every step; measurements hook in here.
         self.before_step: Callable[[SchedulerOutput], None] = lambda step: None
-        """Called with every step; measurements hook in here."""
         self._num_tokens: dict[str, int] = {}
         self._output = ModelRunnerOutput()
 

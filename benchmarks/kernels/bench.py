@@ -15,7 +15,7 @@ import time
 import torch
 from goals import GOALS
 from measure import Rows, Setting, tflop_s
-from parts import Outcome, Parts, run_part
+from part_runner import Outcome, PartRunner, run_part
 from remote import Remote
 
 import report
@@ -35,8 +35,8 @@ GPU_PARTS = [
     "engine_step",
 ]
 CPU_PARTS = ["cpu_attention", "kv_write", "block_checksum", "elementwise", "sampling"]
+#: For one part on a GPU.
 PATIENCE_S = 240.0
-"""For one part on a GPU."""
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def main() -> int:
 def _apart(name: str, setting: Setting, patience_s: float) -> Outcome:
     """In a process of its own. However that ends, the other parts are measured."""
     try:
-        process = Remote(Parts)
+        process = Remote(PartRunner)
         try:
             outcome: Outcome = process.call("run", name, setting, timeout_s=patience_s)
         finally:

@@ -22,10 +22,10 @@ Rows = list[dict[str, Any]]
 Result = tuple[Rows, list[Goal]]
 Call = Callable[[], object]
 
+#: More than the L2 of the GPUs this runs on: 50 to 60 MB on an H200.
 GPU_CACHE_BYTES = 64 * 2**20
-"""More than the L2 of the GPUs this runs on: 50 to 60 MB on an H200."""
+#: Relative error in the Frobenius norm that a check accepts.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Relative error in the Frobenius norm that a check accepts."""
 
 
 class WrongResult(Exception):  # noqa: N818  # it says what was found
@@ -45,8 +45,8 @@ class Setting:
     device: torch.device
     quick: bool = False
     repeats: int = 5
+    #: What a reader of the figures must know; parts append theirs.
     remarks: list[str] = field(default_factory=list)
-    """What a reader of the figures must know; parts append theirs."""
 
     @property
     def is_gpu(self) -> bool:

@@ -20,14 +20,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before kernels are imported
 
-import subjects
 from measure import Setting, us
-from selection import Choice, Subject, choose
+from tuning import subjects
+from tuning.selection import Choice, Subject, choose
 
 from baton_kernels.configurations import Configuration, device_key, table_file, write_table
 
+#: Candidates that are compiled at a time.
 NUM_COMPILING = 8
-"""Candidates that are compiled at a time."""
 
 
 def main() -> int:

@@ -27,19 +27,19 @@ from operator_metrics import Reading
 
 import report
 from baton_kube.client import connect
-from baton_local.control_plane import ControlPlane
-from baton_local.control_plane.embedded import EmbeddedControlPlane
-from baton_local.control_plane.real import RealControlPlane, find_assets, free_ports
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.control_plane.interface import ControlPlane
+from pocketkube.control_plane.real import RealControlPlane, find_assets, free_ports
 
 Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")
 NAMESPACE = "default"
 FLEET_TIMEOUT_S = 1800.0
+#: Median seconds from apply to Ready of 200 services before the operator read live.
 CACHED_FLEET_S = 18.2
-"""Median seconds from apply to Ready of 200 services before the operator read live."""
 QUIET_S = 5.0
 
 

@@ -20,6 +20,7 @@ from baton_operator.observe.observation import is_ready
 Object = dict[str, Any]
 DEMO = Path(__file__).parents[2] / "manifests/samples/demo.yaml"
 TIMEOUT_S = 300.0
+#: In this order; a phase ends when its condition and those before it hold.
 PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
     "objects applied": lambda service, pods: (
         {_role(pod) for pod in pods} >= {"prefill", "decode", "gateway"}
@@ -33,7 +34,6 @@ PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
         for c in (service.get("status") or {}).get("conditions") or []
     ),
 }
-"""In this order; a phase ends when its condition and those before it hold."""
 
 
 def demo_phases() -> list[Object]:

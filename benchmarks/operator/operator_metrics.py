@@ -13,10 +13,10 @@ SECONDS = "baton_operator_reconcile_seconds"
 
 @dataclass
 class Reading:
+    #: By verb.
     requests: Counter[str]
-    """By verb."""
+    #: Reconciles that took at most so many seconds.
     buckets: dict[float, float]
-    """Reconciles that took at most so many seconds."""
     queue_depth: float
 
     @classmethod

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from baton_engine.cli_flags import FLAGS, check_bounds
-from baton_engine.core.admin_server import AdminServer
-from baton_engine.core.engine_core_proc import EngineCoreProc
-from baton_engine.core.metrics import engine_registry
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.server.admin_server import AdminServer
+from baton_engine.server.engine_core_proc import EngineCoreProc
+from baton_engine.server.flags import FLAGS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 
 EX_CONFIG = 78
@@ -159,7 +159,7 @@ def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
     """Raises zmq.ZMQError: a port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
-    from baton_engine.core.dp_engine_core_proc import (
+    from baton_engine.expert_parallel.dp_engine_core_proc import (
         DPEngineCoreProc,
     )  # torch: needed by no single worker's parent
 

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+#: Rows of x that the packing is chosen for. Other numbers run at the same speed, unless this is 1.
 TYPICAL_ROWS = 64
-"""Rows of x that the packing is chosen for. Other numbers run at the same speed, unless this is 1."""
+#: Rows of x up to which torch's int8 kernel, whose time grows with every row, is no slower than
+#: `_by_tiles`: measured on Zen 5 and on the same processor kept to AVX2, with a weight of 4096 x
+#: 2048.
 FEW_ROWS = 16
-"""Rows of x up to which torch's int8 kernel, whose time grows with every row, is no slower than `_by_tiles`: measured on Zen 5
-and on the same processor kept to AVX2, with a weight of 4096 x 2048."""
+#: torch's int8 kernel takes so many inputs at a time, and reads past the end of a row that is no
+#: multiple.
 LANES = 16
-"""torch's int8 kernel takes so many inputs at a time, and reads past the end of a row that is no multiple."""
+#: Elements of a weight that are widened at a time: about what a core's cache holds. Twice and half
+#: of it ran equally fast.
 TILE_NUMEL = 1 << 20
-"""Elements of a weight that are widened at a time: about what a core's cache holds. Twice and half of it ran equally fast."""
 
 
 class Int8Weight(nn.Module):

@@ -15,7 +15,6 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
 from baton_local.preview.steps import GroupChange, Preview, Step
@@ -23,6 +22,7 @@ from baton_local.preview.target import Target, target_of
 from baton_local.service import load_documents
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
+from pocketkube.apiserver.schema.structural import StructuralSchema
 
 _STYLES = {"ready": "green", "no room": "red", "starting": "yellow", "standby": "yellow"}
 MAX_VALUE_LENGTH = 60

@@ -24,8 +24,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from baton_local.lifeline import set_parent_death_signal
-from baton_local.ports import LOOPBACK, free_ports
 from baton_protocol import arguments
 from baton_protocol.config import (
     DiscoveryConfig,
@@ -34,6 +32,8 @@ from baton_protocol.config import (
     GatewayConfig,
     ModelConfig,
 )
+from pocketkube.lifecycle import set_parent_death_signal
+from pocketkube.ports import LOOPBACK, free_ports
 
 POLL_S = 0.2
 PROGRESS_S = 5.0

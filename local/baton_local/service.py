@@ -16,10 +16,10 @@ import msgspec
 import yaml
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
-from baton_local.kubelet.runtime import container_pids
-from baton_local.loopback import served_port
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
+from pocketkube.containers.process import container_pids
+from pocketkube.loopback import served_port
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
@@ -170,7 +170,7 @@ class ClusterApi:
             return ""
         nodes, _ = await self._kube.list("/api/v1/nodes")
         for node in nodes:
-            if port := (node["metadata"].get("annotations") or {}).get("baton.dev/ingress-port"):
+            if port := (node["metadata"].get("annotations") or {}).get("pocketkube/ingress-port"):
                 return f"-H 'Host: {host}' http://127.0.0.1:{port}"
         return ""
 

@@ -23,10 +23,7 @@ from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
 from baton_local.ask import AskError, ask
-from baton_local.cluster import ComponentError, LocalCluster
-from baton_local.control_plane.kubeconfig import write_account_kubeconfig
 from baton_local.display import service_tables
-from baton_local.networks import NetworksInUseError
 from baton_local.service import (
     ClusterApi,
     ServiceStatus,
@@ -42,6 +39,9 @@ from baton_local.service import (
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
+from pocketkube.cluster import Component, ComponentError, LocalCluster
+from pocketkube.kubeconfig import write_account_kubeconfig
+from pocketkube.networks import NetworksInUseError
 
 DEMO_MODEL_URI = "file:///models/demo"
 """What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""
@@ -49,6 +49,7 @@ DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
+NODE_NAME = "baton-local"
 RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
 
 
@@ -76,11 +77,17 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     cluster = LocalCluster(
-        state, control_plane=options.control_plane, ingress_port=options.ingress_port
+        state.root,
+        control_plane=options.control_plane,
+        ingress_port=options.ingress_port,
+        node_name=NODE_NAME,
     )
     try:
         return asyncio.run(_up(options, state, cluster, documents, service, console))
-    except (UpError, ComponentError, AskError, NetworksInUseError) as error:
+    except NetworksInUseError as error:
+        console.print(f"[red]baton up:[/] {error} with `baton down`")
+        return 1
+    except (UpError, ComponentError, AskError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     except (KubeError, ConnectionError, TimeoutError, aiohttp.ClientError) as error:
@@ -152,9 +159,11 @@ async def _bring_up(
                 api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established"
             )
             token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
-            write_account_kubeconfig(cluster.kubeconfig, cluster.operator_kubeconfig, token)
+            operator_kubeconfig = write_account_kubeconfig(
+                cluster.kubeconfig, cluster.kubeconfig.with_name("operator.kubeconfig"), token
+            )
             # Only now: so many starting at once would hold up the two requests above by a second or two.
-            cluster.start_operator()
+            cluster.start(_operator(operator_kubeconfig))
             cluster.start_node()
             file = options.file.absolute()
             stands_in = await checkpoint
@@ -192,6 +201,15 @@ async def _bring_up(
     finally:
         checkpoint.cancel()
         await asyncio.gather(checkpoint, return_exceptions=True)
+
+
+def _operator(kubeconfig: Path) -> Component:
+    command = [
+        str(Path(sys.executable).parent / "baton-operator"),
+        *("--kubeconfig", str(kubeconfig)),
+        *("--http-port", "0"),
+    ]
+    return Component("operator", command, {"POD_IP": "127.0.0.1"})
 
 
 def _read_service(path: Path) -> tuple[list[Object], Object]:
@@ -287,7 +305,7 @@ async def _wait_ready(
             except KubeError as error:
                 console.print(escape(str(error)), style="dim")
     raise UpError(
-        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}"
+        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.logs}"
     )
 
 

@@ -10,8 +10,8 @@ tokenizer     a byte-level BPE trained on a made-up corpus
 command       arguments of the command line
 """
 
-from baton_engine.checkpoint.command import add_arguments, run
 from baton_engine.checkpoint.create import ARCHITECTURES, create_checkpoint
+from baton_engine.checkpoint.create_command import add_arguments, run
 from baton_engine.checkpoint.shape import SIZES, CheckpointShape
 
 __all__ = ["ARCHITECTURES", "SIZES", "CheckpointShape", "add_arguments", "create_checkpoint", "run"]

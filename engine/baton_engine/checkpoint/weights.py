@@ -22,8 +22,8 @@ def random_weights(
     """Every tensor the written config.json asks for."""
     import torch
 
-    from baton_engine.models.config import load_checkpoint_config
-    from baton_engine.models.registry import make_model
+    from baton_engine.models.checkpoint_config import load_checkpoint_config
+    from baton_engine.models.factory import make_model
 
     config = load_checkpoint_config(out)
     model = make_model(config)

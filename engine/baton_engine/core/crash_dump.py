@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import SchedulerOutput
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
 from baton_engine.core.validation import validate_request
 from baton_engine.executor.base import Executor, WorkerDiedError, load_class
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler

@@ -17,7 +17,7 @@ from baton_protocol.kv_compatibility import KVCompatibility
 
 EXECUTORS = {
     "uniproc": "baton_engine.executor.uniproc.UniProcExecutor",
-    "multiproc": "baton_engine.executor.multiproc.MultiprocExecutor",
+    "multiproc": "baton_engine.executor.multiproc.multiproc_executor.MultiprocExecutor",
     "external_launcher": "baton_engine.executor.external_launcher.ExternalLauncherExecutor",
     "ray": "baton_engine.executor.ray.RayExecutor",
 }

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 
 import msgspec
 
-from baton_engine.json_handler import JSONHandler, JSONServer
+from baton_engine.http.json_server import JSONHandler, JSONServer
 from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)

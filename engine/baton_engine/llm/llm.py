@@ -16,13 +16,13 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 import msgspec
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.core.metrics import engine_registry
 from baton_engine.executor.base import executor_name, load_executor_class
-from baton_engine.llm.collect import BeamsCollector, Prompt, SamplesCollector
-from baton_engine.llm.config import EngineArgs, engine_config
+from baton_engine.llm.collectors import BeamsCollector, Prompt, SamplesCollector
+from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
+from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
 from baton_text.chat_template import ChatTemplate
 from baton_text.messages import ChatMessage, template_messages

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.llm.collect import Collector, check_output
+from baton_engine.llm.collectors import Collector, check_output
 from baton_protocol.messages import EngineCoreOutput
 
 IDLE_S = 0.05

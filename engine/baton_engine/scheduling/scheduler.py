@@ -18,10 +18,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
@@ -37,17 +37,17 @@ from baton_engine.scheduling.decisions import (
 from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.scheduling.groups.beams import BeamSearches, root_id
 from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.kv_handoff import KVHandoff
-from baton_engine.scheduling.outputs import RequestOutputs
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
 from baton_engine.scheduling.refusals import RequestRefusedError as RequestRefusedError
 from baton_engine.scheduling.refusals import refuse_what_never_fits
-from baton_engine.scheduling.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.results import StepResults
+from baton_engine.scheduling.request_outputs import RequestOutputs
 from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.step_results import StepResults
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.config import SchedulerConfig

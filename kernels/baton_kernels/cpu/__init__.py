@@ -20,11 +20,12 @@ from torch import Tensor
 
 from baton_kernels.cpu.libraries import InstructionSet, instruction_sets, library_file
 
+#: What the operations compute with and store; for others the torch versions serve.
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""What the operations compute with and store; for others the torch versions serve."""
 
+#: Any: torch operators and C functions are untyped; each is called in one place, beside a torch
+#: version with types.
 Op = Callable[..., Any]
-"""Any: torch operators and C functions are untyped; each is called in one place, beside a torch version with types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ def _register_fakes() -> None:
         return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
+#: The compiled operations, None: the torch versions serve; and which of the two it is and why, for
+#: the log.
 OPS, DESCRIPTION = _load()
-"""The compiled operations, None: the torch versions serve; and which of the two it is and why, for the log."""
 
 
 def ops_for(x: Tensor) -> Ops | None:

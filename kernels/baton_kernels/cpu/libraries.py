@@ -20,8 +20,8 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", 
 class InstructionSet:
     name: str
     flags: tuple[str, ...]
+    #: Flags of /proc/cpuinfo without which its instructions end the process.
     needs: frozenset[str]
-    """Flags of /proc/cpuinfo without which its instructions end the process."""
 
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})

@@ -10,8 +10,8 @@ class Slots:
 
     def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
         written = slot_mapping >= 0
+        #: bool [num_tokens]: those that are written; None: all.
         self.tokens: Tensor | None = None
-        """bool [num_tokens]: those that are written; None: all."""
         if not bool(written.all()):
             self.tokens, slot_mapping = written, slot_mapping[written]
         self.block, self.slot = slot_mapping // block_size, slot_mapping % block_size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Larger magnitudes saturate; the format has no infinity.
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-"""Larger magnitudes saturate; the format has no infinity."""
 
 
 def to_fp8(values: Tensor, scale: Tensor | None) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: per program, a power of two.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (1, 2, 4, 8) for num_warps in (1, 2, 4)
 ]
-"""heads: per program, a power of two."""
 
 
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
@@ -21,7 +21,7 @@ def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
 
 
 @triton.jit
-def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):
     """[HEADS, dims] / scale [HEADS], saturated: the format has no infinity. 448 is its largest number."""
     scaled = values.to(tl.float32) / tl.load(scale_ptr + head, mask=head_mask, other=1.0)
     scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -29,7 +29,7 @@ def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _write_kv_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, head_dim]
     value_ptr,  # [num_tokens, num_kv_heads, head_dim]
     key_cache_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]

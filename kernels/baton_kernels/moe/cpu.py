@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.linear import Int8Weight, linear
 
+#: Of each expert a matrix: stacked in one tensor, or one by one and perhaps packed or quantised.
 ExpertWeights = Tensor | Sequence[Tensor | Int8Weight] | nn.ParameterList | nn.ModuleList
-"""Of each expert a matrix: stacked in one tensor, or one by one and perhaps packed or quantised."""
 
 
 def run_experts_cpu(

@@ -21,7 +21,7 @@ from baton_kernels.moe.routing_triton import align_pairs
 
 
 @triton.jit
-def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Neighbours share weights: GROUP_M tiles of rows take turns on one tile of weights while it is in the L2 cache."""
     group = program // (GROUP_M * TILES_N)
     within = program % (GROUP_M * TILES_N)
@@ -30,7 +30,7 @@ def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = k_start + tl.arange(0, BLOCK_K)
     mask = row_mask[:, None]
     if K % BLOCK_K != 0:
@@ -39,7 +39,7 @@ def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = k_start + tl.arange(0, BLOCK_K)
     if K % BLOCK_K == 0:
         tile = tl.load(row_ptrs[:, None] + k[None, :])
@@ -49,7 +49,7 @@ def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):  #
 
 
 @triton.jit
-def _multiply(rows, weights, acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _multiply(rows, weights, acc, SWAP: tl.constexpr):
     if SWAP:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     else:
@@ -58,7 +58,7 @@ def _multiply(rows, weights, acc, SWAP: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _gate_up_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _gate_up_kernel(
     activated_ptr,  # [num_pairs, intermediate]
     x_ptr,  # [num_tokens, hidden]
     gate_up_ptr,  # [num_experts, 2 * intermediate, hidden]
@@ -112,7 +112,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # Triton types its paramet
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _down_kernel(  # type: ignore[no-untyped-def]
+def _down_kernel(
     rows_ptr,  # [num_pairs, hidden]
     activated_ptr,  # [num_pairs, intermediate]
     down_ptr,  # [num_experts, hidden, intermediate]
@@ -165,7 +165,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _combine_kernel(
     out_ptr,  # [num_tokens, hidden]
     rows_ptr,  # [num_pairs, hidden]
     expert_ids_ptr,  # int64 [num_pairs]

@@ -18,7 +18,7 @@ from baton_kernels.configurations import Configuration
 
 
 @triton.jit
-def _gate_up_row_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _gate_up_row_kernel(
     activated_ptr,  # [num_pairs, intermediate]
     x_ptr,  # [num_tokens, hidden]
     gate_up_ptr,  # [num_experts, 2 * intermediate, hidden]
@@ -55,7 +55,7 @@ def _gate_up_row_kernel(  # type: ignore[no-untyped-def]  # Triton types its par
 
 
 @triton.jit
-def _down_row_kernel(  # type: ignore[no-untyped-def]
+def _down_row_kernel(
     out_ptr,  # [num_tokens, hidden]
     activated_ptr,  # [num_pairs, intermediate]
     down_ptr,  # [num_experts, hidden, intermediate]

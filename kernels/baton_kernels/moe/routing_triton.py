@@ -25,7 +25,7 @@ ROUTING_CANDIDATES: list[Configuration] = [
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _route_kernel(
     weights_ptr,  # [num_tokens, top_k]
     expert_ids_ptr,  # int64 [num_tokens, top_k]
     logits_ptr,  # [num_tokens, num_experts]
@@ -110,16 +110,17 @@ def route_top_k_triton(
 class AlignedPairs(NamedTuple):
     """The rows of each tile of the grouped products; `BLOCK_M` rows per tile."""
 
+    #: int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding; undefined past
+    #: `num_padded`.
     sorted_pairs: Tensor
-    """int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding; undefined past `num_padded`."""
+    #: int32 [max_tiles]: whose weights a tile is multiplied by.
     tile_experts: Tensor
-    """int32 [max_tiles]: whose weights a tile is multiplied by."""
+    #: int32 [1]: rows that count, a multiple of BLOCK_M.
     num_padded: Tensor
-    """int32 [1]: rows that count, a multiple of BLOCK_M."""
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(  # type: ignore[no-untyped-def]
+def _count_kernel(
     counts_ptr,  # int32 [num_experts]
     expert_ids_ptr,  # int64 [num_pairs]
     num_pairs,
@@ -135,7 +136,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     sorted_pairs_ptr,  # int32 [max_tiles * BLOCK_M]
     tile_experts_ptr,  # int32 [max_tiles]
     num_padded_ptr,  # int32 [1]

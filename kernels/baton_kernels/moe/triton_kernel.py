@@ -29,8 +29,8 @@ __all__ = [
     "shape_class",
 ]
 
+#: Up to so many tokens are multiplied one by one where nothing was measured.
 GEMV_TOKENS = 8
-"""Up to so many tokens are multiplied one by one where nothing was measured."""
 
 
 def _gemv(block_n: int, block_k: int, num_warps: int) -> Configuration:
@@ -57,6 +57,8 @@ def _gemm(
     }
 
 
+#: What tune.py measures, for 16-bit weights. Those that need more shared memory than a device has
+#: fail to launch there.
 CANDIDATES: list[Configuration] = [
     *(
         _gemv(block_n, block_k, num_warps)
@@ -107,7 +109,6 @@ CANDIDATES: list[Configuration] = [
         for group_m in (8, 16)
     ),
 ]
-"""What tune.py measures, for 16-bit weights. Those that need more shared memory than a device has fail to launch there."""
 
 
 def default_configuration(

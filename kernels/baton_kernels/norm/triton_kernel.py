@@ -9,15 +9,15 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers.
 MAX_TILE = 8192
-"""Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers."""
 
+#: elements: of short rows, as many rows per program as have this many.
 CANDIDATES: list[Configuration] = [
     {"elements": elements, "num_warps": num_warps}
     for elements in (1024, 2048, 4096)
     for num_warps in (2, 4, 8, 16)
 ]
-"""elements: of short rows, as many rows per program as have this many."""
 
 
 def shape_class(num_rows: int, dim: int) -> str:
@@ -26,7 +26,7 @@ def shape_class(num_rows: int, dim: int) -> str:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _rms_norm_kernel(
     out_ptr,  # [num_rows, dim]
     total_ptr,  # [num_rows, dim]: residual + x
     x_ptr,  # [num_rows, dim]

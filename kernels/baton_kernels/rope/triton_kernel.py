@@ -12,10 +12,10 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: per program.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (2, 4, 8, 16) for num_warps in (1, 2, 4)
 ]
-"""heads: per program."""
 
 
 def shape_class(num_tokens: int, head_dim: int) -> str:
@@ -24,7 +24,7 @@ def shape_class(num_tokens: int, head_dim: int) -> str:
 
 
 @triton.jit
-def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _rotate_qk_kernel(
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]

@@ -25,10 +25,11 @@ from baton_kernels.sampling.vocabulary_blocks import (
 )
 
 FEW = 64
+#: Candidates at first, and where top_p needs more. Those it needs beyond are all tokens.
 MANY = 1024
-"""Candidates at first, and where top_p needs more. Those it needs beyond are all tokens."""
+#: Fixed point of probabilities relative to the most likely token's: 2**20 tokens sum up to what
+#: float64 holds exactly.
 _UNIT = 2.0**32
-"""Fixed point of probabilities relative to the most likely token's: 2**20 tokens sum up to what float64 holds exactly."""
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -45,19 +46,20 @@ def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence
 class _Rows:
     """What is known per row, in columns of shape [rows, 1]; float64 unless said."""
 
+    #: int64.
     keys: Tensor
-    """int64."""
     temperature: Tensor
+    #: -inf: no min_p.
     log_min_p: Tensor
-    """-inf: no min_p."""
+    #: int64; vocab_size: no top_k.
     top_k: Tensor
-    """int64; vocab_size: no top_k."""
+    #: inf: no top_p.
     top_p: Tensor
-    """inf: no top_p."""
+    #: The largest of logits / temperature.
     best: Tensor
-    """The largest of logits / temperature."""
+    #: Sum of the probabilities that top_p is relative to, in units of the fixed point; 0: those of
+    #: the candidates.
     total: Tensor
-    """Sum of the probabilities that top_p is relative to, in units of the fixed point; 0: those of the candidates."""
 
     def take(self, index: Tensor) -> _Rows:
         return _Rows(*(getattr(self, name)[index] for name in self.__slots__))

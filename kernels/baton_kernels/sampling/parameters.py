@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+#: Lower ones count as this: the most likely token wins anyway, and nothing overflows.
 MIN_TEMPERATURE = 1e-5
-"""Lower ones count as this: the most likely token wins anyway, and nothing overflows."""
 
 
 class DrawParams(Protocol):

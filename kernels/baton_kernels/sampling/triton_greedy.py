@@ -12,7 +12,7 @@ from baton_kernels.sampling.triton_kernel import DEFAULT, shape_class
 
 
 @triton.jit
-def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
+def _greedy_tiles_kernel(
     best_ptr,  # [rows, num_tiles]
     winner_ptr,  # [rows, num_tiles]
     logits_ptr,  # [rows, vocab_size]
@@ -33,7 +33,7 @@ def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _greedy_kernel(  # type: ignore[no-untyped-def]
+def _greedy_kernel(
     out_ptr,  # [rows]
     best_ptr,  # [rows, num_tiles]
     winner_ptr,  # [rows, num_tiles]

@@ -38,22 +38,23 @@ from baton_kernels.sampling.triton_search import (
     search,
 )
 
+#: Tokens per block maximum.
 BLOCK = 64
-"""Tokens per block maximum."""
+#: Places at which a pass over a row counts.
 PIVOTS = 16
-"""Places at which a pass over a row counts."""
+#: Rows with top_p alone gather the tokens that reach the maximum of this rank.
 TOP_P_RANK = 1024
-"""Rows with top_p alone gather the tokens that reach the maximum of this rank."""
+#: Tokens that can be gathered per row.
 CAPACITY = 4096
-"""Tokens that can be gathered per row."""
 
+#: tile, num_warps: of programs that read a part of a row; row_tile, row_warps: of those that read
+#: all of one.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps, "row_tile": row_tile, "row_warps": row_warps}
     for tile in (1024, 2048, 4096)
     for num_warps in (4, 8)
     for row_tile, row_warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
 ]
-"""tile, num_warps: of programs that read a part of a row; row_tile, row_warps: of those that read all of one."""
 DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_warps": 8}
 
 
@@ -62,6 +63,8 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
+#: Lines of one table: where they begin depends on the number of rows, which is another in every
+#: step.
 _PER_ROW = [
     "noise_key_ptr",
     "top_k_ptr",
@@ -70,11 +73,10 @@ _PER_ROW = [
     "log_min_p_ptr",
     "top_p_ptr",
 ]
-"""Lines of one table: where they begin depends on the number of rows, which is another in every step."""
 
 
 @triton.jit
-def _block_maxima_kernel(  # type: ignore[no-untyped-def]
+def _block_maxima_kernel(
     maxima_ptr,  # [rows, num_blocks]
     logits_ptr,  # [rows, vocab_size]
     vocab_size,
@@ -94,7 +96,7 @@ def _block_maxima_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _bounds_kernel(  # type: ignore[no-untyped-def]
+def _bounds_kernel(
     best_ptr,  # [rows]
     bound_ptr,  # [rows] keys
     count_ptr,  # [rows] zeroed for the next kernel
@@ -139,7 +141,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _collect_kernel(  # type: ignore[no-untyped-def]
+def _collect_kernel(
     gathered_ptr,  # [rows, CAPACITY] logits
     gathered_id_ptr,  # [rows, CAPACITY]
     count_ptr,  # [rows] tokens that reach the bound
@@ -195,7 +197,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _draw_kernel(  # type: ignore[no-untyped-def]
+def _draw_kernel(
     out_ptr,  # [rows]
     gathered_ptr,  # [rows, CAPACITY]
     gathered_id_ptr,  # [rows, CAPACITY]

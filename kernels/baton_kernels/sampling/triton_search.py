@@ -19,20 +19,20 @@ _TO_INTEGER = tl.constexpr(
 
 
 @triton.jit
-def order_key(x):  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def order_key(x):
     """int32 in the order of float32; both zeros alike."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def order_place(key, token):  # type: ignore[no-untyped-def]
+def order_place(key, token):
     """int64 that orders tokens by logit, then lower ids higher; ids have 24 bits."""
     return (key.to(tl.int64) << 24) + (0xFFFFFF - token)
 
 
 @triton.jit
-def gumbel_of(noise_key, token_id):  # type: ignore[no-untyped-def]
+def gumbel_of(noise_key, token_id):
     """float64 noise; see noise.py."""
     bits = (
         noise_key.to(tl.uint64, bitcast=True) + (token_id.to(tl.int64) + 1).to(tl.uint64) * _GAMMA
@@ -45,7 +45,7 @@ def gumbel_of(noise_key, token_id):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def relative_weight(scaled, best):  # type: ignore[no-untyped-def]
+def relative_weight(scaled, best):
     """The probability relative to the best token's in fixed point: a whole number in float64."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
@@ -53,7 +53,7 @@ def relative_weight(scaled, best):  # type: ignore[no-untyped-def]
 @triton.jit
 def load_tokens(
     row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Logits and ids of a tile of the row's tokens, or of the gathered ones: one of the two numbers is 0. -inf past the end."""
     place = start + tl.arange(0, TILE)
     from_row = tl.load(row_ptr + place, mask=place < in_row, other=float("-inf"))
@@ -63,7 +63,7 @@ def load_tokens(
 
 
 @triton.jit
-def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):
     """Of a tile's tokens their place in the order, and the probability or 1 of those that min_p keeps, else 0; float64."""
     scaled = x.to(tl.float64) / temperature
     amount = tl.full(x.shape, 1.0, tl.float64)
@@ -75,7 +75,7 @@ def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):  # type
 
 
 @triton.jit
-def reaching(  # type: ignore[no-untyped-def]
+def reaching(
     row_ptr,
     gathered_ptr,
     gathered_id_ptr,
@@ -100,7 +100,7 @@ def reaching(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def search(  # type: ignore[no-untyped-def]
+def search(
     row_ptr,
     gathered_ptr,
     gathered_id_ptr,

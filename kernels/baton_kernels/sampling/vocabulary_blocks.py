@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 64
+#: Logits handled at a time on a CPU, so that what is computed from them stays in its cache.
 CPU_CHUNK = 2**18
-"""Logits handled at a time on a CPU, so that what is computed from them stays in its cache."""
+#: The same on a GPU, whose memory it bounds: 128 MiB per float64 copy.
 GPU_CHUNK = 2**24
-"""The same on a GPU, whose memory it bounds: 128 MiB per float64 copy."""
 
 _LOWEST = torch.finfo(torch.float32).min
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from baton_local.control_plane.certificates import create_signing_key
-from baton_local.ports import free_ports
+from pocketkube.certificates import create_signing_key
+from pocketkube.ports import free_ports
 
 START_S = 60.0
 OPERATOR_USER = "system:serviceaccount:baton-system:baton-operator"

@@ -14,9 +14,9 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from baton_engine.core.metrics import engine_registry
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.names import LABEL_ROLE, MemberRole

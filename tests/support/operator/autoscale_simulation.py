@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from baton_engine.core.request_metrics import Histogram as EngineHistogram
+from baton_engine.metrics.request_metrics import Histogram as EngineHistogram
 from baton_operator.autoscale import windows
 from baton_operator.autoscale.decision_history import History
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, Group, decide

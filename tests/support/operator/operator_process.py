@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from baton_kube.client import connect
-from baton_local.control_plane.real import find_assets
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
+from pocketkube.control_plane.real import find_assets
 
 Object = dict[str, Any]
 DEADLINE_S = 60.0

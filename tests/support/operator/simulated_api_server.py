@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 
 from baton_kube.client import REQUEST_TIMEOUT_S, KubeClient, KubeError, Query
-from baton_local.control_plane.embedded import discovery
-from baton_local.control_plane.embedded.cluster import Cluster
-from baton_local.control_plane.embedded.deletion import DeleteOptions
-from baton_local.control_plane.embedded.errors import ApiError
-from baton_local.control_plane.embedded.registry import WriteOptions
-from baton_local.control_plane.embedded.routing import parse_path
-from baton_local.control_plane.embedded.selectors import label_selector
-from baton_local.control_plane.embedded.store import Event
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.errors import ApiError
+from pocketkube.apiserver.objects.deletion import DeleteOptions
+from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.serving import discovery
+from pocketkube.apiserver.serving.request import parse_path
+from pocketkube.apiserver.serving.selectors import label_selector
+from pocketkube.apiserver.store import Event
 from support.operator.services import NOW
 from support.operator.simulated_session import SimulatedSession
 from support.operator.simulated_watches import Wire
@@ -54,7 +54,7 @@ class ApiServer:
     """Stores objects by Kubernetes' rules."""
 
     now: datetime = NOW
-    cluster: Cluster = field(default_factory=lambda: Cluster("token", "10.96.0.0/20"))
+    cluster: ClusterState = field(default_factory=lambda: ClusterState("token", "10.96.0.0/20"))
     #: Objects by storage key.
     _wires: dict[str, Wire] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import aiohttp
 from yarl import URL
 
 from baton_kube.client import KubeError
-from baton_local.control_plane.embedded.selectors import label_selector
+from pocketkube.apiserver.serving.selectors import label_selector
 
 if TYPE_CHECKING:
     from support.operator.simulated_api_server import ApiServer

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from baton_local.control_plane.embedded.store import Event
+from pocketkube.apiserver.store import Event
 
 Object = dict[str, Any]
 Matches = Callable[[Object], bool]

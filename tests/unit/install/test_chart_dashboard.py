@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
-from rendered_chart import CHART, one, render
 
-from baton_engine.core.metrics import engine_registry
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
-from baton_engine.core.topology_stats import TopologyStats, commit_pauses
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import RequestMetrics
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
 from baton_operator.metrics import Metrics
 from baton_protocol.topology import RankPhase, TopologyStatus
+from support.install.rendered_chart import CHART, one, render
 
 DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 

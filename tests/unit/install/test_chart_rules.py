@@ -7,9 +7,9 @@ from pathlib import Path
 
 import helm_python as helm
 import yaml
-from rendered_chart import CHART, NAMESPACE, RELEASE, one, render
 
 from baton_operator.api.crd import custom_resource_definition
+from support.install.rendered_chart import CHART, NAMESPACE, RELEASE, one, render
 
 
 def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
-from rendered_chart import CHART, Object, render
+
+from support.install.rendered_chart import CHART, Object, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

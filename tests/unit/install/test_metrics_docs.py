@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that a component exposes."""
+"""docs/reference/metrics.md names every metric that a component exposes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
-from rendered_chart import ROOT
 
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.topology import TopologyStatus
+from support.install.rendered_chart import ROOT
 
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 NAME = re.compile(r"baton(:|_gateway_|_operator_)[a-z_0-9]+")
 KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ROOT, Object
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
+from pocketkube.apiserver.schema.structural import StructuralSchema
+from support.install.rendered_chart import ROOT, Object
 
 SAMPLES = {path.stem: path for path in sorted((ROOT / "manifests/samples").glob("*.yaml"))}
 CRD = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())

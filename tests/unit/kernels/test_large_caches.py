@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import assert_attends, large_memory, layer_views, paged_case
 from torch import Tensor
 
 from baton_kernels.attention.triton_kernel import paged_attention_triton
@@ -13,6 +12,7 @@ from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 from baton_kernels.configurations import Configuration
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+from support.kernels.paged_cases import assert_attends, large_memory, layer_views, paged_case
 
 SPLIT: Configuration = {"KV_TILE": 16, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 

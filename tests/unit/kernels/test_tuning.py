@@ -49,10 +49,11 @@ class FakeKernel:
 @pytest.fixture
 def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "kernels"))
-    import selection
+    from tuning import selection
 
     yield selection
-    sys.modules.pop("selection")
+    for name in ("tuning.selection", "tuning"):
+        sys.modules.pop(name)
 
 
 def subject(selection, kernel: FakeKernel, candidates: list[Configuration]):

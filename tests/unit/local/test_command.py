@@ -17,7 +17,6 @@ from rich.console import Console
 from baton_local.ask import AskError, ask
 from baton_local.cli import main
 from baton_local.display import service_tables
-from baton_local.kubelet.runtime import CONTAINER_MARKER
 from baton_local.service import (
     Condition,
     PodStatus,
@@ -30,6 +29,7 @@ from baton_local.service import (
 )
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
 from baton_local.up import UpOptions, run_up
+from pocketkube.containers.process import CONTAINER_MARKER
 from support.waiting import eventually
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"

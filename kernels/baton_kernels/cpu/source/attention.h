@@ -36,7 +36,6 @@ struct Problem {
     float scale;
     int64_t window = 0;      // 0: none
     float soft_cap = 0.0f;   // 0: none
-    const float* alibi_slopes = nullptr;
 
     int64_t group_size() const { return num_heads / num_kv_heads; }
     int64_t padded_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
@@ -140,11 +139,9 @@ inline void adjust_scores(const Problem& p, const Task& task, Room& room, const 
     for (int64_t row = 0; row < task.num_rows; ++row) {
         float* scores = room.scores + row * TILE;
         const int64_t position = position_of(p, task, row), first = first_visible(p, position);
-        const int64_t head = task.kv_head * p.group_size() + (task.first_row + row) % p.group_size();
         for (int64_t t = 0; t < tile.count; ++t) {
             if (p.soft_cap != 0.0f) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
             const int64_t at = tile.position_of(t);
-            if (p.alibi_slopes != nullptr) scores[t] += p.alibi_slopes[head] * static_cast<float>(at - position);
             if (at < first || at > position) scores[t] = HIDDEN;
         }
         std::fill(scores + tile.count, scores + padded_count, HIDDEN);
@@ -258,7 +255,7 @@ void attend(
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
-        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
+        if (partly_hidden || p.soft_cap != 0.0f) {
             adjust_scores(p, task, room, tile, vectors * LANES);
         }
         soften(task, room, vectors, corrections);

@@ -172,7 +172,7 @@ void write_kv_op(
 void paged_attention_op(
     Tensor& out, const Tensor& query_, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables_,
     const Tensor& cu_seqlens_q_, const Tensor& seq_lens_, double scale, std::optional<int64_t> window,
-    std::optional<double> soft_cap, const std::optional<Tensor>& alibi_slopes_
+    std::optional<double> soft_cap
 ) {
     const Tensor query = query_.stride(-1) == 1 ? query_ : query_.contiguous();
     const Tensor cu_seqlens_q = cu_seqlens_q_.contiguous(), seq_lens = seq_lens_.contiguous();
@@ -228,12 +228,6 @@ void paged_attention_op(
     problem.scale = static_cast<float>(scale);
     problem.window = window.value_or(0);
     problem.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
-    Tensor alibi_slopes;
-    if (alibi_slopes_) {
-        alibi_slopes = alibi_slopes_->to(at::kFloat).contiguous();
-        TORCH_CHECK(alibi_slopes.numel() == problem.num_heads, "alibi_slopes must have the shape [num_heads]");
-        problem.alibi_slopes = alibi_slopes.const_data_ptr<float>();
-    }
     DISPATCH(query.scalar_type(), "paged_attention", [&] {
         paged_attention<scalar_t>(
             problem, out.mutable_data_ptr<scalar_t>(), query.const_data_ptr<scalar_t>(),
@@ -281,7 +275,7 @@ TORCH_LIBRARY(baton_cpu, library) {
     );
     library.def(
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
+        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap) -> ()"
     );
     library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"

@@ -51,7 +51,7 @@ def test_every_field_is_described_in_its_struct() -> None:
 
 
 def test_the_reference_has_every_field_and_every_rule() -> None:
-    text = (MANIFESTS.parent / "docs/api.md").read_text()
+    text = (MANIFESTS.parent / "docs/reference/api.md").read_text()
     for root in ("spec", "status"):
         for path, node in nodes(SCHEMA["properties"][root], root):
             if "properties" in node:
@@ -117,7 +117,7 @@ def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) ->
     root = MANIFESTS.parent
     stale = tmp_path / "api.md"
     stale.write_text("old")
-    for page, code in ((root / "docs/api.md", 0), (stale, 1)):
+    for page, code in ((root / "docs/reference/api.md", 0), (stale, 1)):
         command = [sys.executable, str(root / "hack/api_reference.py"), "--check", str(page)]
         assert subprocess.run(command, check=False).returncode == code, page
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import RULES, violations
 from baton_operator.api.spec_model import MODEL_URI
+from pocketkube.apiserver.schema.structural import StructuralSchema
 
 Object = dict[str, Any]
 

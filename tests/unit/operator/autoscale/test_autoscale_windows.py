@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from baton_engine.core.metrics import engine_registry
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale import windows
 from baton_operator.autoscale.windows import Histogram, Sample, Snapshot, Window, sample, window

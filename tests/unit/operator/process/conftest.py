@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from baton_kube.client import connect
-from baton_local.control_plane.real import find_assets
-from baton_local.ports import free_ports
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.real import find_assets
+from pocketkube.ports import free_ports
 from support.operator.api_server import api_server
 from support.operator.operator_process import RESYNC_S, Operator, install
 

@@ -19,10 +19,10 @@ import pytest
 from aiohttp import web
 
 from baton_kube.client import connect
-from baton_local.control_plane.embedded import EmbeddedControlPlane
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.api_proxy import ApiProxy, Fault, api_proxy
 from support.operator.operator_process import Cluster, eventually
 

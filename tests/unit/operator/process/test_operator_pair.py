@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from baton_kube.client import KubeError, connect
-from baton_local.control_plane.embedded import EmbeddedControlPlane
-from baton_local.ports import free_ports
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.ports import free_ports
 from support.api_proxy import ApiProxy, api_proxy
 from support.waiting import eventually
 

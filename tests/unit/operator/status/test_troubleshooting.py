@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has a line for every reason that the operator can set, and for every one that a component ends with."""
+"""docs/operate/troubleshooting.md has a line for every reason that the operator can set, and for every one that a component ends with."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ CONDITIONS = {
 def documented() -> set[str]:
     """Words in the first cells of the page's tables."""
     cells = re.findall(
-        r"^\| (`[^|]+`) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+        r"^\| (`[^|]+`) \|",
+        (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(),
+        re.MULTILINE,
     )
     return {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
 

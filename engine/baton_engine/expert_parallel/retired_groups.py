@@ -1,0 +1,29 @@
+"""Control groups of generations that ended. Who closes one at once may reset the connection of a slower member that still reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_engine.expert_parallel.control_group import ControlGroup
+
+GRACE_S = 5.0
+
+
+class RetiredGroups:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._groups: list[tuple[float, ControlGroup]] = []
+
+    def add(self, group: ControlGroup | None) -> None:
+        """Takes no part in it any more; None: there was none."""
+        if group is not None:
+            self._groups.append((self._clock() + GRACE_S, group))
+
+    def advance(self) -> None:
+        """Closes those that nobody reads any more."""
+        if self._groups and self._clock() >= self._groups[0][0]:
+            self._groups.pop(0)[1].close()
+
+    def close_all(self) -> None:
+        while self._groups:
+            self._groups.pop()[1].close()

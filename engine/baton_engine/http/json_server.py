@@ -1,0 +1,64 @@
+"""What the HTTP servers of engines, coordinators and fetchers have in common: answers in JSON, deadlines, quiet logs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+
+from baton_engine.untrusted import one_line
+
+logger = logging.getLogger(__name__)
+
+SOCKET_TIMEOUT_S = 10.0
+"""A client that sends or takes nothing for so long is let go."""
+
+
+class JSONServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Into the log, as an error only if it is one of ours: clients may leave whenever they like."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logger.debug("an HTTP client is gone: %s", one_line(error))
+        else:
+            logger.error("an HTTP request failed", exc_info=error)
+
+
+class JSONHandler(BaseHTTPRequestHandler):
+    timeout = SOCKET_TIMEOUT_S
+    protocol_version = "HTTP/1.1"
+
+    def _tell(self, status: int, reason: str, message: str) -> None:
+        self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
+
+    def _unauthorized(self) -> None:
+        """The request lacks the service's key. Its body is not read, so its connection ends: that header sees to it."""
+        message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
+        body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
+        self._answer(
+            401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"}
+        )
+
+    def _answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("http %s: %s", self.address_string(), format % args)

@@ -1,0 +1,455 @@
+"""EngineCoreProc: an EngineCore as a process. Sockets first, then the model, then the busy loop until it is told to end.
+
+    I/O thread (engine_io)  --input_queue-->  main thread: load, then loop {inputs, step}  --outbox-->  I/O thread
+    HTTP thread (admin_server)  --calls on the same input queue-->
+
+Life: LOADING -> SERVING -> (SIGTERM: drain; again: abort at once) -> STOPPED, exit 0; or FAILED, with DEAD to all clients and
+exit 1, when a step fails or a worker dies.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import logging
+import queue
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.load_counter import COUNTER
+from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
+from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.server import utility_calls
+from baton_engine.server.access import Access
+from baton_engine.server.admin_server import Condition, DrainStatus, Pending
+from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
+from baton_engine.server.request_owners import RequestOwners
+from baton_protocol.config import EngineConfig
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorCode,
+    Init,
+    Pong,
+    PrefillResult,
+    UtilityOutput,
+    UtilityRequest,
+)
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+
+logger = logging.getLogger(__name__)
+
+IDLE_INTERVAL_S = 1.0
+STUCK_MARGIN_S = 30.0
+"""The loop counts as stuck when a step takes so much longer than the executor waits for its workers."""
+CALL_STUCK_AFTER_S = 1800.0
+"""A utility call may take longer: wake_up reads weights."""
+ADMIN_TIMEOUT_S = 10.0
+CONNECTOR_STATS_INTERVAL_S = 1.0
+
+
+class State(enum.Enum):
+    LOADING = "Loading"
+    SERVING = "Serving"
+    STOPPED = "Stopped"
+    FAILED = "Failed"
+
+
+class Shutdown(enum.IntEnum):
+    """What was asked for; it only grows."""
+
+    NONE = 0
+    DRAIN = 1
+    """Running requests end first, within `drain_timeout_s`."""
+    AT_ONCE = 2
+
+
+@dataclass(slots=True)
+class _LocalCall:
+    """Something another thread of this process wants from the loop."""
+
+    run: Callable[[EngineCore], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class EngineCoreProc:
+    """One per process. The constructor binds; `run` loads and serves in the calling thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: str,
+        *,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:
+        """
+        Raises:
+            zmq.ZMQError: the engine port cannot be bound.
+            ConfigurationError: the service's key cannot be read.
+        """
+        self.access = Access.load(config.service_key_file)
+        self.config = config
+        self.idle_interval_s = IDLE_INTERVAL_S
+        self.instance_id = uuid.uuid4().hex
+        self.state = State.LOADING
+        self.io = EngineIO(
+            host,
+            config.engine_port,
+            self.instance_id,
+            self._load,
+            access=self.access,
+            client_timeout_s=client_timeout_s,
+        )
+        self.request_metrics = RequestMetrics()
+        self.commit_pauses: dict[str, Histogram] = {}
+        """By kind; see `topology_stats`. Empty: the engine is no rank of a group."""
+        self._stats = EngineStats()
+        self._owners = RequestOwners(self.io.aborts)
+        self._heartbeat = time.monotonic()
+        self._in_call = False
+        """The loop runs a utility call."""
+        self._failure = ""
+        self._kv: KVCompatibility | None = None
+        """None: it loads, or exchanges no blocks."""
+        self._drain_requested = False
+        self._shutdown = Shutdown.NONE
+        self._shutdown_deadline: float | None = None
+
+    def run(self) -> int:
+        """Loads the model and serves until `request_shutdown`. Returns the exit code.
+
+        Raises:
+            ConfigurationError: the model or the configuration cannot be served; clients have been told.
+        """
+        self.io.start()
+        executor: Executor | None = None
+        core: EngineCore | None = None
+        try:
+            executor = load_executor_class(executor_name(self.config))(
+                self.config, self.instance_id, self.io.wake_engine
+            )
+            core = self._make_core(executor)
+            self._kv = core.info.kv
+            # What lives until the end need not be looked at in every collection.
+            gc.collect()
+            gc.freeze()
+            self._start_serving(core)
+            self._run_busy_loop(core)
+            self.state = State.STOPPED
+            logger.info("engine stopped")
+            return 0
+        except Exception as error:
+            loading = self.state is State.LOADING
+            self._fail(
+                str(error)
+                if isinstance(error, StepFailedError)
+                else f"{type(error).__name__}: {error}"
+            )
+            if loading:
+                raise
+            logger.exception("the engine loop failed")
+            return 1
+        finally:
+            if core is not None:
+                core.shutdown()
+            elif executor is not None:
+                executor.shutdown()
+            self.io.close()
+            gc.unfreeze()
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        """May take minutes."""
+        return EngineCore(
+            self.config,
+            executor,
+            take_aborts=self._owners.take_aborts,
+            request_metrics=self.request_metrics,
+            on_executor_failure=self._on_executor_failure,
+        )
+
+    def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
+        """Ends `run`. From any thread, and from signal handlers; idempotent."""
+        self._shutdown = max(self._shutdown, how)
+        self.io.wake_engine()
+
+    def install_signal_handlers(self) -> None:
+        """SIGTERM and SIGINT: drain, then exit 0. The second one, or one while the model loads: exit 0 at once. The third kills."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.state is State.LOADING:
+                raise SystemExit(0)
+            if self._shutdown is Shutdown.NONE:
+                self.request_shutdown(Shutdown.DRAIN)
+                return
+            self.request_shutdown(Shutdown.AT_ONCE)
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # a step that hangs must not keep the process
+                signal.signal(number, signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+    # For the admin server's threads
+
+    def health(self) -> Condition:
+        """Whether the process can still do its work; if not, only a restart helps."""
+        silence = time.monotonic() - self._heartbeat
+        if self.state is State.FAILED:
+            return Condition(False, "Failed", self._failure)
+        transfer = self._stats.kv_transfer
+        if transfer is not None and transfer.failure:
+            return Condition(False, "KVTransferFailed", transfer.failure)
+        patience = (
+            CALL_STUCK_AFTER_S
+            if self._in_call
+            else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
+        )
+        if self.state is State.SERVING and silence > patience:
+            return Condition(
+                False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
+            )
+        if self.state is State.LOADING:
+            return Condition(
+                True, "Loading", f"loading {self.config.model.path}", COUNTER.progress()
+            )
+        moved = transfer.bytes_moved if transfer is not None else {}
+        return Condition(
+            True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved
+        )
+
+    def readiness(self) -> Condition:
+        """Whether requests are accepted."""
+        health = self.health()
+        if not health.ok:
+            return health
+        if self.state is State.LOADING:
+            return Condition(False, "Loading", f"loading {self.config.model.path}")
+        if self.state is State.STOPPED or self._shutdown or self._stats.draining:
+            return Condition(
+                False,
+                "Draining",
+                f"{self._stats.num_unfinished} requests and transfers are unfinished",
+            )
+        return Condition(True, "Ready", f"instance {self.instance_id}")
+
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    def drain_status(self, *, start: bool) -> DrainStatus:
+        """Starts draining if asked to. Raises TimeoutError if the loop does not answer."""
+        if start:
+            self._drain_requested = True
+        if self.state is not State.SERVING:
+            return DrainStatus(draining=self._drain_requested, unfinished=0)
+        # Asked of the loop itself: ADDs that wait in the input queue must be counted, or refused.
+        stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
+        return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Calls a utility method with arguments from a URL's query.
+
+        Returns:
+            What the method returned; `Pending` if that takes longer than a caller should wait.
+
+        Raises:
+            UtilityCallError: no such method or arguments.
+            RuntimeError: the engine does not serve, or what the method raised.
+            TimeoutError: the loop does not answer.
+        """
+        arguments = utility_calls.bind_query(method, query)
+        if self.state is not State.SERVING:
+            raise RuntimeError(f"the engine is not serving: {self.state.value}")
+        result = self._ask_loop(lambda core: getattr(core, method)(**arguments))
+        if not isinstance(result, Future):
+            return result
+        wait_for_futures([result], timeout=ADMIN_TIMEOUT_S)
+        return result.result() if result.done() else Pending()
+
+    def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
+        """Runs something in the loop's thread; raises what it raises, or TimeoutError."""
+        call = _LocalCall(run)
+        self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
+        wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
+        if not call.future.done():
+            raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
+        return call.future.result()
+
+    # The loop
+
+    def _start_serving(self, core: EngineCore) -> None:
+        self.io.send_init(Init(PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash))
+        self._heartbeat = time.monotonic()
+        self._stats = core.get_stats()
+        self.state = State.SERVING
+        if self._drain_requested:
+            core.drain()
+        self._announce(core)
+
+    def _announce(self, core: EngineCore) -> None:
+        """Requests are accepted."""
+        self.io.send_ready(core.ready)
+        logger.info("instance %s serves on port %d", self.instance_id, self.io.port)
+
+    def _run_busy_loop(self, core: EngineCore) -> None:
+        busy = False
+        while True:
+            self._take_inputs(core, wait=not busy)
+            if self._shutdown and self._may_stop(core):
+                return
+            busy = self._step(core)
+            if events := core.take_kv_events():
+                self.io.send_kv_events(events)
+            # Asking the workers holds up steps in flight; who is idle has the time.
+            self._stats = core.recent_stats(
+                max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
+            )
+            self._heartbeat = time.monotonic()
+
+    def _step(self, core: EngineCore) -> bool:
+        """Returns whether another one may find more to do."""
+        if not core.has_requests:
+            return False
+        self._deliver(core.step_fn())
+        return core.made_progress
+
+    def _may_stop(self, core: EngineCore) -> bool:
+        """Drains; at the deadline, or when asked to end at once, ends what is left in a way that sends it to another pod."""
+        now = time.monotonic()
+        if self._shutdown_deadline is None:
+            logger.info("shutting down: draining for %g s at most", self.config.drain_timeout_s)
+            self._shutdown_deadline = now + self.config.drain_timeout_s
+            core.drain()
+        stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
+        if stats.num_unfinished == 0:
+            return True
+        # What is paused does not end.
+        frozen = stats.paused and (
+            stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
+        )
+        if self._shutdown is Shutdown.DRAIN and now < self._shutdown_deadline and not frozen:
+            return False
+        why = (
+            "paused"
+            if frozen
+            else "told to end at once"
+            if now < self._shutdown_deadline
+            else "drain timeout"
+        )
+        logger.warning(
+            "%s: ending %d requests", why, stats.num_requests_running + stats.num_requests_waiting
+        )
+        core.fail_all(
+            ErrorCode.DRAINING,
+            "the engine shut down before the request ended; continue it elsewhere",
+        )
+        self._deliver(core.take_outputs())
+        return True
+
+    def _fail(self, reason: str) -> None:
+        """Tells all clients that nothing more will come; the first reason counts. From any thread."""
+        if self.state is not State.FAILED:
+            self._failure = reason
+            self.state = State.FAILED
+            logger.error("the engine failed: %s", reason)
+            self.io.send_dead(reason)
+
+    def _on_executor_failure(self, reason: str) -> None:
+        """From the executor's thread. The loop may wait for a step that will never end: clients are told from here."""
+        if self.state is State.SERVING:
+            self._fail(reason)
+        self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
+
+    def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
+        """Takes in all messages there are; waits for one, at most `idle_interval_s`, if the loop has nothing else to do."""
+        try:
+            message = (
+                self.io.input_queue.get(timeout=self.idle_interval_s)
+                if wait
+                else self.io.input_queue.get_nowait()
+            )
+            while True:
+                self._take_input(core, message)
+                message = self.io.input_queue.get_nowait()
+        except queue.Empty:
+            pass
+        self._deliver(core.take_outputs())
+
+    def _take_input(self, core: EngineCore, message: Input) -> None:
+        kind, client, payload = message
+        if isinstance(payload, EngineCoreRequest):
+            self._add_request(core, client, payload)
+        elif isinstance(payload, Abort):
+            payload.done = True
+            core.abort_requests(self._owners.of_abort(payload))
+        elif isinstance(payload, PrefillResult):
+            if self._owners.may_touch(payload.request_id, client):
+                core.add_prefill_result(payload)
+        elif isinstance(payload, UtilityRequest):
+            with self._calling():
+                self._call_utility(core, client, payload)
+        elif isinstance(payload, _LocalCall):
+            with self._calling():
+                try:
+                    payload.future.set_result(payload.run(core))
+                except Exception as error:
+                    payload.future.set_exception(error)
+        elif kind is RequestType.EXECUTOR_FAILED:
+            raise WorkerDiedError(payload)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._in_call = True
+        try:
+            yield
+        finally:
+            self._in_call = False
+            self._heartbeat = time.monotonic()
+
+    def _call_utility(self, core: EngineCore, client: bytes, request: UtilityRequest) -> None:
+        def answer(result: Any, failure_message: str | None) -> None:
+            output = UtilityOutput(request.call_id, failure_message, result)
+            self.io.send_outputs(client, EngineCoreOutputs(utility_output=output))
+
+        utility_calls.call(core, request.method, request.args, answer)
+
+    def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
+        logger.debug(
+            "request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids)
+        )
+        refusal = core.add_request(request)
+        if refusal is None:
+            self._owners.add(request.request_id, client)
+        else:
+            logger.info("request %s refused: %s", request.request_id, refusal.error)
+            self.io.send_outputs(client, EngineCoreOutputs([refusal]))
+
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        for client, client_outputs in self._owners.sort(outputs):
+            self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
+
+    def _load(self) -> Pong:
+        stats = self._stats
+        return Pong(
+            sequence=0,
+            draining=stats.draining or self._drain_requested or bool(self._shutdown),
+            num_running=stats.num_requests_running,
+            num_waiting=stats.num_requests_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+        )
