@@ -1,4 +1,4 @@
-"""Names, labels and annotations that the components share (docs/internals/architecture.md, section Pods)."""
+"""Names, labels and annotations that components share (docs/internals/architecture.md, Pods)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of what can never work: the API server's CEL and the operator's Python say the same of any spec."""
+"""The rules of the spec: CEL and Python agree on every spec."""
 
 from __future__ import annotations
 

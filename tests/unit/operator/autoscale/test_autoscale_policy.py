@@ -1,4 +1,4 @@
-"""Which size is chosen, and why: situations as a table, memory over time, and properties."""
+"""The decided size and its reason: a table of situations, sequences of decisions, and properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autoscaler of a service with pods that answer over HTTP: sizes, what is told of them, and what a fault does not change."""
+"""The autoscaler of a service whose pods reply over HTTP: sizes, status, and faults that change no size."""
 
 from __future__ import annotations
 

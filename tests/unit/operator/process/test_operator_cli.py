@@ -1,4 +1,4 @@
-"""How `baton-operator` ends that cannot start: with one line that names what is wrong."""
+"""`baton-operator` exits with one line that names the problem if it cannot start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator process does: services come up, change and shrink, ranks follow their coordinator, keys are drawn."""
+"""The operator process: services start, change and shrink, ranks follow their coordinator, keys are drawn."""
 
 from __future__ import annotations
 

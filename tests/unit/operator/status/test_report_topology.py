@@ -1,4 +1,4 @@
-"""Asking the coordinator, keeping what it said, and saying it on: conditions and events."""
+"""The topology: requests to the coordinator, the recorded status, conditions and Events."""
 
 from __future__ import annotations
 
