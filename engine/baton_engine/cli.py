@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from baton_engine.metrics.prometheus import engine_registry
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc

@@ -23,8 +23,8 @@ def random_weights(
     """Create every tensor that the written config.json requires."""
     import torch
 
-    from baton_engine.models.config import load_checkpoint_config
-    from baton_engine.models.registry import make_model
+    from baton_engine.models.checkpoint_config import load_checkpoint_config
+    from baton_engine.models.factory import make_model
 
     config = load_checkpoint_config(out)
     model = make_model(config)

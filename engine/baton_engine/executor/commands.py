@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.executor.base import WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError

@@ -21,10 +21,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_server import StoreServer, open_store
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (

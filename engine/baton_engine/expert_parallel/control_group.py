@@ -11,9 +11,9 @@ import torch
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_wire import StoreAddress
-from baton_engine.elastic.waves import StepVote
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
+from baton_engine.elastic.rank.waves import StepVote
 from baton_protocol.topology import Generation, Member, StartWave
 
 CPU = torch.device("cpu")

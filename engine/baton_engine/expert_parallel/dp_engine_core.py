@@ -2,8 +2,8 @@
 
 All ranks step together. The states of a rank:
 
-serving   a step is: schedule, exchange votes, execute, update. `elastic.waves` decides from the
-          votes whether a rank without tokens runs a dummy batch.
+serving   a step is: schedule, exchange votes, execute, update. `elastic.rank.waves` decides from
+          the votes whether a rank without tokens runs a dummy batch.
 changing  a target is prepared in the background (`standby_generation`), then committed
           between two steps. Requests stay.
 broken    the step in flight is discarded. Requests stay until the next generation.
@@ -23,8 +23,8 @@ from typing import Any
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseMode, SleepLevel
-from baton_engine.distributed.errors import GroupBrokenError
-from baton_engine.elastic.waves import StepDecision, StepVote, Waves, vote_for
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.expert_parallel.control_group import ControlGroup, WaveCalls
@@ -238,7 +238,7 @@ class DPEngineCore(EngineCore):
         with self._group_lock:
             # Outside a step, so that workers change between two of them.
             self.executor.collective_rpc(
-                "adopt_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
+                "commit_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
             )
             self._retired.add(self._group)
             self._group, self.generation = standby.take_group(), generation
@@ -389,7 +389,7 @@ class DPEngineCore(EngineCore):
                 self.scheduler.discard(step)
                 self._break(str(error))
         # Also if the step broke, because the other ranks commit too.
-        if decision is not None and decision.adopt:
+        if decision is not None and decision.commit:
             assert voted is not None, "all ranks have voted for it"
             self._commit(voted)
 
@@ -408,7 +408,7 @@ class DPEngineCore(EngineCore):
         # Swapped-in requests run in the next step.
         vote = StepVote(num_tokens, int(bool(num_tokens or step.swap_in)))
         if voted is not None:
-            vote = vote._replace(adopt=vote_for(voted.generation.nonce))
+            vote = vote._replace(commit=vote_for(voted.generation.nonce))
         started = time.monotonic()
         self.position = (self.position[0] + 1, Activity.WAITS)
         try:

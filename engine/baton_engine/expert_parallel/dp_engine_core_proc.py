@@ -19,10 +19,10 @@ import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.distributed.process_group import is_before
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_server import StoreServer, open_store
-from baton_engine.elastic.checks import RANK_NAME
-from baton_engine.elastic.rank_link import RankLink, unreachable
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.elastic.rank.rank_link import RankLink, unreachable
+from baton_engine.elastic.rank_name import RANK_NAME
 from baton_engine.executor.base import Executor
 from baton_engine.expert_parallel.control_group import ControlGroup, join_control_group
 from baton_engine.expert_parallel.dp_engine_core import DPEngineCore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton_engine.elastic.waves import Waves
+from baton_engine.elastic.rank.waves import Waves
 from baton_engine.executor.base import ModelInfo
 from baton_engine.expert_parallel.standby_generation import StandbyGeneration
 from baton_engine.metrics.engine_stats import EngineStats

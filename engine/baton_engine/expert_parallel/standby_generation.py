@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from baton_engine.executor.base import Executor
 from baton_engine.expert_parallel.control_group import ControlGroup
-from baton_engine.worker.preparation import PreparationState
+from baton_engine.worker.experts.preparation import PreparationState
 from baton_protocol.topology import Generation, StartWave
 
 logger = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ FLAGS = [
     Flag("--max-num-seqs", "scheduler.max_num_seqs", int, "running requests"),
     Flag("--max-queue", "scheduler.max_queue", int, "waiting requests"),
     Flag("--kv-role", "kv_transfer.role", str, ", ".join(role.value for role in KVRole)),
-    Flag("--kv-transport", "kv_transfer.transport", str, "ucx, tcp, shm, auto, nixl or inproc"),
+    Flag("--kv-transport", "kv_transfer.transport", str, "ucx, tcp, shm, auto or nixl"),
     Flag(
         "--kv-rdma",
         "kv_transfer.rdma",
@@ -338,7 +338,7 @@ def _problems(config: EngineConfig) -> Iterator[str]:
         "scheduler.preemption_mode": (scheduler.preemption_mode, ("auto", "recompute", "swap")),
         "kv_transfer.transport": (
             transfer.transport,
-            ("ucx", "tcp", "shm", "auto", "nixl", "inproc"),
+            ("ucx", "tcp", "shm", "auto", "nixl"),
         ),
         "kv_transfer.mode": (transfer.mode, ("pull", "push")),
         "kv_transfer.load_failure_policy": (transfer.load_failure_policy, ("recompute", "fail")),

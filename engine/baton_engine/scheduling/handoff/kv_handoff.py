@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_kv_transfer.connector import (
-    BlockLoad,
     BlockSave,
     ConnectorMetadata,
     ConnectorOutput,
+    LoadRequest,
     LoadResult,
     LoadWait,
 )
@@ -247,7 +247,7 @@ class KVHandoff:
         self._loads[transfer.transfer_id] = _Load(request, len(block_ids))
         self._metadata.waits.pop(transfer.transfer_id, None)
         self._metadata.loads.append(
-            BlockLoad(
+            LoadRequest(
                 transfer_id=transfer.transfer_id,
                 remote_host=transfer.remote_host,
                 remote_port=transfer.remote_port,

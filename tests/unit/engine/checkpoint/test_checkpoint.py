@@ -158,8 +158,8 @@ def test_command_line_takes_a_preset_and_what_differs_from_it(tmp_path: Path) ->
 
 
 def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -> None:
-    from baton_engine.models.config import load_checkpoint_config
-    from baton_engine.models.registry import make_model
+    from baton_engine.models.checkpoint_config import load_checkpoint_config
+    from baton_engine.models.factory import make_model
 
     path = create_checkpoint(tmp_path / "model", "llama", size="150m", vocab_size=300, num_layers=1)
     config = replace(

@@ -15,14 +15,8 @@ from typing import Any
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ModelInvalid
-from baton_kv_transfer.connector import (
-    ConnectorOutput,
-    ConnectorStats,
-    FailureReason,
-    HeadRange,
-    LoadResult,
-    RankAddress,
-)
+from baton_kv_transfer.connector import ConnectorOutput, ConnectorStats, FailureReason, LoadResult
+from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_protocol.config import (
     EngineConfig,
     KVRole,

@@ -16,14 +16,14 @@ import pytest
 from greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.errors import GroupBrokenError
-from baton_engine.distributed.store_server import open_store
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.distributed.store.server import open_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, Member
 from support.waiting import eventually
 
@@ -138,7 +138,7 @@ class Ranks:
         )
         return Generation(self._number, f"nonce-{self._number}", members, placement, *self._store)
 
-    def adopt(self, ranks: Sequence[Rank]) -> Generation:
+    def commit(self, ranks: Sequence[Rank]) -> Generation:
         """Prepares the next generation, which has these ranks, and adopts it."""
         generation = self.generation(ranks)
         for rank in ranks:
@@ -146,7 +146,7 @@ class Ranks:
         for rank in ranks:
             wait_prepared(rank, generation)
         for rank in ranks:
-            rank.executor.collective_rpc("adopt_generation", (generation.nonce,), timeout_s=WAIT_S)
+            rank.executor.collective_rpc("commit_generation", (generation.nonce,), timeout_s=WAIT_S)
         return generation
 
     def shutdown(self) -> None:
@@ -211,13 +211,13 @@ def test_ranks_come_and_go_between_steps(
     """Two ranks, then three, then two others; requests that stay where they are never notice."""
     ranks = make_ranks(kind, tensor)
     first, second = ranks.add(2)
-    ranks.adopt([first, second])
+    ranks.commit([first, second])
     first.serve("a")
     second.serve("b")
     run_step([first, second])
     run_step([first, second])
     (third,) = ranks.add(1)
-    ranks.adopt([first, second, third])
+    ranks.commit([first, second, third])
     third.serve("c")
     run_step([first, second, third])
     loads = second.executor.collective_rpc("expert_loads", timeout_s=WAIT_S)
@@ -225,7 +225,7 @@ def test_ranks_come_and_go_between_steps(
         "one token, two experts, since the generation began"
     )
     assert loads.count(loads[0]) == tensor
-    ranks.adopt([third, second])
+    ranks.commit([third, second])
     first.executor.collective_rpc("leave_generation", timeout_s=WAIT_S)
     second.serve("a", first.generated.pop("a"))
     assert finish([third, second]) == expected
@@ -235,11 +235,11 @@ def test_experts_go_from_engine_to_engine(
     make_ranks: Callable[..., Ranks], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over the group for weights: who joins reads nothing."""
-    caplog.set_level(logging.INFO, "baton_engine.worker.generations")
+    caplog.set_level(logging.INFO, "baton_engine.worker.experts.generations")
     ranks = make_ranks(UniProcExecutor)
-    ranks.adopt(ranks.add(2))
+    ranks.commit(ranks.add(2))
     ranks.add(1)
-    ranks.adopt(ranks.all)
+    ranks.commit(ranks.all)
     line = next(
         line
         for line in caplog.messages
@@ -255,7 +255,7 @@ def test_a_worker_that_dies_in_a_step_breaks_it_elsewhere_and_the_others_go_on(
 ) -> None:
     ranks = make_ranks(MultiprocExecutor)
     first, second, lost = ranks.add(3)
-    ranks.adopt([first, second, lost])
+    ranks.commit([first, second, lost])
     first.serve("a")
     second.serve("b")
     lost.serve("c")
@@ -264,7 +264,7 @@ def test_a_worker_that_dies_in_a_step_breaks_it_elsewhere_and_the_others_go_on(
     assert isinstance(lost.executor, MultiprocExecutor)
     os.kill(lost.executor.worker_pids[0], signal.SIGKILL)
     assert_broken_soon(futures)
-    ranks.adopt([first, second])
+    ranks.commit([first, second])
     first.serve("c", lost.generated.pop("c"))
     ranks.all.remove(lost)
     lost.executor.shutdown()
@@ -277,7 +277,7 @@ def test_all_tensor_ranks_drop_the_step_that_one_of_them_cannot_finish(
     """The lost rank's workers die one after the other: those of the other rank must not part ways meanwhile."""
     ranks = make_ranks(MultiprocExecutor, 2)
     first, lost = ranks.add(2)
-    ranks.adopt([first, lost])
+    ranks.commit([first, lost])
     first.serve("a")
     run_step([first, lost])
     futures = start_without([first], lost)
@@ -289,7 +289,7 @@ def test_all_tensor_ranks_drop_the_step_that_one_of_them_cannot_finish(
     assert_broken_soon(futures)
     ranks.all.remove(lost)
     lost.executor.shutdown()
-    ranks.adopt([first])
+    ranks.commit([first])
     first.serve("b")
     first.serve("c")
     assert finish([first]) == expected
@@ -301,7 +301,7 @@ def test_a_step_that_waits_for_a_silent_rank_can_be_interrupted(
 ) -> None:
     ranks = make_ranks(kind)
     first, silent = ranks.add(2)
-    generation = ranks.adopt([first, silent])
+    generation = ranks.commit([first, silent])
     first.serve("a")
     futures = start_without([first], silent)
     first.executor.interrupt("of another generation")
@@ -311,7 +311,7 @@ def test_a_step_that_waits_for_a_silent_rank_can_be_interrupted(
     assert_broken_soon(futures)
     with pytest.raises(GroupBrokenError):
         start_without([first], silent)[0].result(PROMISED_S)
-    ranks.adopt([first])
+    ranks.commit([first])
     first.executor.interrupt(generation.nonce)
     first.serve("b")
     first.serve("c")

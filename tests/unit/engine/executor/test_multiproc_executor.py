@@ -20,7 +20,8 @@ from baton_engine.executor.multiproc import multiproc_executor
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
-from baton_kv_transfer.connector import ConnectorOutput, HeadRange, LoadResult, RankAddress
+from baton_kv_transfer.connector import ConnectorOutput, LoadResult
+from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_protocol.config import EngineConfig, KVRole
 from support.waiting import eventually
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton_local.ports import free_ports
+from pocketkube.ports import free_ports
 
 WAIT_S = 180.0
 

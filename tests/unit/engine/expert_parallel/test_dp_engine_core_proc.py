@@ -13,8 +13,8 @@ from engine_fakes import continuation
 from engine_process import DEADLINE_S, EngineProcess, collect, connect, request, tokens
 from rank_processes import ScriptedCoordinator
 
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.client import EngineClient, EngineDeadError, UtilityError

@@ -15,9 +15,10 @@ from scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.offload import OffloadTier
 from baton_engine.scheduling.request import Request
-from baton_engine.worker.kv_memory import KVMemory
+from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
-from baton_kv_transfer.connector import BlockLoad, ConnectorMetadata, KVCacheLayout
+from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.block_hash import hash_blocks, root_hash
 from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
@@ -242,7 +243,7 @@ def test_a_worker_stores_before_transfers_start() -> None:
         execute_model=lambda step: calls.append("run"),
     )
     worker.connector = SimpleNamespace(start=lambda metadata: calls.append("transfer"))  # type: ignore[assignment]
-    load = BlockLoad("t", "127.0.0.1", 1, "peer", 0, [3], [b"h"])
+    load = LoadRequest("t", "127.0.0.1", 1, "peer", 0, [3], [b"h"])
     worker.execute_model(
         SchedulerOutput(
             [], [], {}, [], connector=ConnectorMetadata(loads=[load]), store=[BlockCopy(3, 0)]

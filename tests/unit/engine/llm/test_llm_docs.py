@@ -1,4 +1,4 @@
-"""The examples of docs/offline.md run as they are written, one after the other."""
+"""The examples of docs/use/offline.md run as they are written, one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton_engine.checkpoint import create_checkpoint
 
-PAGE = Path(__file__).parents[4] / "docs" / "offline.md"
+PAGE = Path(__file__).parents[4] / "docs" / "use" / "offline.md"
 
 
 def test_the_examples_run(tmp_path: Path):

@@ -94,7 +94,7 @@ def test_flags_override_the_file(tmp_path):
         ("--pipeline-parallel-size 0", r"parallel\.pipeline_parallel_size must be at least 1"),
         (
             "--kv-transport pigeon",
-            r"kv_transfer\.transport must be ucx, tcp, shm, auto, nixl or inproc",
+            r"kv_transfer\.transport must be ucx, tcp, shm, auto or nixl",
         ),
         (
             "--kv-rdma --kv-transport tcp",
