@@ -1,13 +1,14 @@
-"""`baton up`: a local cluster around one LLMService, from nothing to a streamed answer.
+"""`baton up`: a local cluster around one LLMService, up to one streamed answer.
 
-    checkpoint (if none is named) | control plane -> CRD -> operator, kubelet, proxy -> apply the file -> Ready -> one answer
-
-The process stays as the supervisor until Ctrl-C, SIGTERM or `baton down`.
+The steps are: checkpoint (if none is named), control plane, CRD, operator, kubelet and proxy, the
+user's file, Ready, one answer. The process then supervises the cluster until Ctrl-C, SIGTERM or
+`baton down`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ from baton_local.service import (
     as_kubectl_applies,
     as_yaml,
     ask_kv_bytes,
-    format_lanes,
+    format_kv_bytes,
     gateways_see_all_engines,
     kv_bytes_received,
     load_documents,
@@ -43,8 +44,8 @@ from pocketkube.cluster import Component, ComponentError, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 
+#: Placeholder of the sample. `baton up` replaces it by --model or a new checkpoint.
 DEMO_MODEL_URI = "file:///models/demo"
-"""What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""
 DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
@@ -54,7 +55,7 @@ RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
 
 
 class UpError(Exception):
-    """Something the user can act on; the text says what."""
+    """An error that the user can correct; the text says how."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class UpOptions:
 
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
-    """Exit status: 0 after the answer (once) or an ordered end; 1 if anything failed."""
+    """Return the exit status: 0 after the answer (--once) or a shutdown; 1 after an error."""
     try:
         documents, service = _read_service(options.file)
         state.acquire()
@@ -98,7 +99,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except KeyboardInterrupt:
         return 1
     finally:
-        if not options.once:  # the last line says what moved the KV
+        if not options.once:  # with --once the last line reports the KV transfer
             console.print("stopping", style="dim")
         cluster.stop()
 
@@ -129,7 +130,7 @@ async def _up(
 
 
 def _rbac_objects() -> list[Object]:
-    """Return the objects of manifests/rbac, which `kubectl apply` takes in the order of the files' names."""
+    """Return the objects of manifests/rbac, in the order of the file names."""
     return [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
 
 
@@ -151,7 +152,7 @@ async def _bring_up(
             service["metadata"]["name"],
         )
         async with ClusterApi.connect(cluster.kubeconfig) as api:
-            # The operator has the rights that it has in a cluster, which a real control plane enforces.
+            # The operator has the same rights as in a cluster. A real control plane enforces them.
             await api.apply(
                 [custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()]
             )
@@ -162,16 +163,15 @@ async def _bring_up(
             operator_kubeconfig = write_account_kubeconfig(
                 cluster.kubeconfig, cluster.kubeconfig.with_name("operator.kubeconfig"), token
             )
-            # Only now: so many starting at once would hold up the two requests above by a second or two.
+            # Started after the two requests above, which many starting processes would slow down.
             cluster.start(_operator(operator_kubeconfig))
             cluster.start_node()
             file = options.file.absolute()
             stands_in = await checkpoint
-            if (
-                stands_in
-            ):  # `kubectl apply` of the user's file would roll out the model that it names
+            # `kubectl apply` of the user's file would roll out the model that it names.
+            if stands_in:
                 file = state.root / "served.yaml"
-                file.touch(0o600)  # the user's file may hold Secrets
+                file.touch(0o600)  # the user's file may contain Secrets
                 file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
             try:
                 await api.apply([as_kubectl_applies(document) for document in documents])
@@ -230,7 +230,11 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 async def _provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
 ) -> bool:
-    """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder. Returns whether it did."""
+    """Set spec.model.uri to --model, or replace the placeholder by a demo checkpoint.
+
+    Returns:
+        Whether the document has changed.
+    """
     spec_model = service.setdefault("spec", {}).setdefault("model", {})
     if model is not None:
         if not (model / "config.json").is_file():
@@ -262,7 +266,7 @@ async def _provide_model(
         try:
             output, _ = await process.communicate()
         finally:
-            if process.returncode is None:  # we were told to stop
+            if process.returncode is None:  # cancelled
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
@@ -295,7 +299,7 @@ async def _wait_ready(
     console.print(service_tables(status))
     for pod in status.pods:
         if not pod.ready:
-            ended = pod.restarts > 0  # the container that runs now has not failed yet
+            ended = pod.restarts > 0  # the running container has not failed yet
             console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
             try:
                 async for chunk in api.log(
@@ -310,7 +314,7 @@ async def _wait_ready(
 
 
 class _Progress:
-    """What happens to the service: a live table on a terminal while it comes up, else a line for each change."""
+    """Progress of the service: a live table on a terminal, otherwise a line for each change."""
 
     def __init__(self, console: Console, started: float) -> None:
         self._console = console
@@ -337,7 +341,10 @@ class _Progress:
             if self._seen.get(condition.type) != state:
                 self._seen[condition.type] = state
                 if self._live is None:
-                    line = f"{elapsed_s:7.1f} s  {condition.type}={condition.status} {condition.reason}: {condition.message}"
+                    line = (
+                        f"{elapsed_s:7.1f} s  {condition.type}={condition.status} "
+                        f"{condition.reason}: {condition.message}"
+                    )
                     self._console.out(line, highlight=False)
 
 
@@ -350,16 +357,14 @@ async def _watch(
     console: Console,
     stopped: asyncio.Event,
 ) -> None:
-    """Stays until `stopped`: keeps the components running and says what happens to the service."""
+    """Restart components and report changes of the service until `stopped`."""
     while not stopped.is_set():
         for component in cluster.heal():
-            console.print(
-                f"{component} ended by itself and was started again; see `baton logs {component}`"
-            )
+            console.print(f"{component} has ended and was restarted; see `baton logs {component}`")
         try:
             progress.show(await api.service(namespace, name))
         except KubeError as error:
-            if error.status != 404:  # 404: the user deleted it, and may apply another
+            if error.status != 404:  # 404: the user has deleted it, and may apply another one
                 raise
         await asyncio.sleep(0.5)
 
@@ -368,13 +373,19 @@ def _print_next_steps(
     status: ServiceStatus, file: Path, elapsed_s: float, console: Console
 ) -> None:
     console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
+    request = {
+        "model": status.model,
+        "stream": True,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
     lines = [
         f"export KUBECONFIG={status.kubeconfig}",
         f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
         f"${{EDITOR:-vi}} {file}; kubectl apply -f {file}",
         f"curl {status.endpoint}/v1/models",
-        f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{status.model}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
+        f"curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(request)}'",
     ]
     if status.ingress:
         lines.append(f"curl {status.ingress}/v1/models")
@@ -390,9 +401,7 @@ async def _answer(
             (await api.service(status.namespace, status.service)).pods
         )
 
-    await _until(
-        all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready"
-    )
+    await _until(all_seen, options.timeout_s, "the gateway did not connect to all ready engines")
     before = kv_bytes_received((await ask_kv_bytes(status)).pods)
     console.print(f"\n[bold]> {PROMPT}[/]")
     answer = await ask(
@@ -404,7 +413,8 @@ async def _answer(
         timeout_s=options.timeout_s,
     )
     console.print(
-        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s",
+        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
+        f"{answer.tokens_per_s:.1f} tokens/s",
         highlight=False,
     )
     now = await ask_kv_bytes(await api.service(status.namespace, status.service))
@@ -412,9 +422,9 @@ async def _answer(
         moved = kv_bytes_received(now.pods) - before
         if not moved:
             raise UpError(
-                "no KV bytes moved between prefill and decode: the hand-off did not happen"
+                "no KV bytes moved from prefill to decode; see the engines' logs with `baton logs`"
             )
-        console.out(f"KV moved from prefill to decode: {format_lanes(moved)}", highlight=False)
+        console.out(f"KV moved from prefill to decode: {format_kv_bytes(moved)}", highlight=False)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Keys and certificates of a local control plane: its own authority, made once per state directory."""
+"""Keys and certificates of a local control plane, with a certificate authority of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALIDITY = datetime.timedelta(days=365)
 
 @dataclass(frozen=True)
 class ServerCertificate:
-    """PEM files: the authority's certificate, and a server's certificate and key."""
+    """PEM files: the certificate of the authority, and a server's certificate and key."""
 
     authority: Path
     certificate: Path
@@ -26,7 +26,7 @@ class ServerCertificate:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner reads; it appears under its name when it is complete."""
+    """Write a file that only its owner can read. It gets its name when it is complete."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -46,7 +46,10 @@ def _name(common_name: str) -> x509.Name:
 
 
 def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCertificate:
-    """A new authority and a server certificate by it for IP `addresses` and `localhost`. The authority's key is not kept."""
+    """Create an authority, and with it a server certificate for `addresses` and `localhost`.
+
+    The authority's key is not kept.
+    """
     now = datetime.datetime.now(datetime.UTC)
     directory.mkdir(parents=True, exist_ok=True)
     authority_key, server_key = (
@@ -112,6 +115,6 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
 
 
 def create_signing_key(path: Path) -> Path:
-    """An RSA key for service account tokens."""
+    """Create an RSA key that signs service account tokens."""
     write_private(path, _pem(rsa.generate_private_key(public_exponent=65537, key_size=2048)))
     return path

@@ -1,7 +1,7 @@
-"""The processes of a cluster: control plane, kubelet, proxy, and the controllers of an embedded control plane.
+"""The processes of a cluster: control plane, controllers, kubelet and proxy.
 
-They are children of this process and end with it: each asks the kernel for SIGKILL at its parent's death. Pods end with their
-kubelet in the same way.
+They are children of this process and end with it: each asks the kernel for SIGKILL at its parent's
+death. Pods end with their kubelet in the same way.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pocketkube.lifecycle import set_parent_death_signal
+from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.networks import Networks, claim_networks
 
 STOP_TIMEOUT_S = 20.0
 FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
+#: A component that ran this long starts with the first delay again.
 HELD_S = 60.0
-"""A component that ran this long starts its delays anew."""
 
 
 class ComponentError(Exception):
-    """A process of the cluster did not start, or ended by itself; the text has the end of its log."""
+    """A process did not start or has ended; the text has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Component:
 
 @dataclass
 class _Restarts:
-    """When a component that keeps ending may be started again."""
+    """The delay before the next restart of a component."""
 
     delay_s: float = 0.0
     last: float = float("-inf")
 
     def due(self, now: float) -> bool:
-        """Whether to start it now; if so, the next time waits longer, unless this time holds."""
+        """Return whether to start it now. If so, the next delay is longer, unless it ran long."""
         if now < self.last + self.delay_s:
             return False
         held = now > self.last + HELD_S
@@ -77,15 +77,18 @@ class LocalCluster:
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:
-        """Returns once the API server answers: the kubeconfig exists. Raises ComponentError, NetworksInUseError."""
+        """Start the API server and wait until it answers.
+
+        Raises:
+            ComponentError: it has ended, or did not answer within `timeout_s`.
+            NetworksInUseError: too many clusters run on this machine.
+        """
         self._networks = claim_networks(self.control_plane)
         self.kubeconfig.unlink(missing_ok=True)
         module = [sys.executable, "-m", f"pocketkube.control_plane.{self.control_plane}"]
         options = [
-            "--state-dir",
-            str(self.kubeconfig.parent),
-            "--service-network",
-            self._networks.services,
+            *("--state-dir", str(self.kubeconfig.parent)),
+            *("--service-network", self._networks.services),
         ]
         self.start(Component("control-plane", [*module, *options], {}))
         deadline = time.monotonic() + timeout_s
@@ -93,56 +96,53 @@ class LocalCluster:
             self.check()
             if time.monotonic() > deadline:
                 raise ComponentError(
-                    f"the control plane did not answer within {timeout_s:g} s\n{self.log_tail('control-plane')}"
+                    f"the control plane did not answer within {timeout_s:g} s\n"
+                    f"{self.log_tail('control-plane')}"
                 )
             await asyncio.sleep(0.02)
 
     def start_node(self) -> None:
-        """Kubelet and proxy, and the controllers that a real control plane brings itself."""
+        """Start kubelet and proxy, and the controllers of an embedded control plane."""
         assert self._networks is not None, "the control plane is started first"
-        module = [sys.executable, "-m"]
-        kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
-        kubelet = [
-            *module,
-            "pocketkube.kubelet",
-            *kubeconfig,
-            "--state-dir",
-            str(self._state_dir / "kubelet"),
-        ]
-        kubelet += ["--address-pool", self._networks.pods]
-        self.start(Component("kubelet", [*kubelet, "--node-name", self._node_name], {}))
+        self._start_client(
+            "kubelet",
+            *("--state-dir", str(self._state_dir / "kubelet")),
+            *("--address-pool", self._networks.pods),
+            *("--node-name", self._node_name),
+        )
         if self.control_plane == "embedded":
-            self.start(
-                Component("controllers", [*module, "pocketkube.controllers", *kubeconfig], {})
-            )
-        ingress = ["--ingress-address", "127.0.0.1", "--ingress-port", str(self._ingress_port)]
-        self.start(Component("proxy", [*module, "pocketkube.proxy", *kubeconfig, *ingress], {}))
+            self._start_client("controllers")
+        self._start_client("proxy", "--ingress-port", str(self._ingress_port))
+
+    def _start_client(self, name: str, *options: str) -> None:
+        module = [sys.executable, "-m", f"pocketkube.{name}"]
+        kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
+        self.start(Component(name, [*module, *kubeconfig, *options], {}))
 
     def start(self, component: Component) -> None:
         """Start a component, which `heal()` restarts and `stop()` stops before the node."""
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            set_parent_death_signal(signal.SIGKILL)
-            if os.getppid() != parent:  # it died before prctl
-                os._exit(1)
-
         again = component.name in self._components
         self._components[component.name] = component
         self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(self.logs / f"{component.name}.log", "ab" if again else "wb") as log:
+            # In a session of its own, so that Ctrl-C reaches only the supervisor, which stops the
+            # others in order.
             self._processes[component.name] = subprocess.Popen(
                 component.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **component.env},
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the rest in order
-                preexec_fn=die_with_parent,
+                start_new_session=True,
+                preexec_fn=kill_at_end_of_parent(),
             )
 
     def check(self) -> None:
-        """Raises ComponentError if a component ended by itself."""
+        """Check that all components run.
+
+        Raises:
+            ComponentError: one has ended.
+        """
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise ComponentError(
@@ -150,10 +150,10 @@ class LocalCluster:
                 )
 
     def heal(self) -> list[str]:
-        """Starts again what ended by itself, with a delay that grows. Returns the names of what it started.
+        """Restart the components that have ended, with a growing delay; return their names.
 
         Raises:
-            ComponentError: the control plane ended, and the cluster's objects with it.
+            ComponentError: the control plane has ended, and the cluster's objects with it.
         """
         started = []
         now = time.monotonic()
@@ -169,16 +169,16 @@ class LocalCluster:
         return started
 
     def stop(self) -> None:
-        """Stop the clients first, so that nothing repairs what is being stopped; then the node, then the API server.
+        """Stop the clients, then the node, then the API server. Idempotent.
 
-        Idempotent.
+        With the clients stopped first, no controller repairs what is being stopped.
         """
         node = ("kubelet", "proxy")
         clients = [name for name in self._processes if name not in (*node, "control-plane")]
         for stage in (clients, node, ("control-plane",)):
             processes = [self._processes.pop(name) for name in stage if name in self._processes]
             for process in processes:
-                process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+                process.send_signal(signal.SIGTERM)  # a no-op for a process that has ended
             deadline = time.monotonic() + STOP_TIMEOUT_S
             for process in processes:
                 try:

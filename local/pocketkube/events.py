@@ -1,4 +1,4 @@
-"""Events: what happened to an object, told to `kubectl describe`. Repeats within ten minutes raise the count of one event."""
+"""Events for `kubectl describe`. A repetition within ten minutes raises the count of its event."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from baton_kube.client import KubeClient, KubeError, Object
 logger = logging.getLogger(__name__)
 
 REPEAT_WINDOW_S = 600.0
-MESSAGE_LIMIT = 1024  # bytes; the API refuses longer ones
+MESSAGE_LIMIT = 1024  # bytes; the API server refuses more
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Series:
 
 
 class EventRecorder:
-    """Writes core/v1 Events in the background; a failure to write one is logged and never reaches the caller."""
+    """Writes core/v1 Events in the background. A failed write is logged, not raised."""
 
     def __init__(self, api: KubeClient, component: str, host: str = ""):
         self._api = api
@@ -41,7 +41,7 @@ class EventRecorder:
         field_path: str = "",
         api_version: str = "v1",
     ) -> None:
-        """Queue a `Normal` or `Warning` event (the type follows from `reason`'s nature, see `WARNINGS`)."""
+        """Queue an event. Its type is Warning for a reason in `WARNINGS`, else Normal."""
         reference = {
             "kind": kind,
             "apiVersion": api_version,
@@ -98,7 +98,7 @@ class EventRecorder:
                 )
                 return
             except KubeError as error:
-                if error.status != 404:  # 404: the event expired; write it anew
+                if error.status != 404:  # 404: the event has expired; write a new one
                     raise
         digest = hashlib.sha256(f"{key}|{time.time_ns()}".encode()).hexdigest()[:16]
         series = _Series(f"{reference['name'][:200]}.{digest}", 1, now)
@@ -120,7 +120,7 @@ class EventRecorder:
 
 
 def timestamp(when: datetime | None = None, *, micro: bool = False) -> str:
-    """RFC 3339 as the API writes it: seconds (`metav1.Time`), or microseconds (`metav1.MicroTime`)."""
+    """Format a time as the API does: in seconds (`Time`) or in microseconds (`MicroTime`)."""
     when = (when or datetime.now(UTC)).astimezone(UTC)
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 

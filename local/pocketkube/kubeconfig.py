@@ -1,4 +1,4 @@
-"""Kubeconfig files: how every client finds and enters a control plane."""
+"""Kubeconfig files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pocketkube.certificates import write_private
 
 
 def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
-    """The kubeconfig `admin` with another bearer token, as `path`."""
+    """Copy the kubeconfig `admin` to `path` with another bearer token."""
     document = yaml.safe_load(admin.read_text())
     document["users"][0]["user"] = {"token": token}
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
@@ -21,7 +21,7 @@ def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
 def write_kubeconfig(
     path: Path, server: str, authority: Path, token: str, user: str = "pocketkube-admin"
 ) -> Path:
-    """One cluster, one user with a bearer token, one context called `pocketkube`; readable by its owner only."""
+    """Write a kubeconfig with the context `pocketkube`, readable by its owner only."""
     data = base64.b64encode(authority.read_bytes()).decode()
     document = {
         "apiVersion": "v1",
@@ -46,7 +46,7 @@ def write_kubeconfig(
 
 
 def certificate_authority(kubeconfig: Path) -> bytes:
-    """The PEM of the current context's cluster; empty if the server is plain HTTP or not verified."""
+    """Return the CA of the current context's cluster in PEM; empty if TLS is not verified."""
     content = yaml.safe_load(kubeconfig.read_text())
     contexts = {entry["name"]: entry["context"] for entry in content.get("contexts") or []}
     clusters = {entry["name"]: entry["cluster"] for entry in content.get("clusters") or []}

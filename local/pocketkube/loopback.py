@@ -1,4 +1,4 @@
-"""Addresses on the loopback device: 127/8 is there anyway, any other is added as /32 and taken away again."""
+"""Addresses on the loopback device: those outside 127/8 are added as /32 and removed again."""
 
 import ipaddress
 import json
@@ -15,7 +15,10 @@ _ALWAYS_THERE = ipaddress.ip_network("127.0.0.0/8")
 
 
 def served_port(port: int) -> int:
-    """Where a Service's port is served: on itself, or 8000 above where the system keeps it for root (80 on 8080)."""
+    """Return the port where a Service's port is served.
+
+    A port below 1024 that the system keeps for root is served 8000 higher, 80 on 8080.
+    """
     if port >= 1024 or os.geteuid() == 0:
         return port
     try:
@@ -26,14 +29,17 @@ def served_port(port: int) -> int:
 
 
 class LoopbackAddresses:
-    """The addresses this process added. They are noted in a file, so that a successor removes what a killed one left."""
+    """The addresses that this process has added.
+
+    A file records them, so that the next process can remove those of one that was killed.
+    """
 
     def __init__(self, ledger: Path):
         self._ledger = ledger
         self._added: set[str] = set()
 
     def remove_stale(self) -> None:
-        """Remove what the ledger of a dead predecessor names."""
+        """Remove the addresses in the file of a previous process."""
         try:
             stale = json.loads(self._ledger.read_text())
         except (FileNotFoundError, ValueError):
@@ -43,37 +49,42 @@ class LoopbackAddresses:
         self._ledger.unlink()
 
     def add(self, address: str) -> None:
-        """Make `address` bindable. Raises: OSError if the device refuses it (needs CAP_NET_ADMIN)."""
+        """Make `address` bindable.
+
+        Raises:
+            OSError: the device refuses it, which needs CAP_NET_ADMIN.
+        """
         if ipaddress.ip_address(address) in _ALWAYS_THERE or address in self._added:
             return
-        # Noted first: a ledger entry without an address does no harm, the opposite would leak.
+        # Recorded first: a record without an address is harmless, an address without a record
+        # stays.
         self._added.add(address)
         self._save()
         error = _ip("add", address)
-        there = (
-            "File exists" in error or "already assigned" in error
-        )  # of a killed process with another ledger: now ours
+        # Left by a killed process with another file; it belongs to this one now.
+        there = "File exists" in error or "already assigned" in error
         if error and not there:
             self._added.discard(address)
             self._save()
             raise OSError(
-                f"ip addr add {address}/32 dev lo: {error}; run as root (CAP_NET_ADMIN) or use addresses in 127.0.0.0/8"
+                f"ip addr add {address}/32 dev lo: {error}; run as root (CAP_NET_ADMIN) or use "
+                "addresses in 127.0.0.0/8"
             )
 
     def remove(self, address: str) -> None:
-        """Take back an address added here; others are left alone."""
+        """Remove an address that was added here. Others are left alone."""
         if address in self._added:
             _ip("del", address)
             self._added.discard(address)
             self._save()
 
     def keep_only(self, addresses: Collection[str]) -> None:
-        """Take back every address added here that is not in `addresses`."""
+        """Remove the addresses that were added here and are not in `addresses`."""
         for address in self._added - set(addresses):
             self.remove(address)
 
     def remove_all(self) -> None:
-        """Take back every address added here."""
+        """Remove all addresses that were added here."""
         for address in list(self._added):
             self.remove(address)
 
@@ -85,7 +96,7 @@ class LoopbackAddresses:
 
 
 def _ip(verb: str, address: str) -> str:
-    """Run `ip addr add|del`; the error text, empty on success."""
+    """Run `ip addr add` or `del`, and return the error text, which is empty on success."""
     try:
         done = subprocess.run(
             ["ip", "addr", verb, f"{address}/32", "dev", "lo"],

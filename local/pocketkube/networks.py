@@ -1,4 +1,4 @@
-"""Addresses of one cluster among several on this machine: every cluster gets ranges that no other one uses while it lives."""
+"""Address ranges of several clusters on one machine, each held by one cluster at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-# (pods, services): within 127/8, which is there anyway, or for an API server that refuses 127/8 in Endpoints.
+# (pods, services). A real API server refuses addresses of 127/8 in Endpoints.
 _RANGES = {
     "embedded": ("127.77.0.0/16", "127.96.0.0/16"),
     "real": ("198.18.0.0/16", "198.19.0.0/16"),
@@ -16,12 +16,12 @@ CLUSTERS = 2 ** (_PREFIX - 16)
 
 
 class NetworksInUseError(Exception):
-    """As many clusters as there are ranges run on this machine."""
+    """No address range is free: too many clusters run on this machine."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Ranges of 4096 addresses in CIDR notation, held by `claim` until `release` or the end of this process."""
+    """Ranges of 4096 addresses in CIDR notation, held until `release` or the end of the process."""
 
     pods: str
     services: str
@@ -32,10 +32,14 @@ class Networks:
 
 
 def claim_networks(control_plane: str) -> Networks:
-    """The first ranges nobody holds. Raises: NetworksInUseError.
+    """Claim the first free ranges.
 
-    A name in the abstract socket namespace is the claim: it lives in the network namespace, as the loopback device does, it
-    counts for all users, and the kernel takes it back when the process ends, however it ends.
+    A claim is a name in the abstract socket namespace. It belongs to the network namespace, as the
+    loopback device does, and it also excludes other users. The kernel releases it when the process
+    ends.
+
+    Raises:
+        NetworksInUseError: all ranges are in use.
     """
     pods, services = (
         list(ipaddress.ip_network(text).subnets(new_prefix=_PREFIX))

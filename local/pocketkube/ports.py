@@ -1,4 +1,4 @@
-"""TCP ports: free ones for processes that are about to start, and those of command lines."""
+"""TCP ports: free ports for new processes, and ports on command lines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Different ports of `host` where nobody listens now.
+    """Find `count` different ports of `host` where no process listens now.
 
-    They lie below those that the system hands out to whoever connects or asks for any port: else it may give one to somebody before
-    the process that it is for has bound it, seconds later. Raises OSError: `host` is none of this machine's.
+    They are below the system's ephemeral range. Otherwise the system could give one to another
+    process, before the intended process binds it.
+
+    Raises:
+        OSError: `host` is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     candidates = (
@@ -26,7 +29,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
         if (end := _first_handed_out())
         else []
     )
-    candidates += [0] * count  # any that the system likes, if there are no others
+    candidates += [0] * count  # any ephemeral ports, if there are no others
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in candidates:
@@ -51,7 +54,7 @@ def parse_port(text: str) -> int:
 
 
 def _first_handed_out() -> int:
-    """0: not known, or too low to have enough ports below it."""
+    """Return the start of the ephemeral range; 0 if it is unknown or too low."""
     try:
         first = int(_HANDED_OUT.read_text().split()[0])
     except (OSError, ValueError):

@@ -14,8 +14,7 @@ from baton_operator.builders.owner import Object, Owner
 from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_group import update_of
 
-COORDINATOR = "192.0.2.1"
-"""Address of the coordinator's Service: ranks have no template without one."""
+COORDINATOR = "192.0.2.1"  # address of the coordinator's Service, which rank templates need
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 
 
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
-    """Return kinds and names of the objects beside the members that are created, changed and deleted."""
+    """Return kinds and names of changed objects other than members."""
     targets = ([] if old is None else old.desired.objects, new.desired.objects)
     before, after = (
         {f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets

@@ -1,4 +1,4 @@
-"""One embedded cluster's state and rules, put together: what the HTTP server speaks for. Knows no HTTP."""
+"""One cluster: its objects, and the operations on them. It knows no HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_CLUSTER = WriteOptions("pocketkube")
 
 
 class ClusterState:
-    """A new cluster: its namespaces and their `default` service accounts exist, nothing else."""
+    """A new cluster with the namespaces of Kubernetes and their `default` service accounts."""
 
     def __init__(
         self, admin_token: str, service_network: str, window: int = DEFAULT_WINDOW
@@ -40,7 +40,7 @@ class ClusterState:
         return found
 
     def _default_account(self, storage: str, event: Event) -> None:
-        """Every namespace has a service account for pods that name none, also after somebody deleted it."""
+        """Create the `default` service account of a new namespace, and again after its deletion."""
         if storage == "namespaces" and event.type == "ADDED":
             namespace = event.object["metadata"]["name"]
         elif (

@@ -1,6 +1,7 @@
-"""Errors of the embedded API server, in the shape every Kubernetes client understands: metav1.Status.
+"""Errors of the API server, as metav1.Status.
 
-Whoever refuses a request raises `ApiError` through one of the constructors here; the HTTP layer turns it into a response.
+A refusal is an `ApiError` from one of the constructors here. The HTTP server sends it as the
+response.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pocketkube.apiserver.resources import Resource
 
 @dataclass(frozen=True)
 class FieldError:
-    """One reason why one field was refused: a cause of an Invalid status."""
+    """One refused field: a cause of a status with the reason Invalid."""
 
     field: str
     reason: str  # FieldValueInvalid, FieldValueRequired, FieldValueNotSupported, ...
@@ -65,7 +66,7 @@ def _show(value: object) -> str:
 
 
 def type_name(value: object) -> str:
-    """The JSON Schema name of a decoded value's type."""
+    """Return the JSON Schema type of a decoded value."""
     match value:
         case bool():
             return "boolean"
@@ -83,7 +84,7 @@ def type_name(value: object) -> str:
 
 
 class ApiError(Exception):
-    """A refused request: HTTP `code` and the metav1.Status that says why."""
+    """A refused request: the HTTP status code, and the reason as metav1.Status."""
 
     def __init__(
         self, code: int, reason: str, message: str, details: dict[str, Any] | None = None
@@ -133,14 +134,21 @@ def already_exists(resource: Resource, name: str) -> ApiError:
 def conflict(
     resource: Resource,
     name: str,
-    why: str = "the object has been modified; please apply your changes to the latest version and try again",
+    why: str = (
+        "the object has been modified; please apply your changes "
+        "to the latest version and try again"
+    ),
 ) -> ApiError:
     message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
     return ApiError(409, "Conflict", message, _details(resource, name))
 
 
 def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
-    """Fields other managers own. `owned`: (quoted manager, field path such as `.spec.replicas`)."""
+    """Build the conflict of an apply.
+
+    Args:
+        owned: (quoted manager, field path such as `.spec.replicas`) of the fields in conflict.
+    """
     causes = [
         {"reason": "FieldManagerConflict", "message": f"conflict with {manager}", "field": field}
         for manager, field in owned
@@ -196,10 +204,6 @@ def method_not_allowed(what: str) -> ApiError:
 
 def unsupported_media_type(message: str) -> ApiError:
     return ApiError(415, "UnsupportedMediaType", message)
-
-
-def not_implemented(message: str) -> ApiError:
-    return ApiError(501, "NotImplemented", message)
 
 
 def expired(message: str) -> ApiError:

@@ -1,12 +1,16 @@
-"""The frozen table of kinds and verbs the embedded control plane serves.
+"""The frozen table of built-in kinds and their verbs.
 
-Discovery, OpenAPI, routing and the table in the documentation all come from here; custom resources are added to it while the
-server runs (catalog.py). `python -m pocketkube.apiserver.resources` prints the table as Markdown.
+Discovery, OpenAPI, routing and the table of the README come from here. Custom resources are added
+to the catalog (schema/catalog.py). `python -m pocketkube.apiserver.resources` prints the table as
+Markdown.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
 
 ALL_VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
@@ -14,7 +18,7 @@ READ_UPDATE = ("get", "patch", "update")
 
 @dataclass(frozen=True)
 class Subresource:
-    """A path below one object, with the verbs it answers and the kind it speaks (the parent's own if empty)."""
+    """A path below an object, its verbs, and its kind (the object's own if empty)."""
 
     name: str
     verbs: tuple[str, ...]
@@ -42,7 +46,7 @@ class Resource:
     verbs: tuple[str, ...] = ALL_VERBS
     singular: str = ""
     list_kind: str = ""
-    storage: str = ""  # kinds that name the same storage are views of the same objects
+    storage: str = ""  # kinds with the same storage are views of the same objects
     custom: bool = False
     note: str = ""
 
@@ -52,7 +56,7 @@ class Resource:
 
     @property
     def qualified(self) -> str:
-        """Name used in messages: `pods`, `deployments.apps`."""
+        """Name in messages: `pods`, `deployments.apps`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
@@ -194,7 +198,7 @@ BUILTIN: tuple[Resource, ...] = (
 
 
 def markdown_table() -> str:
-    """The table for the documentation."""
+    """Format the table as Markdown."""
     lines = [
         "| group/version | kind | verbs | subresources | remarks |",
         "| --- | --- | --- | --- | --- |",

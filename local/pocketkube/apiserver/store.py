@@ -1,7 +1,6 @@
-"""Objects in memory, one global resource version, and the bounded history that watches resume from.
+"""Objects in memory, one global resource version, and the history that watches resume from.
 
-The registry writes and reads here; watches subscribe. Stored objects are never changed in place: a write replaces the
-whole object, so a reader may hold one without copying it.
+A stored object is never changed in place. A write replaces it, so readers need no copy.
 """
 
 from __future__ import annotations
@@ -12,21 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object
+
 Key = tuple[str, str, str]  # storage, namespace, name
 Term = tuple[str, ...]
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
-DEFAULT_WINDOW = 2000  # events kept per storage for watches to resume from
+DEFAULT_WINDOW = 2000  # events per storage
 
 
 class ExpiredError(Exception):
-    """The asked-for resource version is no longer, or not yet, in the history."""
+    """The requested resource version is too old for the history, or newer than the present."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One change: the object after it and before it (None where it did not exist)."""
+    """One change: the object after it, and before it (None if it did not exist)."""
 
     type: EventType
     version: int
@@ -37,14 +37,14 @@ class Event:
 
 @dataclass
 class _Collection:
-    floor: int  # versions up to this one are no longer in `history`
+    floor: int  # versions up to this one are not in `history`
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: deque[Event] = field(default_factory=deque)
     subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)
 
 
 def _terms(storage: str, obj: Object) -> Iterator[Term]:
-    """Yield what the index has an object under: uid, owners, labels, a Service's address."""
+    """Yield the index terms of an object: uid, owners, labels, a Service's address."""
     metadata = obj["metadata"]
     yield "uid", metadata["uid"]
     for owner in metadata.get("ownerReferences") or ():
@@ -56,7 +56,7 @@ def _terms(storage: str, obj: Object) -> Iterator[Term]:
 
 
 class Store:
-    """All objects by storage key (`pods`, `deployments.apps`), then namespace and name."""
+    """All objects by storage key (`pods`, `deployments.apps`), then by namespace and name."""
 
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._window = window
@@ -70,15 +70,15 @@ class Store:
         return self._version
 
     def listen(self, listener: Callable[[str, Event], None]) -> None:
-        """Call `listener(storage, event)` after each change, before the writer gets its answer."""
+        """Call `listener(storage, event)` after each change, before the write returns."""
         self._listeners.append(listener)
 
     def open(self, storage: str) -> None:
-        """Begin the history of `storage` now; older versions are expired for it."""
+        """Start the history of `storage`. Earlier versions count as expired."""
         self._collections.setdefault(storage, _Collection(self._version))
 
     def close(self, storage: str) -> None:
-        """Forget an empty storage and end its watches."""
+        """Remove an empty storage, and end its watches."""
         collection = self._collections.pop(storage, None)
         for queue in collection.subscribers if collection else ():
             queue.put_nowait(None)
@@ -90,7 +90,7 @@ class Store:
         return self._collections[storage].objects.get((namespace, name))
 
     def find(self, *term: str) -> list[tuple[str, Object]]:
-        """Return (storage, object) of the objects under `"uid", X`, `"owner", X` or `"address", X`."""
+        """Return (storage, object) for the term `"uid", X`, `"owner", X` or `"address", X`."""
         return [(storage, obj) for (storage, _, _), obj in self._index.get(term, {}).items()]
 
     def list(
@@ -120,14 +120,14 @@ class Store:
         return [candidates[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
-        """Every (storage, object); a snapshot, so the loop may write."""
+        """Iterate over a snapshot of (storage, object), so the loop may write."""
         pairs = [
             (storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()
         ]
         return iter(pairs)
 
     def put(self, storage: str, obj: Object) -> Object:
-        """Store a new or changed object under the next resource version; returns what was stored."""
+        """Store an object under the next resource version, and return it as stored."""
         collection = self._collections[storage]
         metadata = obj["metadata"]
         key = (metadata.get("namespace", ""), metadata["name"])
@@ -142,7 +142,7 @@ class Store:
         return stored
 
     def remove(self, storage: str, namespace: str, name: str) -> Object:
-        """Delete an object; the version of its last state is the deletion's own, as watches expect."""
+        """Delete an object, and return its last state with the version of the deletion."""
         previous = self._collections[storage].objects.pop((namespace, name))
         self._version += 1
         last = {
@@ -161,7 +161,7 @@ class Store:
         for queue in list(collection.subscribers):
             if queue.qsize() < self._window:
                 queue.put_nowait(event)
-            else:  # a client that stopped reading; it lists again when it comes back, as after an expired version
+            else:  # the client has stopped reading: its watch ends, and it lists again
                 collection.subscribers.discard(queue)
                 while not queue.empty():
                     queue.get_nowait()
@@ -179,9 +179,13 @@ class Store:
             self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
-        """Events after version `since` (None: from now on), then live ones; a None item ends the stream.
+        """Return a queue of the events after version `since`, or from now on if it is None.
 
-        Raises: ExpiredError if `since` is before the history or later than the present (another server's life).
+        A None in the queue ends the stream.
+
+        Raises:
+            ExpiredError: `since` is older than the history, or newer than the present version, as
+                after a restart of the server.
         """
         collection = self._collections[storage]
         queue: asyncio.Queue[Event | None] = asyncio.Queue()

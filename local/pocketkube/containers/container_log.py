@@ -1,4 +1,7 @@
-"""Container logs on disk: one file per container instance in the CRI format (`<time> <stream> <F|P> <line>`), capped in size."""
+"""Container logs on disk, one file per container instance.
+
+The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rotation.
+"""
 
 import asyncio
 import os
@@ -8,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 10 * 2**20  # of one file; a full file is kept once as `.1`
+MAX_BYTES = 10 * 2**20  # per file; one full file is kept as `.1`
 MAX_LINE = 16 * 2**10  # bytes; longer lines are stored in parts
 
 
 class ContainerLog:
-    """The log one container instance writes."""
+    """The log of one container instance."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +28,7 @@ class ContainerLog:
         self._changed = asyncio.Event()
 
     def feed(self, stream: str, data: bytes) -> None:
-        """Take bytes as they came out of the pipe of `stream` (stdout or stderr)."""
+        """Append bytes from the pipe of `stream` (stdout or stderr)."""
         *lines, rest = (self._partial.get(stream, b"") + data).split(b"\n")
         out = [record for line in lines for record in _records(stream, line)]
         while len(rest) > MAX_LINE:
@@ -36,7 +39,7 @@ class ContainerLog:
             self._write(b"".join(out))
 
     def close(self) -> None:
-        """Write what is left without a newline, and tell followers that nothing more comes."""
+        """Write the incomplete last line, and end the streams of followers."""
         for stream, rest in self._partial.items():
             if rest:
                 self._write(_record(stream, b"P", rest))
@@ -46,7 +49,7 @@ class ContainerLog:
         self._notify()
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for the next write, at most `timeout_s`."""
+        """Wait up to `timeout_s` for the next write."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -54,7 +57,7 @@ class ContainerLog:
             return
 
     def tail(self, max_bytes: int = 2048, max_lines: int = 80) -> str:
-        """The end of the log as text, for a termination message."""
+        """Return the end of the log as text, for a termination message."""
         lines = deque(read_lines(self.path), maxlen=max_lines)
         return b"".join(content for _, content in lines)[-max_bytes:].decode("utf-8", "replace")
 
@@ -72,12 +75,12 @@ class ContainerLog:
 
 
 def rotated(path: Path) -> Path:
-    """Where a full log file is kept."""
+    """Return the path of the full log file."""
     return path.with_name(path.name + ".1")
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """(RFC 3339 time, content with its newline if the line is complete), oldest first."""
+    """Yield (RFC 3339 time, content), oldest first; a complete line ends with its newline."""
     for file in (rotated(path), path):
         try:
             with open(file, "rb") as stored:
@@ -97,12 +100,14 @@ async def stream_log(
     timestamps: bool = False,
     limit_bytes: int | None = None,
 ) -> AsyncIterator[bytes]:
-    """A log as `kubectl logs` wants it.
+    """Stream a log as `kubectl logs` prints it.
 
     Args:
-        live: the log still being written, if any; `follow` ends when it is closed.
-        tail: only the last lines (all when None).
-        since: only lines at or after this time.
+        path: the log file of one container instance.
+        live: the log if the container still writes it; `follow` ends when it is closed.
+        follow: wait for further lines.
+        tail: number of last lines to start with; None for all.
+        since: leave out lines before this time.
         limit_bytes: stop after this many bytes.
     """
     left = limit_bytes
@@ -111,7 +116,7 @@ async def stream_log(
     except FileNotFoundError:
         return
     try:
-        # Everything there now; the position in the current file is where following goes on.
+        # All lines that exist now. The position in the file is where following continues.
         lines = [_parse(line) for line in _rotated_lines(path)]
         lines += [_parse(line) for line in current]
         if since is not None:
@@ -139,11 +144,13 @@ async def stream_log(
             if pending:
                 continue
             try:
-                if os.fstat(current.fileno()).st_ino != os.stat(path).st_ino:  # rotated under us
+                if (
+                    os.fstat(current.fileno()).st_ino != os.stat(path).st_ino
+                ):  # rotated while it was read
                     current.close()
                     current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
                     continue
-            except FileNotFoundError:  # the pod is gone, and its folder with it
+            except FileNotFoundError:  # the pod's folder has been removed
                 return
             if ended or live is None:
                 return
@@ -178,5 +185,5 @@ def _parse(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _time(text: bytes) -> datetime:
-    # fromisoformat of Python 3.11 reads six fractional digits at most.
+    # fromisoformat of Python 3.11 reads at most six fractional digits.
     return datetime.fromisoformat(text.decode()[:26] + "+00:00")

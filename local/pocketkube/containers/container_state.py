@@ -1,4 +1,4 @@
-"""The states of a container as the API has them: waiting, running, terminated."""
+"""The states of a container in the API: waiting, running, terminated."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -6,7 +6,7 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class Waiting:
-    """Not running, and why."""
+    """No process runs."""
 
     reason: str = "ContainerCreating"
     message: str = ""
@@ -21,7 +21,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Terminated:
-    """A process ended. `exit_code` is 128 + signal if a signal ended it."""
+    """A process has ended. `exit_code` is 128 + the signal if a signal ended it."""
 
     exit_code: int
     reason: str
@@ -34,7 +34,7 @@ class Terminated:
 
 @dataclass
 class ContainerState:
-    """One container through all its restarts. Set by its runner, read by `pod_status`."""
+    """One container over all its restarts. Its runner writes this, and `pod_status` reads it."""
 
     state: Waiting | Running | Terminated = field(default_factory=Waiting)
     last: Terminated | None = None

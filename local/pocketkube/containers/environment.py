@@ -1,6 +1,6 @@
-"""A container's environment, command line and downward API fields, from the pod and the ConfigMaps and Secrets it names.
+"""Environment variables, command line and downward API fields of a container.
 
-Pure but for the lookups handed in.
+They come from the pod, and from the ConfigMaps and Secrets that it names.
 """
 
 import base64
@@ -13,10 +13,11 @@ from pathlib import Path
 from baton_kube.client import Object
 from pocketkube.containers.quantity import in_units_of
 
-# (kind, namespace, name) -> the object, or None if there is none. Raises: ConfigError if it cannot be read.
+# Maps (kind, namespace, name) to the object, or None if it does not exist. Raises ConfigError if it
+# cannot be read.
 Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
-# What of the kubelet's own environment a container sees: where this machine keeps its libraries and caches, nothing else.
+# Variables of the kubelet that containers inherit: where libraries and caches are.
 INHERITED = (
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
@@ -37,11 +38,11 @@ _SUBSCRIPT = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class ConfigError(Exception):
-    """A container cannot be configured as its pod asks (waiting reason CreateContainerConfigError)."""
+    """A container's configuration is invalid (waiting reason CreateContainerConfigError)."""
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)`; `$$` is one dollar sign, an unknown name stays as it is written."""
+    """Replace `$(NAME)`. `$$` is one dollar sign, and unknown names are kept."""
 
     def replace(match: re.Match[str]) -> str:
         body = match.group(1)
@@ -53,10 +54,15 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Raises: ConfigError if the container has no command: there is no image to bring one."""
+    """Return the command with its arguments.
+
+    Raises:
+        ConfigError: the container has no command, and no image provides one here.
+    """
     if not container.get("command"):
         raise ConfigError(
-            f"container {container['name']!r} has no command; images are ignored here, so spec.containers[].command must be set"
+            f"container {container['name']!r} has no command; images are ignored here, so "
+            "spec.containers[].command must be set"
         )
     return [
         expand(word, variables) for word in [*container["command"], *(container.get("args") or [])]
@@ -64,7 +70,7 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
 
 
 def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
-    """What every container gets before its own variables."""
+    """Return the variables of every container, before its own."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {
         **inherited,
@@ -84,11 +90,11 @@ async def container_environment(
     capacity: Mapping[str, str],
     lookup: Lookup,
 ) -> dict[str, str]:
-    """`envFrom`, then `env` in order, on top of `base`; later entries win and may refer to earlier ones.
+    """Add `envFrom` and then `env` to `base`. Later entries win, and may refer to earlier ones.
 
     Args:
-        addresses: `status.podIP` and `status.hostIP`, which the pod object may not carry yet.
-        capacity: the node's allocatable resources, which stand in for limits that are not set.
+        addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.
+        capacity: the node's allocatable resources, the defaults of limits that are not set.
 
     Raises:
         ConfigError: a ConfigMap, Secret, key or field that is not optional is missing.
@@ -113,7 +119,11 @@ async def container_environment(
 
 
 def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
-    """A downward API field; labels and annotations as a whole are `key="value"` lines. Raises: ConfigError."""
+    """Return a downward API field; all labels or annotations are lines of `key="value"`.
+
+    Raises:
+        ConfigError: the field is not supported.
+    """
     metadata, spec = pod["metadata"], pod["spec"]
     if match := _SUBSCRIPT.match(path):
         return str((metadata.get(match.group(1)) or {}).get(match.group(2), ""))
@@ -135,7 +145,11 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
 
 
 def resource_value(reference: Object, container: Object, capacity: Mapping[str, str]) -> str:
-    """`limits.cpu`, `requests.memory`, ... divided by the divisor and rounded up. Raises: ConfigError."""
+    """Return a resource such as `limits.cpu`, divided by the divisor and rounded up.
+
+    Raises:
+        ConfigError: the resource or the divisor is invalid.
+    """
     group, _, name = reference["resource"].partition(".")
     if group not in ("limits", "requests") or not name:
         raise ConfigError(
@@ -149,7 +163,7 @@ def resource_value(reference: Object, container: Object, capacity: Mapping[str, 
 
 
 def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
-    """A ConfigMap's or Secret's keys as bytes."""
+    """Decode the keys of a ConfigMap or Secret."""
     if kind == "Secret":
         return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
     plain = {key: value.encode() for key, value in (obj.get("data") or {}).items()}

@@ -1,9 +1,9 @@
-"""The guardian: a process that ends every container when its kubelet dies, kill -9 included.
+"""The guardian: a process that kills every container when its kubelet ends, also by SIGKILL.
 
-It runs as a script of its own (`python -I -S guardian.py MARKER`) in its own session with the read end of a pipe as standard
-input; the kubelet holds the write end and names sessions to watch (`+123`) or forget (`-123`), a line each. When the
-pipe closes, every process of these sessions, and every process whose environment carries MARKER, is killed. It imports
-nothing but the standard library, so it starts fast and cannot break with the rest.
+It runs as a script, `python -I -S guardian.py MARKER`, in a session of its own. Its standard input
+is a pipe from the kubelet, which writes one line for each session to watch (`+123`) or to forget
+(`-123`). When the pipe closes, the guardian kills all processes of these sessions, and all with
+MARKER in their environment. It imports only the standard library, so that it starts fast.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from collections.abc import Collection
 
 
 def find_processes(sessions: Collection[int], marker: str) -> list[int]:
-    """Living processes that belong to one of `sessions` (as session or process group), or carry `marker` ("NAME=value") in
-    the environment they were started with.
+    """Find the live processes of `sessions`, and those with `marker` in their environment.
 
-    The marker finds daemons that left the session, the session finds processes that overwrote their environment.
+    A session here is a session id or a process group. The marker ("NAME=value") finds daemons that
+    left the session. The session finds processes that overwrote their environment.
     """
     needle = b"\0" + marker.encode() + b"\0"
     own = os.getpid()
@@ -28,7 +28,8 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The command name may hold anything; the fields behind its last parenthesis are fixed.
+                # The command name can contain anything. The fields after its last parenthesis are
+                # fixed.
                 state, _, group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue
@@ -42,7 +43,7 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
 
 
 def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
-    """SIGKILL until nothing is found twice in a row; False if something is left after `timeout_s`."""
+    """Send SIGKILL until two searches find nothing; False if `timeout_s` passed first."""
     deadline = time.monotonic() + timeout_s
     empty = 0
     while empty < 2:

@@ -1,4 +1,4 @@
-"""Probes and hooks: whether a container is alive, started, ready. The thresholds are pure; the handlers do the asking."""
+"""Probes and lifecycle hooks of containers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ from pocketkube.containers.process import Guard, StartError, run_command
 
 @dataclass(frozen=True)
 class ProbeTiming:
-    """The numbers of a probe with the API's defaults, in seconds and counts."""
+    """Intervals in seconds and thresholds of a probe, with the API's defaults."""
 
     initial_delay_s: float = 0
     period_s: float = 10
@@ -24,7 +24,7 @@ class ProbeTiming:
 
     @classmethod
     def of(cls, probe: Object) -> Self:
-        """From a core/v1 Probe."""
+        """Read a core/v1 Probe."""
         return cls(
             initial_delay_s=probe.get("initialDelaySeconds") or 0,
             period_s=probe.get("periodSeconds") or 10,
@@ -35,7 +35,7 @@ class ProbeTiming:
 
 
 class ProbeVerdict:
-    """Counts results in a row; the verdict changes only when a threshold is reached."""
+    """Counts equal results in a row. The verdict changes at a threshold."""
 
     def __init__(self, timing: ProbeTiming):
         self._timing = timing
@@ -43,7 +43,7 @@ class ProbeVerdict:
         self._run = 0
 
     def observe(self, success: bool) -> bool | None:
-        """True or False once `success` has repeated often enough, None before."""
+        """Return the verdict if `success` has reached its threshold, else None."""
         self._run = self._run + 1 if success == self._last else 1
         self._last = success
         needed = self._timing.success_threshold if success else self._timing.failure_threshold
@@ -51,12 +51,12 @@ class ProbeVerdict:
 
 
 class HandlerError(Exception):
-    """A probe or hook failed; the text says how."""
+    """A probe or hook failed; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class HandlerContext:
-    """Where a handler acts: a running container."""
+    """The running container that a handler acts on."""
 
     container: Object
     pod_ip: str
@@ -67,7 +67,11 @@ class HandlerContext:
 
 
 async def call_handler(handler: Object, context: HandlerContext, timeout_s: float) -> None:
-    """Perform a probe's or hook's `httpGet`, `tcpSocket` or `exec`. Raises: HandlerError."""
+    """Run the `httpGet`, `tcpSocket` or `exec` of a probe or hook.
+
+    Raises:
+        HandlerError: it failed.
+    """
     try:
         if action := handler.get("httpGet"):
             await _http_get(action, context, timeout_s)
@@ -95,11 +99,11 @@ async def run_probe(
     on_verdict: Callable[[bool, str], Awaitable[bool]],
     on_failure: Callable[[str], None],
 ) -> None:
-    """Probe until `on_verdict` says stop.
+    """Probe until `on_verdict` returns False.
 
     Args:
-        on_verdict: told (healthy, message) whenever a threshold is reached; returns whether to go on.
-        on_failure: told the message of every single failure.
+        on_verdict: called with (healthy, message) at each threshold; returns whether to continue.
+        on_failure: called with the message of each failure.
     """
     timing = ProbeTiming.of(probe)
     verdict = ProbeVerdict(timing)
@@ -118,7 +122,11 @@ async def run_probe(
 
 
 def resolve_port(port: int | str, container: Object) -> int:
-    """A number, or the name of one of the container's ports. Raises: HandlerError."""
+    """Return a port given by number or by the name of a container port.
+
+    Raises:
+        HandlerError: the container has no port of that name.
+    """
     if isinstance(port, int) or str(port).isdigit():
         return int(port)
     for entry in container.get("ports") or []:
@@ -130,7 +138,8 @@ def resolve_port(port: int | str, container: Object) -> int:
 async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -> None:
     scheme = (action.get("scheme") or "HTTP").lower()
     path = action.get("path") or "/"
-    url = f"{scheme}://{action.get('host') or context.pod_ip}:{resolve_port(action['port'], context.container)}"
+    port = resolve_port(action["port"], context.container)
+    url = f"{scheme}://{action.get('host') or context.pod_ip}:{port}"
     headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with context.http.get(

@@ -1,4 +1,8 @@
-"""Processes: a container, or a command run in one, as a process group in a session of its own that dies with the kubelet."""
+"""Processes of containers.
+
+A container, or a command run in one, is a process group in its own session. It ends with the
+kubelet.
+"""
 
 import asyncio
 import contextlib
@@ -9,30 +13,31 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from pocketkube.containers import guardian
-from pocketkube.lifecycle import set_parent_death_signal
+from pocketkube.lifecycle import kill_at_end_of_parent
 
 logger = logging.getLogger(__name__)
 
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
 
-_DRAIN_S = 1.0  # how long output is read on after the last process of a container ended
+_DRAIN_S = 1.0  # how long to read on after the last process of a container has ended
 _READ_BYTES = 65536
 
 
 class StartError(Exception):
-    """The command could not be started (waiting reason CreateContainerError)."""
+    """The command did not start (waiting reason CreateContainerError)."""
 
 
 class Sink(Protocol):
-    """Takes what a process writes."""
+    """A receiver of a process's output."""
 
     def feed(self, stream: str, data: bytes) -> None:
-        """`stream` is stdout or stderr."""
+        """Receive bytes of `stream` (stdout or stderr)."""
 
 
 class Capture:
@@ -48,8 +53,10 @@ class Capture:
 
 
 class Guard:
-    """The kubelet's side of its guardian process. At most one kubelet runs per state folder: the guardian shares the lock, so a
-    successor waits until everything of its predecessor is dead.
+    """The kubelet's side of its guardian process.
+
+    The guardian shares the lock of the state folder. So a new kubelet waits until all processes of
+    the previous one have ended.
     """
 
     def __init__(self, state_dir: Path):
@@ -61,10 +68,13 @@ class Guard:
         self._stopping = False
 
     async def start(self, lock_timeout_s: float = 40.0) -> None:
-        """Raises: TimeoutError if another kubelet keeps the state folder."""
-        self._state_dir.mkdir(
-            parents=True, exist_ok=True, mode=0o700
-        )  # tokens and Secrets lie in it
+        """Lock the state folder and start the guardian.
+
+        Raises:
+            TimeoutError: another kubelet holds the lock.
+        """
+        # The folder will hold tokens and Secrets.
+        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = asyncio.get_running_loop().time() + lock_timeout_s
         while True:
@@ -74,23 +84,24 @@ class Guard:
             except BlockingIOError:
                 if asyncio.get_running_loop().time() > deadline:
                     raise TimeoutError(
-                        f"another kubelet uses {self._state_dir}; stop it or choose another --state-dir"
+                        f"another kubelet uses {self._state_dir}; "
+                        "stop it or choose another --state-dir"
                     ) from None
                 await asyncio.sleep(0.05)
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Have `session` killed when the kubelet dies."""
+        """Have `session` killed when the kubelet ends."""
         self._sessions.add(session)
-        self._tell(f"+{session}\n")
+        self._send(f"+{session}\n")
 
     def forget(self, session: int) -> None:
-        """Every process of `session` is gone; its number may be reused by the system."""
+        """Stop watching `session`. Its processes have ended, and its number may be reused."""
         self._sessions.discard(session)
-        self._tell(f"-{session}\n")
+        self._send(f"-{session}\n")
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Let the guardian kill what is left and end."""
+        """Close the pipe, so that the guardian kills the remaining processes and ends."""
         self._stopping = True
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -98,7 +109,7 @@ class Guard:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
-                logger.warning("the guardian is still killing processes")
+                logger.warning("the guardian has not killed all processes yet")
         os.close(self._lock)
 
     def _spawn(self) -> None:
@@ -109,33 +120,35 @@ class Guard:
             pass_fds=(self._lock,),
             cwd="/",
         )
-        on_exit(self._process.pid, self._died)
+        on_exit(self._process.pid, self._on_guardian_exit)
         for session in self._sessions:
-            self._tell(f"+{session}\n")
+            self._send(f"+{session}\n")
 
-    def _died(self) -> None:
+    def _on_guardian_exit(self) -> None:
         assert self._process is not None
         self._process.wait()
         if not self._stopping:
-            logger.error("the guardian ended with %s; starting another", self._process.returncode)
+            logger.error(
+                "the guardian ended with exit code %s; starting another one",
+                self._process.returncode,
+            )
             self._spawn()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        if self._stopping:  # the pipe is closed: everything is being killed
+        if self._stopping:  # the guardian is killing everything
             return
         try:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            logger.warning(
-                "the guardian is gone"
-            )  # _died starts the next one, which gets all sessions
+            # _on_guardian_exit() starts another one, which gets all sessions.
+            logger.warning("the guardian has ended; another one will be started")
 
 
 class Process:
-    """A running command and everything it started. Made by `start`."""
+    """A running command and its descendants. Created by `start`."""
 
     def __init__(self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, sink: Sink):
         self.pid = popen.pid
@@ -170,13 +183,6 @@ class Process:
         Raises:
             StartError: the command does not exist, is not executable, or the system refuses.
         """
-        kubelet = os.getpid()
-
-        def in_child() -> None:
-            set_parent_death_signal(signal.SIGKILL)
-            if os.getppid() != kubelet:  # it died before the line above
-                os._exit(1)
-
         marked = {**env, KUBELET_MARKER: guard.kubelet_id, CONTAINER_MARKER: container_id}
         try:
             popen = subprocess.Popen(
@@ -187,11 +193,12 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=in_child,
+                preexec_fn=kill_at_end_of_parent(),
             )
         except FileNotFoundError as error:
             raise StartError(
-                f"command {argv[0]!r} not found in PATH {env.get('PATH', '')!r}; install it on this machine (images are ignored)"
+                f"command {argv[0]!r} not found in PATH {env.get('PATH', '')!r}; install it on "
+                "this machine (images are ignored)"
             ) from error
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise StartError(f"cannot start {argv[0]!r}: {error}") from error
@@ -199,30 +206,36 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether the main process lives."""
+        """Whether the main process is alive."""
         return not self._exited.is_set()
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code of the main process, 128 + signal if a signal ended it. Raises: TimeoutError."""
+        """Wait for the main process and return its exit code: 128 + the signal if killed.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout_s`.
+        """
         async with asyncio.timeout(timeout_s):
             await self._exited.wait()
         code = self._popen.returncode
         return code if code >= 0 else 128 - code
 
     def terminate(self) -> None:
-        """SIGTERM to the main process."""
+        """Send SIGTERM to the main process."""
         if self.running:
             self._popen.send_signal(signal.SIGTERM)
 
     async def finish(self) -> None:
-        """Kill whatever of the container still lives, read its output to the end and let go of it."""
+        """Kill the container's remaining processes, and read their output to the end."""
         while not await asyncio.to_thread(guardian.kill_all, {self.pid}, self._marker, 5.0):
-            logger.warning("processes of %s survive SIGKILL; is a device hung?", self._marker)
+            logger.warning(
+                "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
+            )
         await self._exited.wait()
         try:
             async with asyncio.timeout(_DRAIN_S):
                 await self._drained.wait()
-        except TimeoutError:  # a process outside the container holds the pipe
+        except TimeoutError:  # a process outside the container holds the pipe open
             for fd in list(self._readers):
                 self._close(fd)
         self._guard.forget(self.pid)
@@ -251,8 +264,8 @@ class Process:
             self._drained.set()
 
 
-def on_exit(pid: int, callback: "ExitCallback") -> None:
-    """Call back once when child `pid` has ended (and may be waited for without blocking)."""
+def on_exit(pid: int, callback: Callable[[], None]) -> None:
+    """Call `callback` once when child `pid` has ended; waiting for it does not block then."""
     loop = asyncio.get_running_loop()
     fd = os.pidfd_open(pid)
 
@@ -264,21 +277,14 @@ def on_exit(pid: int, callback: "ExitCallback") -> None:
     loop.add_reader(fd, ended)
 
 
-class ExitCallback(Protocol):
-    """What `on_exit` calls."""
-
-    def __call__(self) -> None:
-        """The child has ended."""
-
-
 async def run_command(
     argv: list[str], env: dict[str, str], cwd: Path, guard: Guard, timeout_s: float
 ) -> tuple[int, str]:
-    """Run a probe's or hook's command in a session of its own; (exit code, output).
+    """Run the command of a probe or hook in its own session; return (exit code, output).
 
     Raises:
-        StartError: it could not be started.
-        TimeoutError: it ran past `timeout_s` and was killed.
+        StartError: it did not start.
+        TimeoutError: it ran longer than `timeout_s` and was killed.
     """
     sink = Capture()
     process = Process.start(argv, env, cwd, guard, uuid.uuid4().hex, sink)
@@ -290,11 +296,11 @@ async def run_command(
 
 
 def container_pids() -> dict[str, int]:
-    """The first process of every container on this machine, by container id."""
+    """Map container ids to the first process of each container on this machine."""
     marker = b"\0" + CONTAINER_MARKER.encode() + b"="
     found: dict[str, int] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        with contextlib.suppress(OSError):  # it has ended, or is someone else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
             if marker in environment and os.getsid(pid) == pid:
                 found.setdefault(environment.partition(marker)[2].partition(b"\0")[0].decode(), pid)

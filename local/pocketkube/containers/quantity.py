@@ -1,4 +1,4 @@
-"""Kubernetes quantities ("500m", "2Gi") as exact numbers. Pure."""
+"""Kubernetes quantities ("500m", "2Gi") as exact numbers."""
 
 from decimal import ROUND_CEILING, Decimal, InvalidOperation
 
@@ -23,10 +23,14 @@ _SUFFIXES = {
 
 
 def parse_quantity(text: str) -> Decimal:
-    """Raises: ValueError, naming the text."""
+    """Parse a quantity.
+
+    Raises:
+        ValueError: `text` is no quantity.
+    """
     number = text.rstrip("numkMGTPEi")
     suffix = text[len(number) :]
-    # "1e3" and "12E" share a letter: what looks like an exponent stays with the number.
+    # "1e3" and "12E" share a letter. An exponent belongs to the number.
     try:
         return Decimal(number) * _SUFFIXES[suffix]
     except (InvalidOperation, KeyError):
@@ -36,6 +40,6 @@ def parse_quantity(text: str) -> Decimal:
 
 
 def in_units_of(quantity: str, divisor: str) -> str:
-    """`quantity / divisor`, rounded up, as resourceFieldRef puts it into files and variables."""
+    """Return `quantity / divisor`, rounded up, as resourceFieldRef does."""
     unit = parse_quantity(divisor) or Decimal(1)
     return str(int((parse_quantity(quantity) / unit).to_integral_value(ROUND_CEILING)))

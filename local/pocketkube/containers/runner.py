@@ -1,4 +1,7 @@
-"""One container through its life: start, probe, restart with backoff, stop. Writes its `ContainerState` and nothing else."""
+"""One container over its life: start, probes, restarts with backoff, stop.
+
+The runner writes the container's `ContainerState`.
+"""
 
 import asyncio
 import contextlib
@@ -30,16 +33,16 @@ from pocketkube.events import EventRecorder
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 4096  # of a termination message file
+_MESSAGE_BYTES = 4096  # limit of a termination message
 _HOOK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Services:
-    """What every pod of the kubelet shares."""
+    """Services of the kubelet that all pods share."""
 
     api: KubeClient
-    ca_pem: bytes  # of the API server; empty if it is plain HTTP or not verified
+    ca_pem: bytes  # CA of the API server; empty without a verified TLS connection
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession
@@ -51,43 +54,48 @@ class Services:
 
     @property
     def api_host_port(self) -> tuple[str, int]:
-        """Where the API server listens: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
+        """Address of the API server: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
         url = urlsplit(self.api.server)
         return url.hostname or "127.0.0.1", url.port or (443 if url.scheme == "https" else 80)
 
 
 @dataclass
 class PodContext:
-    """What the containers of one pod share. `pod` is replaced whenever the API has a newer one."""
+    """State that the containers of one pod share.
+
+    `pod` is replaced when the API server has a newer version.
+    """
 
     services: Services
     pod: Object
     pod_ip: str
     volumes: PodVolumes
     log_folder: Path
-    changed: Callable[[], None]  # a ContainerState changed
-    grace_deadline: Callable[[], float]  # loop time at which a stopping container is killed
+    changed: Callable[[], None]  # called after a change of a ContainerState
+    grace_deadline: Callable[
+        [], float
+    ]  # returns the loop time at which a stopping container is killed
 
 
 class ContainerRunner:
-    """Runs one container until it is finished for good under the restart policy, or stopped."""
+    """Runs one container until its restart policy forbids a restart, or until it is stopped."""
 
     def __init__(
         self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False
     ):
         self.container = container
         self.state = state
-        self.log: ContainerLog | None = None  # of the instance that runs now
+        self.log: ContainerLog | None = None  # log of the instance that runs now
         self._context = context
         self._init = init
         self._process: Process | None = None
         self._stopping = asyncio.Event()
-        self._stopped = asyncio.Event()  # cleared while `run` runs
+        self._stopped = asyncio.Event()  # clear while run() runs
         self._stopped.set()
         self._killing = False
 
     async def run(self) -> None:
-        """Returns when nothing runs and nothing will be started again."""
+        """Run until no process is left and none will be started."""
         delay = 0.0
         self._stopped.clear()
         try:
@@ -101,7 +109,7 @@ class ContainerRunner:
             self._stopped.set()
 
     async def stop(self) -> None:
-        """Make `run` return: stop within the pod's grace period, and for good."""
+        """Stop the container within the pod's grace period, and wait for `run` to return."""
         self._stopping.set()
         process = self._process
         if process is not None and process.running:
@@ -109,7 +117,7 @@ class ContainerRunner:
         await self._stopped.wait()
 
     def settle(self) -> None:
-        """After `stop`: a container that was waiting will never run; say so."""
+        """After `stop`, mark a waiting container as terminated."""
         if isinstance(self.state.state, Waiting):
             last = self.state.last
             self.state.state = last or Terminated(
@@ -124,7 +132,7 @@ class ContainerRunner:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the container ended with exit code 0."""
+        """Whether the container has ended with exit code 0."""
         return isinstance(self.state.state, Terminated) and self.state.state.exit_code == 0
 
     def _finished(self) -> bool:
@@ -136,7 +144,7 @@ class ContainerRunner:
         return policy == "Never"
 
     async def _run_once(self) -> float:
-        """Start, supervise and bury one instance; returns the seconds it ran (0 if it could not start)."""
+        """Start one instance and wait for its end; return its seconds, 0 if it did not start."""
         loop = asyncio.get_running_loop()
         try:
             environment, argv, root = await self._prepare()
@@ -159,12 +167,12 @@ class ContainerRunner:
         self._event(
             "Started", f"Started container {self.container['name']} (process {process.pid})"
         )
-        attendants = asyncio.create_task(self._attend(process, environment, root))
+        probes = asyncio.create_task(self._run_probes(process, environment, root))
         try:
             code = await process.wait()
         finally:
-            attendants.cancel()
-            (outcome,) = await asyncio.gather(attendants, return_exceptions=True)
+            probes.cancel()
+            (outcome,) = await asyncio.gather(probes, return_exceptions=True)
             if isinstance(outcome, Exception):
                 logger.error(
                     "probes of container %s failed", self.container["name"], exc_info=outcome
@@ -195,7 +203,7 @@ class ContainerRunner:
         environment = await container_environment(
             context.pod, self.container, base, addresses, services.allocatable, services.lookup
         )
-        # Ours whatever the pod says: the component must find its mounts and its address.
+        # The pod cannot override these: the process needs its mounts and its address.
         environment |= {"POCKETKUBE_POD_ROOT": str(root), "POD_IP": context.pod_ip}
         in_root(root, self._message_path()).parent.mkdir(parents=True, exist_ok=True)
         return environment, command_line(self.container, environment), root
@@ -229,7 +237,7 @@ class ContainerRunner:
         return folder
 
     def _drop_old_logs(self, restart: int) -> None:
-        """Only this instance and the one before keep their logs."""
+        """Remove the logs of all instances but this one and the previous one."""
         for path in log_file(
             self._context.log_folder, self.container["name"], restart
         ).parent.iterdir():
@@ -237,8 +245,8 @@ class ContainerRunner:
                 path.unlink(missing_ok=True)
                 rotated(path).unlink(missing_ok=True)
 
-    async def _attend(self, process: Process, environment: dict[str, str], root: Path) -> None:
-        """Hooks and probes of a running instance; ends with it (cancelled)."""
+    async def _run_probes(self, process: Process, environment: dict[str, str], root: Path) -> None:
+        """Run the hooks and probes of an instance, until the instance's end cancels this."""
         context = HandlerContext(
             self.container,
             self._context.pod_ip,
@@ -303,7 +311,7 @@ class ContainerRunner:
         deadline = asyncio.get_running_loop().time() + (30 if grace is None else grace)
         self.state.ready = False
         self._context.changed()
-        # Shielded and remembered: the instance's end cancels its attendants, this one among them.
+        # Shielded, because the end of the instance cancels its probes, and one of them runs this.
         self._killing = True
         try:
             await asyncio.shield(
@@ -315,7 +323,7 @@ class ContainerRunner:
             self._killing = False
 
     async def _terminate(self, process: Process, why: str, deadline: Callable[[], float]) -> None:
-        """preStop, SIGTERM, and SIGKILL when `deadline()` (loop time, may move) has come."""
+        """Run preStop, send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""
         loop = asyncio.get_running_loop()
         self._event("Killing", why)
         if hook := (self.container.get("lifecycle") or {}).get("preStop"):
@@ -340,7 +348,7 @@ class ContainerRunner:
                 self._event("FailedPreStopHook", str(error))
         process.terminate()
         while process.running and (left := deadline() - loop.time()) > 0:
-            # Looked at again at least twice a second: a second, shorter delete moves the deadline.
+            # Checked at least twice a second: a second DELETE can shorten the grace period.
             with contextlib.suppress(TimeoutError):
                 await process.wait(min(left, 0.5))
         if process.running:
@@ -358,7 +366,8 @@ class ContainerRunner:
             self.state.state = Waiting("CrashLoopBackOff", text)
             self._event(
                 "BackOff",
-                f"Back-off {delay:g}s restarting container {self.container['name']}: exit code {ended.exit_code}",
+                f"Back-off {delay:g}s restarting container {self.container['name']}: exit code "
+                f"{ended.exit_code}",
             )
             self._context.changed()
         with contextlib.suppress(TimeoutError):
@@ -388,5 +397,5 @@ class ContainerRunner:
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:
-    """Where one container instance logs, below a pod's log folder."""
+    """Return the log file of a container instance."""
     return folder / container / f"{restart}.log"

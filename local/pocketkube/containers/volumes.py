@@ -1,7 +1,7 @@
-"""Volumes of a pod as folders and links on this machine, and their mounts below a container's root.
+"""Volumes of a pod as folders and links, and their mounts below a container's root.
 
-<pod folder>/volumes/<volume>/           content (or a link to the host's path)
-<pod folder>/containers/<name>/root/     $POCKETKUBE_POD_ROOT; mountPath /etc/x is the link root/etc/x
+<pod folder>/volumes/<volume>/        content, or a link to the host's path
+<pod folder>/containers/<name>/root/  $POCKETKUBE_POD_ROOT; mountPath /x is the link root/x
 """
 
 import copy
@@ -23,28 +23,31 @@ from pocketkube.containers.environment import (
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-TOKEN_LIFETIME_S = 3607  # the API's usual odd hour, so that such tokens can be told apart
+TOKEN_LIFETIME_S = 3607  # the lifetime that Kubernetes uses, which identifies such tokens
 
-# What a projected or plain volume holds: path inside the volume -> content.
+# The files of a volume: path inside the volume -> content.
 Payload = dict[str, bytes]
 _PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
 
 class MountError(Exception):
-    """A volume cannot be made or mounted now (event FailedMount); tried again later."""
+    """A volume cannot be made or mounted now (event FailedMount). The kubelet tries again."""
 
 
 @dataclass
 class _Token:
     text: str
-    renew_at: float  # monotonic
+    renew_at: float  # monotonic time
 
 
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
-    """The pod with a token volume mounted in every container that has none, as newer API servers do on admission.
+    """Add a token volume to the pod, and mount it in every container that has none.
+
+    Newer API servers do this on admission.
 
     Args:
-        service_account: the pod's ServiceAccount; None leaves the pod alone.
+        pod: the pod, which is not changed.
+        service_account: the pod's ServiceAccount; None adds nothing.
     """
     wanted = pod["spec"].get("automountServiceAccountToken")
     if wanted is None and service_account is not None:
@@ -96,7 +99,7 @@ class PodVolumes:
         addresses: Mapping[str, str],
         capacity: Mapping[str, str],
     ):
-        self.pod = pod  # kept current by the owner: labels and annotations may change
+        self.pod = pod  # the owner keeps it current, because labels and annotations may change
         self._folder = folder
         self._api = api
         self._ca_pem = ca_pem
@@ -107,11 +110,15 @@ class PodVolumes:
         self._written: dict[str, Payload] = {}
 
     def root(self, container: str) -> Path:
-        """The container's $POCKETKUBE_POD_ROOT."""
+        """Return the container's $POCKETKUBE_POD_ROOT."""
         return self._folder / "containers" / container / "root"
 
     async def make(self) -> None:
-        """Make every volume, or bring its files up to date. Idempotent. Raises: MountError."""
+        """Make all volumes, or refresh their files. Idempotent.
+
+        Raises:
+            MountError: a volume cannot be made.
+        """
         (self._folder / "volumes").mkdir(parents=True, exist_ok=True)
         for volume in self.pod["spec"].get("volumes") or []:
             name = volume["name"]
@@ -128,11 +135,15 @@ class PodVolumes:
                 self._written[name] = payload
 
     def mount(self, container: Object) -> Path:
-        """Put the container's mounts below its root, anew; returns the root. Raises: MountError."""
+        """Rebuild the container's mounts below its root, and return the root.
+
+        Raises:
+            MountError: a mount is invalid.
+        """
         root = self.root(container["name"])
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
-        # Folders that are this pod's alone: another mount may lie in them.
+        # Folders that belong to this pod alone. Another mount may lie in them.
         own = {
             volume["name"]
             for volume in self.pod["spec"].get("volumes") or []
@@ -146,10 +157,11 @@ class PodVolumes:
             above = next(
                 (other for other in mounted if other in path.parents or other == path), None
             )
-            # Mounts are links: one inside another is a link in the other's folder.
+            # Mounts are links. A mount inside another one is a link in that folder.
             if above is not None and (above == path or mounted[above] not in own):
                 raise MountError(
-                    f"mountPath {path} lies inside mountPath {above}, which is not a volume of the pod's own"
+                    f"mountPath {path} lies inside mountPath {above}, "
+                    "which is not a volume of the pod's own"
                 )
             mounted[path] = mount["name"]
             source = self._path(mount["name"])
@@ -167,7 +179,7 @@ class PodVolumes:
         return root
 
     def remove(self) -> None:
-        """Remove the pod's folder; what hostPath links point to stays."""
+        """Remove the pod's folder. The targets of hostPath links stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, volume: str) -> Path:
@@ -185,12 +197,13 @@ class PodVolumes:
         else:
             kinds = sorted(key for key in volume if key != "name")
             raise MountError(
-                f"volume {volume['name']!r}: {kinds} is not supported here; use hostPath, emptyDir, configMap, secret, projected "
+                f"volume {volume['name']!r}: {kinds} is not supported here; use hostPath, "
+                "emptyDir, configMap, secret, projected "
                 "or downwardAPI"
             )
 
     async def _payload(self, volume: Object) -> Payload | None:
-        """The files of a volume made from API objects; None for one that is a folder."""
+        """Return the files of a volume made from API objects; None for a folder."""
         if source := volume.get("configMap"):
             return await self._keys("ConfigMap", source["name"], source)
         if source := volume.get("secret"):
@@ -265,8 +278,9 @@ class PodVolumes:
                 "uid": metadata["uid"],
             }
             spec["boundObjectRef"] = reference
+        accounts = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts"
         answer = await self._api.create(
-            f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account or 'default'}/token",
+            f"{accounts}/{account or 'default'}/token",
             {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1", "spec": spec},
         )
         token = _Token(answer["status"]["token"], time.monotonic() + 0.8 * lifetime)
@@ -275,7 +289,11 @@ class PodVolumes:
 
 
 def in_root(root: Path, container_path: str | PurePosixPath) -> Path:
-    """Where an absolute path of a container lies on this machine. Raises: MountError if it climbs out."""
+    """Map an absolute path of a container to this machine.
+
+    Raises:
+        MountError: the path contains `..`.
+    """
     path = PurePosixPath("/") / container_path
     if ".." in path.parts:
         raise MountError(f"path {path} must not contain '..'")
@@ -302,9 +320,10 @@ def _check_host_path(path: Path, kind: str) -> None:
 
 
 def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
-    """Write all files, then switch to them at once: `path/<name>` -> `..data/<name>`, `..data` -> the newest folder.
+    """Write all files, then switch to them at once.
 
-    A reader sees the old content or the new one, never a mixture.
+    `path/<name>` links to `..data/<name>`, and `..data` to the newest folder. A reader never sees a
+    mixture of old and new content.
     """
     path.mkdir(exist_ok=True)
     source: Object = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
@@ -323,7 +342,7 @@ def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     data = path / "..data"
     before = data.resolve() if data.is_symlink() else None
     switch = path / "..data_new"
-    switch.unlink(missing_ok=True)  # of a kubelet killed right here
+    switch.unlink(missing_ok=True)  # left by a kubelet that was killed before the next line
     switch.symlink_to(version.name)
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}

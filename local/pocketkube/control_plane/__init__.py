@@ -1,4 +1,6 @@
-"""API servers that are started and stopped the same way, and entered through the kubeconfig that they write.
+"""API servers that are started and stopped in the same way.
+
+Clients connect with the kubeconfig that they write.
 
 interface: what both have in common.
 embedded: pocketkube's own API server.

@@ -1,7 +1,7 @@
-"""The embedded control plane: Kubernetes' REST semantics for a frozen table of kinds (resources.py), in memory.
+"""The embedded control plane: pocketkube's API server and garbage collector, in memory.
 
-`EmbeddedControlPlane` runs it in a thread of this process; `python -m pocketkube.control_plane.embedded` as its own process.
-No RBAC, webhooks, scheduler or autoscalers: what it does not serve it refuses with a clear status.
+`EmbeddedControlPlane` runs it in a thread, and `python -m pocketkube.control_plane.embedded` in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pocketkube.apiserver.store import DEFAULT_WINDOW
 from pocketkube.certificates import create_server_certificate
 from pocketkube.control_plane.interface import ControlPlaneError
 from pocketkube.kubeconfig import write_kubeconfig
-from pocketkube.ports import parse_port
 
 DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
 
 
 class EmbeddedControlPlane:
-    """An API server with everything around it, on one loopback address.
+    """An API server on one loopback address.
 
     Args:
-        state_dir: certificates and `kubeconfig` are written here; the objects live in memory only.
-        host, port: where to listen; port 0 takes a free one.
-        service_network: cluster addresses of Services are drawn from it.
-        event_window: changes kept per kind for watches to resume from.
+        state_dir: folder for the certificates and `kubeconfig`; the objects are in memory only.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+        service_network: range of the cluster addresses of Services.
+        event_window: changes kept per kind, from which watches can resume.
     """
 
     def __init__(
@@ -57,11 +57,15 @@ class EmbeddedControlPlane:
 
     @property
     def server(self) -> str:
-        """URL, once started."""
+        """URL of the API server after `start()`."""
         return f"https://{self._host}:{self._port}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Serve from a thread of its own. Raises: ControlPlaneError."""
+        """Serve in a new thread.
+
+        Raises:
+            ControlPlaneError: it did not start.
+        """
         ready = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="embedded-control-plane", daemon=True
@@ -83,7 +87,11 @@ class EmbeddedControlPlane:
         self._thread = None
 
     def check(self) -> None:
-        """Raises: ControlPlaneError if it does not serve any more."""
+        """Check that the API server runs.
+
+        Raises:
+            ControlPlaneError: it has ended.
+        """
         if self._thread is None or not self._thread.is_alive():
             raise ControlPlaneError(
                 f"the embedded control plane ended: {self._failure!r}"
@@ -98,7 +106,11 @@ class EmbeddedControlPlane:
             ready.set()
 
     async def serve(self, ready: threading.Event | None = None) -> None:
-        """Serve in the running loop until `stop()` or cancellation; sets `ready` when requests are answered."""
+        """Serve in the running loop until `stop()` or cancellation.
+
+        Args:
+            ready: set when requests are answered.
+        """
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
         files = create_server_certificate(self._state_dir / "pki", [self._host])
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -116,7 +128,7 @@ class EmbeddedControlPlane:
             ending = asyncio.create_task(self._ending.wait())
             done, _ = await asyncio.wait((collector, ending), return_when=asyncio.FIRST_COMPLETED)
             if collector in done:
-                collector.result()  # it never ends by itself: this raises what killed it
+                collector.result()  # raises the error that ended it
         finally:
             collector.cancel()
             await server.stop()
@@ -125,7 +137,9 @@ class EmbeddedControlPlane:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pocketkube.control_plane.embedded",
-        description="Run the embedded control plane until SIGTERM or SIGINT; print the kubeconfig's path.",
+        description=(
+            "Run the embedded control plane until SIGTERM or SIGINT; print the kubeconfig's path."
+        ),
     )
     parser.add_argument(
         "--state-dir",
@@ -133,8 +147,6 @@ def main() -> None:
         required=True,
         help="where certificates and the kubeconfig are written",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
-    parser.add_argument("--port", type=parse_port, default=0, help="0 takes a free port")
     parser.add_argument(
         "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
     )
@@ -144,9 +156,7 @@ def main() -> None:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    plane = EmbeddedControlPlane(
-        arguments.state_dir, arguments.host, arguments.port, arguments.service_network
-    )
+    plane = EmbeddedControlPlane(arguments.state_dir, service_network=arguments.service_network)
     plane.start()
     print(plane.kubeconfig, flush=True)
     while not ending.wait(0.5):

@@ -1,7 +1,4 @@
-"""Control planes of a local cluster: an embedded one, or a real kube-apiserver with its controllers as child processes.
-
-Both are started and stopped the same way and are entered through the kubeconfig they write.
-"""
+"""The interface of control planes, embedded or real."""
 
 from __future__ import annotations
 
@@ -14,14 +11,18 @@ class ControlPlane(Protocol):
 
     @property
     def kubeconfig(self) -> Path:
-        """Valid once `start()` has returned."""
+        """Path of the kubeconfig, which is valid after `start()`."""
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Serve; returns when requests are answered. Raises: ControlPlaneError."""
+        """Start, and wait until requests are answered.
+
+        Raises:
+            ControlPlaneError: it did not start.
+        """
 
     def stop(self) -> None:
-        """End everything that was started; safe to call twice."""
+        """Stop all processes and threads. Idempotent."""
 
 
 class ControlPlaneError(RuntimeError):
-    """A control plane did not start; the message says why and where to look."""
+    """A control plane did not start; the message has the reason and the log."""

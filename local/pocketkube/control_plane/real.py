@@ -1,16 +1,17 @@
-"""A real control plane as child processes: etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
+"""A real control plane: etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
 
-Binaries come from `KUBEBUILDER_ASSETS` or from the cache that `make control-plane` fills; any Kubernetes from 1.20 on works.
-Everything listens on 127.0.0.1 and dies with the thread that started it. etcd has no authentication of its own: other users
-of the machine could reach it while it runs, so this is for development and tests.
+The binaries come from `KUBEBUILDER_ASSETS`, or from the cache that `make control-plane` fills. Any
+Kubernetes from 1.20 on works. All processes listen on 127.0.0.1 and end with the thread that
+started them. etcd has no authentication, so other users of the machine can reach it: use this for
+development and tests only.
 
-`python -m pocketkube.control_plane.real --state-dir D` runs one until SIGTERM or SIGINT; `D/kubeconfig` appears when it is ready.
+`python -m pocketkube.control_plane.real --state-dir D` runs one until SIGTERM or SIGINT.
+`D/kubeconfig` appears when it is ready.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ from pocketkube.certificates import (
 )
 from pocketkube.control_plane.interface import ControlPlaneError
 from pocketkube.kubeconfig import write_kubeconfig
+from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import free_ports
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -48,12 +50,14 @@ rules:
 - level: Metadata
 """
 _HOST = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
 _STOP_S = 10.0
 
 
 def find_assets() -> Path | None:
-    """The folder with all four binaries: `KUBEBUILDER_ASSETS`, else the newest in the cache; None if there is none."""
+    """Return the folder of the binaries; None if there is none.
+
+    It is `KUBEBUILDER_ASSETS`, or the newest version in the cache.
+    """
     if named := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(named) if _complete(Path(named)) else None
     versions = sorted(
@@ -63,9 +67,12 @@ def find_assets() -> Path | None:
 
 
 def missing_assets() -> str:
-    """What to tell somebody for whom `find_assets()` found nothing."""
+    """Return the error message for a `find_assets()` without a result."""
     where = os.environ.get("KUBEBUILDER_ASSETS") or str(_CACHE / "v1.20.2")
-    return f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set KUBEBUILDER_ASSETS"
+    return (
+        f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set "
+        "KUBEBUILDER_ASSETS"
+    )
 
 
 def _complete(folder: Path) -> bool:
@@ -76,21 +83,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
-def _die_with_parent() -> None:
-    """Between fork and exec of a child: the kernel ends it when the thread that started it ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class RealControlPlane:
-    """One apiserver with its etcd, controllers and scheduler.
+    """One kube-apiserver with etcd, controllers and scheduler.
+
+    Start it from a thread that lives as long as the control plane: the children end with it.
 
     Args:
-        assets: folder with the four binaries (see `find_assets`).
-        state_dir: etcd's data, keys, logs and `kubeconfig`; etcd's data is emptied at start: every start is a new cluster.
-        service_network: addresses of Services; the API refuses 127.0.0.0/8 in Endpoints.
-        audit_log: where to write who asked for what, one JSON object a line (`audit.k8s.io/v1`, bodies left out); None: nowhere.
-        apiserver_flags: further ones, for what other clusters have switched on.
-    Start it from a thread that lives as long as the control plane should: the children die with that thread.
+        assets: folder of the four binaries (see `find_assets`).
+        state_dir: folder for keys, logs, `kubeconfig` and etcd's data, which each start deletes.
+        service_network: range of Services; the API refuses 127.0.0.0/8 in Endpoints.
+        audit_log: file for one JSON object per request (`audit.k8s.io/v1`, without bodies); None
+            for no log.
+        apiserver_flags: further flags, for features that other clusters have enabled.
     """
 
     def __init__(
@@ -110,7 +114,11 @@ class RealControlPlane:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, timeout_s: float = 90.0) -> None:
-        """Returns when objects can be created. Raises: ControlPlaneError."""
+        """Start the processes, and wait until objects can be created.
+
+        Raises:
+            ControlPlaneError: it did not start.
+        """
         if self._children:
             raise ControlPlaneError("this control plane is already started; stop() it first")
         deadline = time.monotonic() + timeout_s
@@ -121,7 +129,7 @@ class RealControlPlane:
             raise
 
     def stop(self) -> None:
-        """SIGTERM to all, clients before servers; SIGKILL to whoever stays."""
+        """Send SIGTERM to all, clients before servers, and SIGKILL to those that do not end."""
         for name in reversed(list(self._children)):
             child = self._children.pop(name)
             child.terminate()
@@ -132,7 +140,11 @@ class RealControlPlane:
                 child.wait()
 
     def check(self) -> None:
-        """Raises: ControlPlaneError if one of the processes ended by itself."""
+        """Check that all processes run.
+
+        Raises:
+            ControlPlaneError: one has ended.
+        """
         for name, child in self._children.items():
             if (code := child.poll()) is not None:
                 path = self._state_dir / f"{name}.log"
@@ -189,7 +201,7 @@ class RealControlPlane:
             f"--secure-port={scheduler}",
             *self._no_insecure_port("kube-scheduler"),
         )
-        # Pods can be created once the controllers have made the default service account.
+        # Pods can be created once the default service account exists.
         account = f"{server}/api/v1/namespaces/default/serviceaccounts/default"
         self._await(
             "kube-controller-manager",
@@ -218,12 +230,13 @@ class RealControlPlane:
         accounts_key: Path,
         tokens: Path,
     ) -> None:
+        # Without a reconciler: it would publish a loopback address, which kube-apiserver refuses.
         self._spawn(
             "kube-apiserver",
             f"--etcd-servers=http://{_HOST}:{etcd_port}",
             f"--bind-address={_HOST}",
             f"--advertise-address={_HOST}",
-            "--endpoint-reconciler-type=none",  # it would publish a loopback address, which its own validation refuses
+            "--endpoint-reconciler-type=none",
             f"--secure-port={port}",
             f"--cert-dir={self._state_dir / 'pki'}",
             f"--tls-cert-file={certificate.certificate}",
@@ -254,18 +267,19 @@ class RealControlPlane:
     def _spawn(self, name: str, *arguments: str) -> None:
         environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
         with (self._state_dir / f"{name}.log").open("wb") as log:
+            # In a session of its own, so that Ctrl-C at the terminal reaches only the parent.
             self._children[name] = subprocess.Popen(
                 [str(self._assets / name), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C at the terminal is for its parent, which stops them in order
-                preexec_fn=_die_with_parent,
+                start_new_session=True,
+                preexec_fn=kill_at_end_of_parent(),
             )
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
-        """Before 1.23 controllers opened a port without TLS unless told not to; later the flag is gone."""
+        """Return the flag that closes the port without TLS of controllers before 1.23."""
         command = [str(self._assets / name), "--version"]
         version = _numbers(
             subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

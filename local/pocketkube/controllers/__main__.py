@@ -16,18 +16,12 @@ def main() -> None:
         description="Deployments, ReplicaSets and scheduling for the embedded control plane.",
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
-    parser.add_argument(
-        "--node-name", help="schedule pods to this node only (default: the first that is ready)"
-    )
-    parser.add_argument(
-        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
-    )
     args = parser.parse_args()
-    die_with_parent(args.parent_pid)
+    die_with_parent()
 
     async def run(stop: asyncio.Event) -> None:
         async with connect(args.kubeconfig) as api:
-            await Controllers(api, args.node_name).run(stop)
+            await Controllers(api).run(stop)
 
     run_until_terminated(run, name="controllers", stop_timeout_s=10.0)
 

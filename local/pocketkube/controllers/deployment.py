@@ -1,4 +1,4 @@
-"""Deployment: which ReplicaSets should exist, and how large each may be at this step of a rollout. Pure."""
+"""Deployments: which ReplicaSets should exist, and their sizes at this step of a rollout."""
 
 import copy
 import hashlib
@@ -17,16 +17,16 @@ REVISION = "deployment.kubernetes.io/revision"
 
 @dataclass
 class DeploymentPlan:
-    """The next step for one Deployment."""
+    """The next step of one Deployment."""
 
-    create: Object | None = None  # the ReplicaSet of the current template, if missing
+    create: Object | None = None  # the ReplicaSet of the current template, if it is missing
     scale: dict[str, int] = field(default_factory=dict)  # ReplicaSet name -> replicas
     delete: list[str] = field(default_factory=list)  # old ReplicaSets beyond the history limit
     status: Object = field(default_factory=dict)
 
 
 def template_hash(template: Object, collisions: int = 0) -> str:
-    """Ten characters that name a pod template's content."""
+    """Return a name of ten characters for the content of a pod template."""
     content = copy.deepcopy(template)
     (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
     text = json.dumps([content, collisions], sort_keys=True, separators=(",", ":"))
@@ -36,10 +36,10 @@ def template_hash(template: Object, collisions: int = 0) -> str:
 def plan_deployment(
     deployment: Object, replica_sets: list[Object], now: datetime
 ) -> DeploymentPlan:
-    """One step of the rollout; call again whenever a ReplicaSet has changed.
+    """Compute one step of the rollout. The caller repeats it after each change of a ReplicaSet.
 
     Args:
-        replica_sets: those this Deployment owns.
+        replica_sets: those that the Deployment owns.
     """
     wanted = template_hash(deployment["spec"]["template"])
     live = [rs for rs in replica_sets if not rs["metadata"].get("deletionTimestamp")]
@@ -57,7 +57,7 @@ def plan_deployment(
     if recreate:
         plan.scale = {_name(rs): 0 for rs in old if desired_replicas(rs) > 0}
         if any(_current(rs) > 0 for rs in old):
-            return plan  # the old pods are not gone yet
+            return plan  # the old pods still exist
         size = desired_replicas(deployment)
     else:
         size = _new_size(deployment, new, old)
@@ -79,7 +79,7 @@ def plan_deployment(
 
 
 def replica_set_of(deployment: Object, template_name: str, replicas: int, revision: int) -> Object:
-    """The ReplicaSet for the current template."""
+    """Build the ReplicaSet of the current template."""
     template = copy.deepcopy(deployment["spec"]["template"])
     template.setdefault("metadata", {}).setdefault("labels", {})[HASH_LABEL] = template_name
     selector = copy.deepcopy(deployment["spec"]["selector"])
@@ -99,7 +99,10 @@ def replica_set_of(deployment: Object, template_name: str, replicas: int, revisi
 
 
 def rolling_limits(deployment: Object) -> tuple[int, int]:
-    """(maxSurge, maxUnavailable) as numbers of pods; percentages round up and down, and both are never zero."""
+    """Return (maxSurge, maxUnavailable) as numbers of pods.
+
+    Percentages are rounded up for maxSurge and down for maxUnavailable. They are never both 0.
+    """
     rolling = (deployment["spec"].get("strategy") or {}).get("rollingUpdate") or {}
     desired = desired_replicas(deployment)
     surge = _resolve(rolling.get("maxSurge", "25%"), desired, up=True)
@@ -110,7 +113,7 @@ def rolling_limits(deployment: Object) -> tuple[int, int]:
 def deployment_status(
     deployment: Object, new: Object | None, live: list[Object], now: datetime
 ) -> Object:
-    """Counts and the conditions Available and Progressing."""
+    """Compute the counts and the conditions Available and Progressing."""
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
     total = sum(_current(rs) for rs in live)
@@ -154,7 +157,8 @@ def deployment_status(
             "reason": reason,
             "message": message,
             "lastTransitionTime": old["lastTransitionTime"] if old and same else timestamp(now),
-            # Of Progressing: the time of the last progress, from which the deadline counts.
+            # The deadline counts from the time of the last progress, which the condition
+            # Progressing has.
             "lastUpdateTime": old["lastUpdateTime"]
             if old and same and not moved and old["reason"] == reason and "lastUpdateTime" in old
             else timestamp(now),
@@ -199,7 +203,7 @@ def _counts(status: Object) -> tuple[int, ...]:
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
-    """As large as maxSurge allows beside the old ones."""
+    """Return the size of the new ReplicaSet, as large as maxSurge allows beside the old ones."""
     desired = desired_replicas(deployment)
     surge, _ = rolling_limits(deployment)
     current = desired_replicas(new) if new else 0
@@ -210,7 +214,7 @@ def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
 
 
 def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[str, int]:
-    """Old pods that may go: unavailable ones always, available ones while enough others are available."""
+    """Remove old pods: all unavailable ones, and available ones while enough others exist."""
     sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
     _, max_unavailable = rolling_limits(deployment)
     minimum = desired_replicas(deployment) - max_unavailable
@@ -222,7 +226,7 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
     )
     result: dict[str, int] = {}
     by_age = sorted((rs for rs in old if _name(rs) in sizes), key=_revision)
-    for rs in by_age:  # what does not serve goes first
+    for rs in by_age:  # unavailable pods first
         idle = min(max(sizes[_name(rs)] - _available(rs), 0), max(spare, 0))
         if idle:
             sizes[_name(rs)] -= idle

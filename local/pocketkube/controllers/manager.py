@@ -1,5 +1,7 @@
-"""The loops: list+watch caches in, plans applied. Level-triggered: a key is looked at whole, whatever changed, and again after
-every failure and every resync.
+"""The controllers: caches of observed objects, a work queue, and plans that are applied.
+
+They are level-triggered. A key is processed as a whole after any change, after a failure and at
+each resync.
 """
 
 import asyncio
@@ -18,12 +20,12 @@ from pocketkube.lifecycle import until_stopped
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0
-# How long a cache may lag behind our own writes before we believe it rather than our memory of them.
+# How long a cache may lag behind our writes before it overrules our record of them.
 EXPECTATION_S = 10.0
 
 
 class Queue:
-    """Keys to reconcile, each at most once at a time, failures again with backoff."""
+    """Keys to reconcile, each processed once at a time. Failures are retried with backoff."""
 
     def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]):
         self._name = name
@@ -33,7 +35,7 @@ class Queue:
         self._failures: dict[str, int] = {}
 
     def add(self, key: str) -> None:
-        """Have `key` looked at soon."""
+        """Queue `key`."""
         self._keys[key] = None
         self._filled.set()
 
@@ -51,10 +53,10 @@ class Queue:
                 self._failures.pop(key, None)
             except KubeError as error:
                 self._again(key, str(error), expected=error.status in (404, 409))
-            except OSError as error:  # no answer
+            except OSError as error:  # the API server does not answer
                 self._again(key, str(error), expected=True)
             except Exception as error:
-                logger.exception("%s %s", self._name, key)
+                logger.exception("reconciling %s %s failed", self._name, key)
                 self._again(key, repr(error), expected=True)
 
     def _again(self, key: str, why: str, *, expected: bool) -> None:
@@ -62,7 +64,7 @@ class Queue:
         delay = min(0.1 * 2**count, 10.0)
         logger.log(
             logging.INFO if expected else logging.WARNING,
-            "%s %s: %s; again in %.1f s",
+            "%s %s: %s; retrying in %.1f s",
             self._name,
             key,
             why,
@@ -72,15 +74,10 @@ class Queue:
 
 
 class Controllers:
-    """Deployment controller, ReplicaSet controller and scheduler over shared caches."""
+    """The Deployment controller, the ReplicaSet controller and the scheduler."""
 
-    def __init__(self, api: KubeClient, node_name: str | None):
-        """
-        Args:
-            node_name: where pods go; None for the first node that is ready.
-        """
+    def __init__(self, api: KubeClient):
         self._api = api
-        self._node_name = node_name
         self._events = EventRecorder(api, "pocketkube-controllers")
         self._deployments = Reflector(api, "/apis/apps/v1/deployments")
         self._replica_sets = Reflector(api, "/apis/apps/v1/replicasets")
@@ -89,7 +86,7 @@ class Controllers:
         self._deployment_queue = Queue("deployment", self._reconcile_deployment)
         self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
         self._schedule_queue = Queue("schedule", self._schedule)
-        # ReplicaSet uid -> (pods we made, pods we removed, when): not yet seen in the cache.
+        # ReplicaSet uid -> (pods created, pods deleted, time) that the cache does not show yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
         self._deployments.subscribe(
             lambda old, new: self._deployment_queue.add(key_of(_one(old, new)))
@@ -106,7 +103,7 @@ class Controllers:
         )
 
     async def _work(self, caches: tuple[Reflector, ...]) -> None:
-        # Nothing is decided on half a picture.
+        # No decision before all caches are filled.
         await asyncio.gather(*(cache.synced.wait() for cache in caches))
         queues = (self._deployment_queue, self._replica_set_queue, self._schedule_queue)
         await asyncio.gather(self._resync(), *(queue.run() for queue in queues))
@@ -156,7 +153,7 @@ class Controllers:
             try:
                 await self._api.create(f"{base}/replicasets", plan.create)
             except KubeError as error:
-                if error.status != 409:  # 409: made already, the cache lags
+                if error.status != 409:  # 409: it exists, and the cache lags
                     self._events.record(
                         deployment, "Deployment", "FailedCreate", str(error), api_version="apps/v1"
                     )
@@ -203,7 +200,7 @@ class Controllers:
         await self._write_status(path, replica_set, plan.status)
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
-        """Whether the cache shows what we did last; without this a lagging cache would make pods twice."""
+        """Whether the cache shows our last writes. A lagging cache would create pods twice."""
         made, removed, when = self._expected.get(
             replica_set["metadata"]["uid"], (set(), set(), 0.0)
         )
@@ -239,7 +236,8 @@ class Controllers:
         pod = self._pods.objects.get(key)
         if pod is None or pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
             return
-        node = self._choose_node()
+        ready = (name for name, node in self._nodes.objects.items() if _node_ready(node))
+        node = min(ready, default=None)
         if node is None:
             self._events.record(
                 pod, "Pod", "FailedScheduling", "no node is ready; is the kubelet running?"
@@ -258,15 +256,9 @@ class Controllers:
         except KubeError as error:
             if error.status not in (404, 405, 501):
                 raise
-            # An API server without the subresource; a pod that is gone answers 404 here, too.
+            # The API server lacks the subresource, or the pod is gone: both answer 404.
             await self._api.merge(path, {"spec": {"nodeName": node}})
         self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
-
-    def _choose_node(self) -> str | None:
-        ready = sorted(name for name, node in self._nodes.objects.items() if _node_ready(node))
-        if self._node_name is not None:
-            return self._node_name if self._node_name in ready else None
-        return ready[0] if ready else None
 
 
 def _one(old: Object | None, new: Object | None) -> Object:

@@ -1,4 +1,4 @@
-"""ReplicaSet: how many pods to make, which to remove, what to report. Pure."""
+"""ReplicaSets: how many pods to create, which to delete, and the status."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ TERMINAL = ("Succeeded", "Failed")
 
 @dataclass
 class ReplicaSetPlan:
-    """The next step for one ReplicaSet."""
+    """The next step of one ReplicaSet."""
 
-    create: int = 0  # pods to make
-    delete: list[str] = field(default_factory=list)  # names of pods to remove
+    create: int = 0  # number of pods
+    delete: list[str] = field(default_factory=list)  # names of pods
     status: Object = field(default_factory=dict)
 
 
@@ -25,7 +25,7 @@ def owned_by(obj: Object, owner: Object) -> bool:
 
 
 def owner_reference(owner: Object, kind: str) -> Object:
-    """A controller reference to an apps/v1 object."""
+    """Build a controller reference to an apps/v1 object."""
     return {
         "apiVersion": "apps/v1",
         "kind": kind,
@@ -43,16 +43,16 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_active(pod: Object) -> bool:
-    """Neither finished nor about to be deleted."""
+    """Whether the pod is neither finished nor terminating."""
     phase = (pod.get("status") or {}).get("phase")
     return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
 
 
 def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
-    """One step towards `spec.replicas`.
+    """Compute one step towards `spec.replicas`.
 
     Args:
-        pods: those this ReplicaSet owns, in any state.
+        pods: those that the ReplicaSet owns, in any state.
     """
     active = [pod for pod in pods if is_active(pod)]
     desired = desired_replicas(replica_set)
@@ -67,7 +67,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     if replica_set["metadata"].get("deletionTimestamp"):
         return ReplicaSetPlan(status=status)
     surplus = len(active) - desired
-    # The least useful go first: unassigned, then not ready, then the youngest.
+    # Unassigned pods first, then those that are not ready, then the youngest.
     active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
     active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), is_ready(pod)))
     return ReplicaSetPlan(
@@ -78,13 +78,13 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
 
 
 def desired_replicas(obj: Object) -> int:
-    """`spec.replicas`, 1 if unset."""
+    """Return `spec.replicas`, 1 if it is not set."""
     replicas = obj["spec"].get("replicas")
     return 1 if replicas is None else int(replicas)
 
 
 def pod_of(replica_set: Object) -> Object:
-    """The pod to create, named by the API server."""
+    """Build a pod. The API server names it."""
     template = replica_set["spec"]["template"]
     metadata = template.get("metadata") or {}
     return {

@@ -7,7 +7,6 @@ from pathlib import Path
 from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.kubelet.kubelet import Kubelet, KubeletConfig
 from pocketkube.lifecycle import die_with_parent, run_until_terminated
-from pocketkube.ports import parse_port
 
 
 def main() -> None:
@@ -27,21 +26,10 @@ def main() -> None:
     parser.add_argument(
         "--address-pool",
         default="127.77.0.0/16",
-        help="network pods get their addresses from; outside of 127.0.0.0/8 they are added to the loopback device (needs root)",
-    )
-    parser.add_argument(
-        "--port",
-        type=parse_port,
-        default=0,
-        help="of the kubelet's HTTPS server; 0 lets the system choose",
-    )
-    parser.add_argument("--max-pods", type=int, default=500)
-    parser.add_argument(
-        "--extended-resource",
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help="for example nvidia.com/gpu=1",
+        help=(
+            "network pods get their addresses from; outside of 127.0.0.0/8 they are added to the "
+            "loopback device (needs root)"
+        ),
     )
     parser.add_argument(
         "--backoff-base",
@@ -69,15 +57,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
-    resources = dict(item.split("=", 1) for item in args.extended_resource)
     config = KubeletConfig(
         kubeconfig=args.kubeconfig,
         state_dir=args.state_dir.absolute(),
         node_name=args.node_name,
         address_pool=args.address_pool,
-        port=args.port,
-        max_pods=args.max_pods,
-        extended_resources=resources,
         backoff=BackoffPolicy(args.backoff_base, args.backoff_cap),
         refresh_s=args.refresh,
         shutdown_grace_s=args.shutdown_grace,

@@ -1,4 +1,7 @@
-"""Pod addresses: one each from a pool, the least recently used first so that a dead pod's address rests before it returns."""
+"""Pod addresses from a pool, the least recently used first.
+
+So the address of a deleted pod is not used again at once.
+"""
 
 import ipaddress
 from collections import deque
@@ -14,7 +17,8 @@ class AddressPool:
         self.network = ipaddress.IPv4Network(network)
         if self.network.num_addresses < 8:
             raise ValueError(
-                f"address pool {network} has fewer than 8 addresses; use a wider one such as 127.77.0.0/16"
+                f"address pool {network} has fewer than 8 addresses; "
+                "use a wider one such as 127.77.0.0/16"
             )
         self._loopback = loopback
         self.node_address = str(self.network[1])

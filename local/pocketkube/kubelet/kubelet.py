@@ -1,4 +1,4 @@
-"""The kubelet: puts node, server, address pool and one worker per pod together."""
+"""The kubelet: a node, a server, an address pool and one worker per pod."""
 
 import asyncio
 import contextlib
@@ -32,18 +32,15 @@ _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount"
 
 @dataclass(frozen=True)
 class KubeletConfig:
-    """What the command line says."""
+    """Options of the command line."""
 
     kubeconfig: Path
     state_dir: Path
     node_name: str
     address_pool: str = "127.77.0.0/16"
-    port: int = 0
-    max_pods: int = 500
-    extended_resources: dict[str, str] = field(default_factory=dict)
     backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
     refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
-    shutdown_grace_s: float = 5.0  # for running containers when the kubelet itself is told to stop
+    shutdown_grace_s: float = 5.0  # for running containers when the kubelet stops
 
 
 class Kubelet:
@@ -55,11 +52,11 @@ class Kubelet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop`, then end every process of every pod.
+        """Run until `stop`, then end all processes of all pods.
 
         Raises:
             TimeoutError: another kubelet holds the state folder.
-            OSError: an address cannot be had.
+            OSError: an address is not available.
             KubeError: the API server refuses to register the node.
         """
         config = self._config
@@ -88,7 +85,7 @@ class Kubelet:
         http: aiohttp.ClientSession,
     ) -> None:
         config = self._config
-        capacity = node_object.allocatable(config.max_pods)
+        capacity = node_object.allocatable()
         events = EventRecorder(api, "kubelet", config.node_name)
         services = Services(
             api,
@@ -100,13 +97,11 @@ class Kubelet:
             config.backoff,
             config.refresh_s,
             pool.node_address,
-            capacity | config.extended_resources,
+            capacity,
         )
         server = KubeletServer(self._workers)
-        port = await server.start(pool.node_address, config.port)
-        node = Node(
-            api, config.node_name, pool.node_address, port, capacity, config.extended_resources
-        )
+        port = await server.start(pool.node_address)
+        node = Node(api, config.node_name, pool.node_address, port, capacity)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
         pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
         try:
@@ -159,14 +154,14 @@ class Kubelet:
         return self._config.state_dir / "pods"
 
     async def _remove_orphans(self, pods: Reflector) -> None:
-        """Once the pods are known, remove the folders of those that vanished while no kubelet ran."""
+        """Remove the folders of pods that were deleted while no kubelet ran."""
         await pods.synced.wait()
         known = {pod["metadata"]["uid"] for pod in pods.objects.values()}
         if self._pods_folder.is_dir():
             for folder in self._pods_folder.iterdir():
                 if folder.name not in known and folder.name not in self._workers:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        await asyncio.Event().wait()  # the other loops go on; this one has nothing more to do
+        await asyncio.Event().wait()  # until_stopped() treats the end of a loop as the end of all
 
 
 def _lookup(api: KubeClient) -> Lookup:
@@ -184,7 +179,7 @@ def _lookup(api: KubeClient) -> Lookup:
 
 
 async def _register(node: Node, stop: asyncio.Event) -> None:
-    """Register as soon as the API server answers; what it refuses is an error."""
+    """Register the node as soon as the API server answers. A refusal is an error."""
     while not stop.is_set():
         try:
             await node.register()
@@ -192,7 +187,7 @@ async def _register(node: Node, stop: asyncio.Event) -> None:
         except (KubeError, OSError) as error:
             if isinstance(error, KubeError) and error.status not in (429, 500, 503, 504):
                 raise
-            logger.warning("waiting for the API server: %s", error)
+            logger.warning("the API server does not answer: %s; retrying", error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await stop.wait()

@@ -1,6 +1,6 @@
-"""The kubelet's HTTPS server: what an API server asks for `kubectl logs`, and a health check.
+"""The kubelet's HTTPS server: `kubectl logs` through the API server, and a health check.
 
-It answers without asking who calls: it listens on an address of this machine's loopback device only.
+It needs no authentication, because it listens only on the loopback device.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ from pocketkube.kubelet.pod_worker import PodWorker
 
 
 class KubeletServer:
-    """Serves `workers` (uid -> worker), which its owner keeps current."""
+    """Serves the logs of `workers` (uid -> worker), which its owner keeps current."""
 
     def __init__(self, workers: Mapping[str, PodWorker]):
         self._workers = workers
@@ -29,15 +29,15 @@ class KubeletServer:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/pods", self._pods)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
-        # Nobody reads on for a follower that left a silent container.
+        # A disconnect cancels the handler. A silent container would keep it for long otherwise.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
 
-    async def start(self, address: str, port: int) -> int:
-        """Listen; returns the port (the system's choice for 0). Raises: OSError."""
+    async def start(self, address: str) -> int:
+        """Listen on a free port, and return it."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, address, port, ssl_context=self_signed_context(address))
+        site = web.TCPSite(self._runner, address, 0, ssl_context=self_signed_context(address))
         await site.start()
         bound: int = self._runner.addresses[0][1]
         return bound
@@ -81,7 +81,10 @@ class KubeletServer:
         if found is None:
             which = "previous terminated container" if previous else "container"
             raise web.HTTPBadRequest(
-                text=f"{which} {names['container']!r} in pod {names['pod']!r} not found or not started\n"
+                text=(
+                    f"{which} {names['container']!r} in pod {names['pod']!r} "
+                    "not found or not started\n"
+                )
             )
         path, live = found
         response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
@@ -102,7 +105,10 @@ class KubeletServer:
 
 
 def self_signed_context(address: str) -> ssl.SSLContext:
-    """TLS with a key of this process's own; API servers accept it unless told a kubelet certificate authority."""
+    """Create a TLS context with a new key and a self-signed certificate.
+
+    API servers accept it unless they are given a kubelet certificate authority.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pocketkube-kubelet@{address}")])
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""The Node object of this kubelet and its Lease: registered once, kept alive, marked not ready at the end."""
+"""The Node object of this kubelet and its Lease."""
 
 import asyncio
 import logging
@@ -14,48 +14,43 @@ logger = logging.getLogger(__name__)
 LEASE_NAMESPACE = "kube-node-lease"
 LEASE_RENEW_S = 10
 LEASE_DURATION_S = 40
-STATUS_EVERY = 6  # lease renewals
+STATUS_EVERY = 6  # in lease renewals
 SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 
 
-def allocatable(max_pods: int) -> dict[str, str]:
-    """What this machine offers. Nothing enforces it, so requests are bookkeeping; memory and CPUs are the machine's."""
+def allocatable() -> dict[str, str]:
+    """Return the resources of this machine. Nothing enforces them."""
     memory_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
-    # Generous: samples written for servers must be schedulable on a laptop, where nothing reserves what it requests.
+    # More than the machine has: samples written for servers must fit on a laptop.
     cpus = max(os.cpu_count() or 1, 64)
     return {
         "cpu": str(cpus),
         "memory": f"{max(memory_kib, 512 * 2**20)}Ki",
-        "pods": str(max_pods),
+        "pods": "500",
         "ephemeral-storage": "1Ti",
     }
 
 
 class Node:
-    """Registers the node and keeps it ready."""
+    """Registers the node, and keeps it ready."""
 
     def __init__(
-        self,
-        api: KubeClient,
-        name: str,
-        address: str,
-        port: int,
-        capacity: dict[str, str],
-        extra: dict[str, str],
+        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str]
     ):
-        """
-        Args:
-            extra: extended resources such as {"nvidia.com/gpu": "1"}, added to the capacity.
-        """
         self._api = api
         self._name = name
         self._address = address
         self._port = port
-        self._capacity = {**capacity, **extra}
+        self._capacity = capacity
         self._ready_since = timestamp()
 
     async def register(self) -> Object:
-        """Create or take over the Node object, ready; returns it. Raises: KubeError, OSError."""
+        """Create the Node object or take it over, mark it ready, and return it.
+
+        Raises:
+            KubeError: the API server refuses.
+            OSError: the API server does not answer.
+        """
         metadata: Object = {
             "name": self._name,
             "labels": {
@@ -83,7 +78,7 @@ class Node:
         return await self._api.get(self._path)
 
     async def run(self) -> None:
-        """Renew the lease and, more rarely, the status until cancelled."""
+        """Renew the lease and, less often, the status until cancelled."""
         beat = 0
         while True:
             try:
@@ -92,15 +87,22 @@ class Node:
                     await self.write_status(ready=True)
                 beat += 1
             except (KubeError, OSError) as error:
-                logger.warning("node %s: %s", self._name, error)
+                logger.warning(
+                    "renewing the lease of node %s failed: %s; retrying", self._name, error
+                )
                 is_gone = isinstance(error, KubeError) and error.status == 404
-                if is_gone and beat > 0:  # someone deleted the node; it is back as long as we run
+                if is_gone and beat > 0:  # somebody has deleted the node
                     beat = 0
                     await self._register_again()
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
-        """Raises: KubeError, OSError."""
+        """Write the status.
+
+        Raises:
+            KubeError: the API server refuses.
+            OSError: the API server does not answer.
+        """
         now = timestamp()
         calm = {
             "MemoryPressure": "KubeletHasSufficientMemory",
@@ -158,7 +160,7 @@ class Node:
         try:
             await self.register()
         except (KubeError, OSError) as error:
-            logger.warning("registering node %s again: %s", self._name, error)
+            logger.warning("registering node %s again failed: %s; retrying", self._name, error)
 
     async def _renew_lease(self) -> None:
         spec = {
@@ -184,7 +186,7 @@ class Node:
         except KubeError as error:
             if error.status != 404:
                 raise
-            # A fresh API server makes this namespace in its own time; a small one never does.
+            # A new API server creates this namespace after its start; a small one never does.
             namespace = {
                 "kind": "Namespace",
                 "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""Runtime state -> PodStatus. Pure: no clock of its own, no client."""
+"""PodStatus from the states of the containers. Pure functions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from baton_kube.client import Object
 from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
 from pocketkube.events import timestamp
 
-# Conditions this kubelet writes; all others (a scheduler's, a readiness gate's) pass through as they are.
+# Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
 OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
 
 
 @dataclass
 class PodRuntime:
-    """What the kubelet knows about a pod beyond its object."""
+    """The state of a pod that its object does not have."""
 
     host_ip: str
     pod_ip: str = ""
@@ -25,10 +25,10 @@ class PodRuntime:
 
 
 def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime) -> Object:
-    """The status to write, complete in every field this kubelet owns.
+    """Compute the status, with every field that this kubelet owns.
 
     Args:
-        previous: the status last seen or written; transition times of conditions that do not flip are kept from it.
+        previous: the last status; transition times of unchanged conditions are kept from it.
     """
     phase = pod_phase(pod, runtime)
     status: Object = {
@@ -46,7 +46,7 @@ def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime
 
 
 def pod_phase(pod: Object, runtime: PodRuntime) -> str:
-    """Pending, Running, Succeeded or Failed."""
+    """Return Pending, Running, Succeeded or Failed."""
     policy = pod["spec"].get("restartPolicy") or "Always"
     for state in runtime.init.values():
         if isinstance(state.state, Terminated):
@@ -59,7 +59,7 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
     if any(isinstance(state.state, Running) for state in states):
         return "Running"
     if any(isinstance(state.state, Waiting) for state in states):
-        # Waiting for a restart is running in the API's terms; waiting for the first start is not.
+        # In the API, waiting for a restart counts as running, waiting for the first start does not.
         return (
             "Running"
             if all(state.last or not isinstance(state.state, Waiting) for state in states)
@@ -76,10 +76,10 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
 def inherited_state(
     previous: Object | None, restart_policy: str, *, init: bool = False
 ) -> ContainerState:
-    """A container's state as a new kubelet takes it over from the API: whatever ran, runs no more.
+    """Compute the state of a container for a new kubelet. No process survived the previous one.
 
-    A container that ended for good under its restart policy stays ended; every other one that ever started will be started
-    again, with its count raised when that happens.
+    A container that ended for good under its restart policy stays terminated. Any other container
+    that was ever started is started again, which raises its restart count.
     """
     if not previous:
         return ContainerState(Waiting("PodInitializing" if init else "ContainerCreating"))
@@ -131,7 +131,7 @@ def _read_terminated(ended: Object) -> Terminated:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """An API timestamp; None for a missing one."""
+    """Parse an API timestamp; None if it is missing."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 

@@ -1,4 +1,4 @@
-"""One pod from its arrival on the node to its deletion: address, volumes, init containers, containers, status, farewell."""
+"""One pod from its arrival on the node to its deletion."""
 
 import asyncio
 import logging
@@ -21,15 +21,18 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to make volumes or to get an address
 DEFAULT_GRACE_S = 30
-MIN_GRACE_S = 2.0  # what nodes give a pod that is deleted without a grace period
-LAST_STATUS_S = 2.0  # for telling the API server when the kubelet ends
+MIN_GRACE_S = 2.0  # grace period of a pod that is deleted without one
+LAST_STATUS_S = 2.0  # time for the last status before the kubelet ends
 TERMINAL = ("Succeeded", "Failed")
 
 T = TypeVar("T")
 
 
 class PodWorker:
-    """Owns one pod (one uid). `update` and `forget` tell it what the API server knows; `run` does the work."""
+    """Owns one pod, identified by its uid.
+
+    `update` and `forget` pass on changes in the API server. `run` does the work.
+    """
 
     def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object):
         self.pod = pod
@@ -39,11 +42,12 @@ class PodWorker:
         self._folder = folder
         self._dirty = asyncio.Event()
         self._leave = asyncio.Event()
-        self._gone = False  # deleted from the API server already, or not ours to delete
+        self._gone = False  # deleted from the API server, or not ours to delete
         self._keep_folder = False
         self._deadline = float("inf")
-        self._written: Object | None = None  # the status as last written by us
-        self._context: PodContext | None = None  # set once address and service account are known
+        self._written: Object | None = None  # the status that was last written
+        # Set once the address and the service account are known.
+        self._context: PodContext | None = None
         self._account: Object | None = None
         self._address = ""
         status = pod.get("status") or {}
@@ -74,7 +78,7 @@ class PodWorker:
         return str(self.pod["metadata"]["uid"])
 
     def update(self, pod: Object) -> None:
-        """The API server has a newer version of the pod."""
+        """Take over a newer version of the pod."""
         self.pod = pod
         if self._context is not None:
             self._context.pod = with_service_account_token(pod, self._account)
@@ -82,20 +86,24 @@ class PodWorker:
         self._dirty.set()
 
     def forget(self) -> None:
-        """The pod is gone from the API server (deleted with grace 0): stop without telling anyone."""
+        """Stop without a status: the pod has been deleted with grace period 0."""
         self._gone = True
         self._shorten(MIN_GRACE_S)
         self._leave.set()
 
     def shut_down(self, grace_s: float) -> None:
-        """The kubelet ends: stop the processes, leave the pod object and its files alone."""
+        """Stop the processes, but keep the pod object and its files: the kubelet ends."""
         self._keep_folder = True
         self._gone = True
         self._shorten(grace_s)
         self._leave.set()
 
     def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
-        """The log file of the current or previous instance, and its writer if it is still written; None if there is none."""
+        """Return the log file of the current or previous instance, and its writer.
+
+        The writer is None once the instance has ended. The result is None if there is no such
+        instance.
+        """
         state = self.runtime.main.get(container) or self.runtime.init.get(container)
         if state is None or not state.container_id or (previous and state.restart_count == 0):
             return None
@@ -104,13 +112,14 @@ class PodWorker:
         return log_file(self._folder / "logs", container, state.restart_count - previous), live
 
     async def run(self) -> None:
-        """Work until the pod is deleted and nothing of it is left on this machine."""
+        """Run until the pod is deleted and nothing of it is left on this machine."""
         writer = asyncio.create_task(self._write_statuses())
         lifecycle = asyncio.create_task(self._lifecycle())
         lifecycle.add_done_callback(self._report_failure)
         try:
             await self._leave.wait()
-            # A pod that only its kubelet leaves goes on under the next one: it does not end in a final phase.
+            # The next kubelet continues a pod that only loses its kubelet, so its phase is not
+            # final.
             self.runtime.stopping = not self._keep_folder
             await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         finally:
@@ -118,7 +127,7 @@ class PodWorker:
                 task.cancel()
             await asyncio.gather(lifecycle, writer, return_exceptions=True)
         if not self._gone:
-            await self._farewell()
+            await self._delete()
         elif self._keep_folder:
             await self._write_last_status()
         if self._address:
@@ -132,7 +141,7 @@ class PodWorker:
 
     async def _lifecycle(self) -> None:
         if (self.pod.get("status") or {}).get("phase") in TERMINAL:
-            return  # it ended under a kubelet before us
+            return  # ended under a previous kubelet
         self._dirty.set()
         self._address = await self._retry("Failed", self._allocate)
         self._account = await self._retry("FailedMount", self._service_account)
@@ -159,9 +168,8 @@ class PodWorker:
         self._context = context
         self._dirty.set()
         await self._retry("FailedMount", volumes.make)
-        self.runtime.pod_ip = (
-            self._address
-        )  # a pod has its address, as others see it, once its volumes are there
+        # Other components see the address once the volumes exist.
+        self.runtime.pod_ip = self._address
         self._dirty.set()
         refresher = asyncio.create_task(self._refresh(volumes))
         try:
@@ -188,7 +196,10 @@ class PodWorker:
         return self._pool.allocate()
 
     async def _service_account(self) -> Object | None:
-        """The pod's service account; None if the API server knows no default one (then it issues no tokens either)."""
+        """Return the pod's service account.
+
+        None if the API server has no default account; it issues no tokens then.
+        """
         named = self.pod["spec"].get("serviceAccountName")
         namespace = self.pod["metadata"]["namespace"]
         account = await self._services.lookup("ServiceAccount", namespace, named or "default")
@@ -197,17 +208,17 @@ class PodWorker:
         return account
 
     async def _retry(self, reason: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat until it succeeds; each failure is an event."""
+        """Repeat `attempt` until it succeeds; each failure is recorded as an event."""
         while True:
             try:
                 return await attempt()
             except (MountError, ConfigError, OSError) as error:
                 self._services.events.record(self.pod, "Pod", reason, str(error))
-                logger.warning("pod %s: %s", self.pod["metadata"]["name"], error)
+                logger.warning("pod %s: %s; retrying", self.pod["metadata"]["name"], error)
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
-        """Keep files made from API objects up to date."""
+        """Refresh the files made from API objects, until cancelled."""
         while True:
             await asyncio.sleep(self._services.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)
@@ -244,17 +255,17 @@ class PodWorker:
                 delay = min(delay * 2, 5.0)
 
     async def _write_status(self) -> bool:
-        """Patch the status if it differs from what is there; False if that should be tried again."""
+        """Patch the status if it has changed; False if the write must be repeated."""
         observed = self.pod.get("status") or {}
         if observed.get("phase") in TERMINAL and self._written is None:
-            return True  # it ended under a kubelet before us, which wrote how
+            return True  # a previous kubelet has written the final status
         previous = self._written or observed
         own = {c["type"]: c for c in previous.get("conditions") or []}
-        foreign = {c["type"]: c for c in observed.get("conditions") or []}
+        others = {c["type"]: c for c in observed.get("conditions") or []}
         wanted = pod_status(
             self.pod,
             self.runtime,
-            {"conditions": list((foreign | own).values())},
+            {"conditions": list((others | own).values())},
             datetime.now(UTC),
         )
         if _same(wanted, previous):
@@ -266,18 +277,15 @@ class PodWorker:
                 path, {"metadata": {"uid": metadata["uid"]}, "status": wanted}
             )
         except (KubeError, OSError) as error:
-            if isinstance(error, KubeError) and error.status in (
-                404,
-                409,
-            ):  # gone, or another pod has the name now
+            if _is_gone(error):
                 return True
-            logger.warning("status of pod %s: %s", metadata["name"], error)
+            logger.warning("writing the status of pod %s failed: %s", metadata["name"], error)
             return False
         self._written = wanted
         return True
 
     async def _write_last_status(self) -> None:
-        """Nobody else would say that the pod is not ready any more. One try: the API server may be ending, too."""
+        """Report once that the pod is not ready. The API server may be ending as well."""
         try:
             async with asyncio.timeout(LAST_STATUS_S):
                 await self._write_status()
@@ -286,8 +294,8 @@ class PodWorker:
                 "could not write the last status of pod %s", self.pod["metadata"]["name"]
             )
 
-    async def _farewell(self) -> None:
-        """Write how the containers ended, then remove the object."""
+    async def _delete(self) -> None:
+        """Write the final status, then delete the object."""
         for runner in self.runners.values():
             runner.settle()
         metadata = self.pod["metadata"]
@@ -299,22 +307,26 @@ class PodWorker:
                 await self._services.api.delete(path, grace_s=0, uid=metadata["uid"])
                 return
             except (KubeError, OSError) as error:
-                if isinstance(error, KubeError) and error.status in (
-                    404,
-                    409,
-                ):  # gone, or another pod has the name now
+                if _is_gone(error):
                     return
-                logger.warning("deleting pod %s: %s; trying again", metadata["name"], error)
+                logger.warning("deleting pod %s failed: %s; retrying", metadata["name"], error)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 5.0)
 
     def _report_failure(self, lifecycle: "asyncio.Task[None]") -> None:
-        """A defect of ours must not look like a pod that starts slowly."""
+        """Report an unexpected error as an event. Without it the pod would seem to start slowly."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
-            logger.error("pod %s", self.pod["metadata"]["name"], exc_info=error)
+            logger.error(
+                "the worker of pod %s failed", self.pod["metadata"]["name"], exc_info=error
+            )
             self._services.events.record(
                 self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}"
             )
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the pod does not exist, or another pod has its name now."""
+    return isinstance(error, KubeError) and error.status in (404, 409)
 
 
 def _same(wanted: Object, previous: Object) -> bool:

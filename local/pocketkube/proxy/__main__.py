@@ -9,7 +9,7 @@ from baton_kube.reflector import Reflector
 from pocketkube.events import EventRecorder
 from pocketkube.lifecycle import die_with_parent, run_until_terminated, until_stopped
 from pocketkube.loopback import LoopbackAddresses
-from pocketkube.ports import parse_port
+from pocketkube.ports import LOOPBACK, parse_port
 from pocketkube.proxy.ingress_proxy import INGRESSES, IngressProxy
 from pocketkube.proxy.service_proxy import ServiceProxy
 
@@ -20,36 +20,25 @@ def main() -> None:
         prog="pocketkube.proxy", description="Service and Ingress proxy of a local cluster."
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
-    parser.add_argument("--ingress-address", default="127.0.0.1")
     parser.add_argument(
         "--ingress-port",
         type=parse_port,
         default=0,
         help="0 lets the system choose; the log says which",
     )
-    parser.add_argument(
-        "--state-dir", type=Path, help="where addresses added to the loopback device are noted"
-    )
-    parser.add_argument(
-        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
-    )
     args = parser.parse_args()
-    die_with_parent(args.parent_pid)
-    # Beside the kubeconfig there is one cluster's state, so a successor finds what a killed proxy left on the device.
-    state_dir = args.state_dir or args.kubeconfig.absolute().parent
+    die_with_parent()
     run_until_terminated(
-        lambda stop: _run(
-            stop, args.kubeconfig, args.ingress_address, args.ingress_port, state_dir
-        ),
+        lambda stop: _run(stop, args.kubeconfig.absolute(), args.ingress_port),
         name="proxy",
         stop_timeout_s=10.0,
     )
 
 
-async def _run(
-    stop: asyncio.Event, kubeconfig: Path, address: str, port: int, state_dir: Path
-) -> None:
-    loopback = LoopbackAddresses(state_dir / "proxy-addresses.json")
+async def _run(stop: asyncio.Event, kubeconfig: Path, port: int) -> None:
+    # The folder of the kubeconfig holds the state of one cluster. A new proxy finds there the
+    # addresses that a killed one has left.
+    loopback = LoopbackAddresses(kubeconfig.with_name("proxy-addresses.json"))
     loopback.remove_stale()
     async with connect(kubeconfig) as api:
         services = Reflector(api, "/api/v1/services")
@@ -60,7 +49,7 @@ async def _run(
         proxy = ServiceProxy(services, pods, events, loopback)
         ingress = IngressProxy(api, ingresses, nodes, services, proxy)
         caches = (services.run(), pods.run(), ingresses.run(), nodes.run())
-        await until_stopped(stop, *caches, events.run(), proxy.run(), ingress.run(address, port))
+        await until_stopped(stop, *caches, events.run(), proxy.run(), ingress.run(LOOPBACK, port))
 
 
 if __name__ == "__main__":

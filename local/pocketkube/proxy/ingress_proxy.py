@@ -1,4 +1,7 @@
-"""The Ingress proxy: HTTP by Host and path to Services, streaming both ways; it writes its address into the Ingresses' status."""
+"""The Ingress proxy: HTTP by Host and path to Services, streamed in both directions.
+
+It writes its address into the status of the Ingresses.
+"""
 
 import asyncio
 import contextlib
@@ -16,11 +19,9 @@ from pocketkube.proxy.service_proxy import CONNECT_TIMEOUT_S, RESYNC_S, ServiceP
 logger = logging.getLogger(__name__)
 
 INGRESSES = "/apis/networking.k8s.io/v1/ingresses"
-PORT_ANNOTATION = (
-    "pocketkube/ingress-port"  # on the nodes: where clients of the cluster read the port
-)
+PORT_ANNOTATION = "pocketkube/ingress-port"  # on nodes: the port for clients of the cluster
 
-# RFC 9110, section 7.6.1: these are between two neighbours; Content-Length comes from the message itself.
+# Hop-by-hop headers (RFC 9110, section 7.6.1). Content-Length follows from the message.
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -37,7 +38,7 @@ HOP_BY_HOP = frozenset(
 
 
 class IngressProxy:
-    """An HTTP server in front of the Services that Ingresses name."""
+    """An HTTP server in front of the Services of all Ingresses."""
 
     def __init__(
         self,
@@ -59,10 +60,14 @@ class IngressProxy:
         nodes.subscribe(lambda old, new: self._changed.set())
 
     async def run(self, address: str, port: int) -> None:
-        """Serve on `address:port` (0: the system chooses; the log and `status` say) until cancelled. Raises: OSError."""
+        """Serve on `address:port` until cancelled; 0 lets the system choose the port.
+
+        Raises:
+            OSError: the port cannot be bound.
+        """
         app = web.Application(client_max_size=0)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        # A client that leaves cancels the handler, which closes the connection to the pod: it stops working for nobody.
+        # A disconnect cancels the handler, which closes the connection to the pod.
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -70,7 +75,8 @@ class IngressProxy:
         async with aiohttp.ClientSession(
             timeout=timeout,
             auto_decompress=False,
-            # The client's headers and no others: an Accept-Encoding of ours would earn it bytes it cannot read.
+            # Only the client's headers: it may not be able to read an encoding that aiohttp would
+            # accept.
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -102,13 +108,14 @@ class IngressProxy:
         if [entry.get("ip") for entry in entries] == [address]:
             return
         metadata = ingress["metadata"]
-        path = f"/apis/networking.k8s.io/v1/namespaces/{metadata['namespace']}/ingresses/{metadata['name']}/status"
-        # `ports` is known to API servers from 1.22 on; older ones drop it.
+        namespace = f"/apis/networking.k8s.io/v1/namespaces/{metadata['namespace']}"
+        path = f"{namespace}/ingresses/{metadata['name']}/status"
+        # API servers before 1.22 drop `ports`.
         entry: Object = {"ip": address, "ports": [{"port": port, "protocol": "TCP"}]}
         try:
             await self._api.merge(path, {"status": {"loadBalancer": {"ingress": [entry]}}})
         except (KubeError, OSError) as error:
-            logger.warning("status of ingress %s: %s", key_of(ingress), error)
+            logger.warning("writing the status of ingress %s failed: %s", key_of(ingress), error)
 
     async def _annotate(self, node: Object, port: int) -> None:
         if (node["metadata"].get("annotations") or {}).get(PORT_ANNOTATION) == str(port):
@@ -117,7 +124,7 @@ class IngressProxy:
             body = {"metadata": {"annotations": {PORT_ANNOTATION: str(port)}}}
             await self._api.merge(f"/api/v1/nodes/{node['metadata']['name']}", body)
         except (KubeError, OSError) as error:
-            logger.warning("annotating node %s: %s", key_of(node), error)
+            logger.warning("annotating node %s failed: %s", key_of(node), error)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         host = request.host.rsplit(":", 1)[0]
@@ -137,11 +144,8 @@ class IngressProxy:
                 return await self._forward(
                     request, f"{scheme}://{pod_host}:{pod_port}{request.raw_path}"
                 )
-            except (
-                aiohttp.ClientConnectorError
-            ) as error:  # nothing was sent: the next one may have it
-                logger.info("service %s: %s", key_of(service), error)
-            except aiohttp.ServerTimeoutError as error:
+            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+                # No byte was sent, so the next endpoint can serve the request.
                 logger.info("service %s: %s", key_of(service), error)
             except aiohttp.ClientError as error:
                 raise web.HTTPBadGateway(text=f"{pod_host}:{pod_port}: {error!r}\n") from error
@@ -150,7 +154,7 @@ class IngressProxy:
 
     async def _forward(self, request: web.Request, url: str) -> web.StreamResponse:
         assert self._http is not None
-        # Reading must not have begun when a connection fails, so the body is handed over as the stream it is.
+        # The body is passed as a stream, which is unread if a connection fails.
         body = request.content if request.can_read_body else None
         async with self._http.request(
             request.method,
@@ -158,7 +162,7 @@ class IngressProxy:
             headers=_request_headers(request),
             data=body,
             allow_redirects=False,
-            ssl=False,  # no certificate has a pod's address
+            ssl=False,  # certificates do not have pods' addresses
         ) as upstream:
             response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
             for name, value in upstream.headers.items():
@@ -169,8 +173,9 @@ class IngressProxy:
                 async for chunk in upstream.content.iter_any():
                     await response.write(chunk)
             except aiohttp.ClientError as error:
-                # The status is out; an unfinished message is the only way left to tell the client.
-                logger.warning("%s broke off: %r", url, error)
+                # The status has been sent. An incomplete message is the only way to report the
+                # failure.
+                logger.warning("the response of %s was cut off: %r", url, error)
                 if request.transport is not None:
                     request.transport.close()
                 return response

@@ -1,4 +1,4 @@
-"""Which pod addresses stand behind a Service's port, and which Service an HTTP request is for. Pure."""
+"""Endpoints of a Service's port, and the Service of an HTTP request. Pure functions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Endpoint = tuple[str, int]
 
 @dataclass(frozen=True)
 class Backend:
-    """A Service's port as an Ingress names it: by number or by name."""
+    """A Service's port in an Ingress, by number or by name."""
 
     namespace: str
     service: str
@@ -20,7 +20,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Route:
-    """One path of one rule."""
+    """One path of one rule of an Ingress."""
 
     host: str  # empty: every host; may begin with "*."
     path: str
@@ -29,11 +29,11 @@ class Route:
 
 
 def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[Endpoint]:
-    """Addresses of the pods that the Service selects and that may get traffic, sorted.
+    """Return the sorted addresses of the selected pods that may receive traffic.
 
     Args:
         port: an entry of the Service's `spec.ports`.
-        pods: of any namespace.
+        pods: pods of any namespace.
     """
     selector = service["spec"].get("selector")
     if not selector:
@@ -60,7 +60,7 @@ def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[End
 
 
 def target_port(port: Object, pod: Object) -> int | None:
-    """`targetPort` as a number, looked up among the pod's named ports; None if the pod has no port of that name."""
+    """Return `targetPort` as a number; None if the pod has no port of that name."""
     target = port.get("targetPort") or port["port"]
     if isinstance(target, int):
         return target
@@ -72,7 +72,7 @@ def target_port(port: Object, pod: Object) -> int | None:
 
 
 def find_port(service: Object, port: int | str) -> Object | None:
-    """The entry of `spec.ports` with this number or name."""
+    """Return the entry of `spec.ports` with this number or name."""
     for entry in service["spec"].get("ports") or []:
         if port in (entry["port"], entry.get("name")):
             return dict(entry)
@@ -80,7 +80,7 @@ def find_port(service: Object, port: int | str) -> Object | None:
 
 
 def routes(ingresses: Iterable[Object]) -> list[Route]:
-    """Every path of every Ingress, the most specific first."""
+    """Return all paths of all Ingresses, the most specific first."""
     result = []
     for ingress in ingresses:
         spec, namespace = ingress["spec"], ingress["metadata"]["namespace"]
@@ -93,7 +93,7 @@ def routes(ingresses: Iterable[Object]) -> list[Route]:
                 result.append(
                     Route((rule.get("host") or "").lower(), path.get("path") or "/", exact, backend)
                 )
-    # An exact host before a wildcard before none; then an exact path; then the longest.
+    # Exact hosts, wildcards, no host; then exact paths; then the longest path.
     result.sort(
         key=lambda route: (_host_rank(route.host), route.exact, len(route.path)), reverse=True
     )
@@ -101,7 +101,7 @@ def routes(ingresses: Iterable[Object]) -> list[Route]:
 
 
 def match_route(table: Iterable[Route], host: str, path: str) -> Backend | None:
-    """The backend for a request; None if no rule matches.
+    """Return the backend of a request; None if no rule matches.
 
     Args:
         host: the Host header without its port.
@@ -131,7 +131,7 @@ def _host_rank(host: str) -> int:
 
 def _host_matches(rule: str, host: str) -> bool:
     if rule.startswith("*."):
-        return host.partition(".")[2] == rule[2:]  # one label, as the API says
+        return host.partition(".")[2] == rule[2:]  # a wildcard stands for one label
     return not rule or rule == host
 
 

@@ -1,4 +1,7 @@
-"""The Service proxy: one listener per clusterIP and TCP port; bytes go to a ready pod, round robin, unbuffered both ways."""
+"""The Service proxy: one listener per clusterIP and TCP port.
+
+Bytes go unbuffered to and from a ready pod, chosen round robin.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +22,7 @@ _CHUNK = 65536
 
 
 class ServiceProxy:
-    """Keeps the listeners equal to what the Services say."""
+    """Keeps the listeners in accordance with the Services."""
 
     def __init__(
         self,
@@ -39,14 +42,14 @@ class ServiceProxy:
         services.subscribe(lambda old, new: self._changed.set())
 
     async def run(self) -> None:
-        """Follow the Services until cancelled; then close everything."""
+        """Follow the Services until cancelled, then close all listeners."""
         await self._services.synced.wait()
         await self._pods.synced.wait()
         try:
             while True:
                 self._changed.clear()
                 await self._reconcile()
-                # Also from time to time unasked: a port that was taken may be free now.
+                # The timeout retries ports that were taken.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RESYNC_S):
                         await self._changed.wait()
@@ -59,7 +62,7 @@ class ServiceProxy:
             self._loopback.remove_all()
 
     def candidates(self, service: Object, port: Object) -> list[Endpoint]:
-        """The endpoints to try, in turn."""
+        """Return the endpoints in the order to try them."""
         found = endpoints(service, port, self._pods.objects.values())
         if not found:
             return []
@@ -79,10 +82,9 @@ class ServiceProxy:
                     message = f"port {port['port']}/{port['protocol']} is not proxied; only TCP is"
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
         for endpoint in self._listeners.keys() - wanted.keys():
-            await _stop_listening(
-                self._listeners.pop(endpoint)
-            )  # open connections go on until one side ends them
-        # The address of a Service that is gone stays while connections to it are open.
+            # Open connections continue until one side ends them.
+            await _stop_listening(self._listeners.pop(endpoint))
+        # The address of a deleted Service stays until its connections are closed.
         addresses = {address for address, _ in [*wanted, *self._connections.values()]}
         for endpoint, key in wanted.items():
             if endpoint not in self._listeners:
@@ -138,10 +140,10 @@ class ServiceProxy:
                 continue
             await _splice((reader, writer), upstream)
             return
-        logger.info("service %s: no pod takes a connection", key_of(service))
+        logger.info("service %s: no pod accepts a connection", key_of(service))
 
     def _port_of(self, listener: Endpoint) -> tuple[Object, Object] | None:
-        """The Service and port behind a listener now (the Service may have changed since it was opened)."""
+        """Return the current Service and port of a listener."""
         for service in self._services.objects.values():
             if service["spec"].get("clusterIP") == listener[0]:
                 for port in service["spec"].get("ports") or []:
@@ -151,8 +153,11 @@ class ServiceProxy:
 
 
 async def _stop_listening(listener: asyncio.Server) -> None:
-    """Takes no more connections. One that was accepted a moment ago is given its transport first: asyncio drops it otherwise, open
-    and unanswered, and its client waits for ever."""
+    """Close a listener, after connections that were just accepted have their transport.
+
+    asyncio drops such a connection otherwise: it stays open without an answer, and the client
+    waits.
+    """
     try:
         loop = asyncio.get_running_loop()
         for socket in listener.sockets:
@@ -166,7 +171,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _splice(client: Stream, upstream: Stream) -> None:
-    """Copy both ways; the end of one direction is passed on as such, an error ends both."""
+    """Copy in both directions. The end of one direction is passed on; an error ends both."""
     ways = [
         asyncio.ensure_future(_copy(client[0], upstream[1])),
         asyncio.ensure_future(_copy(upstream[0], client[1])),

@@ -1,13 +1,9 @@
-"""Optimistic concurrency: resourceVersion and uid of a request against those of the stored object."""
+"""Optimistic concurrency: the resourceVersion and uid of a request against the stored object."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.resources import Resource
-
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object, Resource
 
 
 def check_update(resource: Resource, stored: Object, given: Object) -> None:

@@ -1,19 +1,16 @@
-"""What DELETE does to one object: grace periods, finalizers, propagation to dependents."""
+"""DELETE of one object: grace periods, finalizers, propagation to dependents."""
 
 from __future__ import annotations
 
 import copy
 import datetime
 from dataclasses import dataclass
-from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
-
-Object = dict[str, Any]
 
 FOREGROUND = "foregroundDeletion"
 CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
@@ -21,7 +18,7 @@ CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 
 @dataclass(frozen=True)
 class DeleteOptions:
-    """metav1.DeleteOptions, query parameters included."""
+    """metav1.DeleteOptions, from the body and the query parameters."""
 
     grace_period_s: int | None = None
     propagation: str = "Background"  # Background, Foreground or Orphan
@@ -31,7 +28,7 @@ class DeleteOptions:
 
 
 class Deletion:
-    """What DELETE does to one object."""
+    """DELETE of one object."""
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
         self._store = store
@@ -40,9 +37,15 @@ class Deletion:
     def delete(
         self, resource: Resource, namespace: str, name: str, options: DeleteOptions
     ) -> tuple[Object, bool]:
-        """Remove the object, or mark it where a finalizer, a grace period or dependents must come first.
+        """Remove the object, or mark it as terminating.
 
-        Returns: its last state, and whether it is gone. Raises: ApiError.
+        Finalizers, a grace period and dependents keep a terminating object in the store.
+
+        Returns:
+            The object's last state, and whether it is gone.
+
+        Raises:
+            ApiError: 404, or 409 for a precondition that failed.
         """
         obj = self._store.get(resource.storage_key, namespace, name)
         if obj is None:
@@ -73,9 +76,8 @@ class Deletion:
             if "generation" in metadata:
                 marked["metadata"]["generation"] += 1
             marked["metadata"]["deletionGracePeriodSeconds"] = grace
-        elif grace < metadata.get(
-            "deletionGracePeriodSeconds", 0
-        ):  # a second delete may only shorten
+        # A second DELETE can shorten the grace period, not extend it.
+        elif grace < metadata.get("deletionGracePeriodSeconds", 0):
             marked["metadata"]["deletionGracePeriodSeconds"] = grace
         if resource.kind == "Namespace":
             marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
@@ -85,7 +87,7 @@ class Deletion:
 
     @staticmethod
     def _grace(resource: Resource, obj: Object, asked: int | None) -> int:
-        """Seconds the kubelet gets; only pods that may still run somewhere have any."""
+        """Return the grace period in seconds: 0 unless the kubelet may have to end the pod."""
         if resource.storage_key != "pods":
             return 0
         spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
@@ -105,7 +107,7 @@ class Deletion:
             self.disown(storage, obj, {uid})
 
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:
-        """Drop references to owners that are gone or gave the object up."""
+        """Remove the owner references to `uids`."""
         kept = [owner for owner in owners_of(obj) if owner.get("uid") not in uids]
         metadata = {
             key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
@@ -115,7 +117,7 @@ class Deletion:
         self._store.put(storage, {**obj, "metadata": metadata})
 
     def release(self, storage: str, obj: Object, finalizer: str) -> None:
-        """Take one of our own finalizers off, and remove the object if it was the last one."""
+        """Remove a finalizer that this server has set, and the object if that was the last one."""
         metadata = obj["metadata"]
         left = [name for name in metadata.get("finalizers") or () if name != finalizer]
         if left:

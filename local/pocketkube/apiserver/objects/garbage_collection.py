@@ -1,4 +1,4 @@
-"""What follows from a deletion: owner garbage collection, the content of namespaces and custom kinds, old events."""
+"""Garbage collection: dependents without owner, terminating namespaces and kinds, old events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import time
 from collections import deque
-from typing import Any
 
 from pocketkube.apiserver.objects.deletion import (
     CRD_CLEANUP,
@@ -16,19 +15,18 @@ from pocketkube.apiserver.objects.deletion import (
     Deletion,
     owners_of,
 )
+from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
-
-Object = dict[str, Any]
 
 EVENT_TTL = datetime.timedelta(hours=1)
 EXPIRE_EVERY_S = 60.0
 
 
 class Collector:
-    """Garbage collection of dependents, of namespace and custom-resource content, and of old events.
+    """Deletes what a change in the store leaves without an owner, a namespace or a definition.
 
-    `drain()` does all that is due; `run()` does so whenever something changed.
+    `drain()` does all that is due. `run()` drains after each change, and deletes old events.
     """
 
     def __init__(self, store: Store, catalog: Catalog, deletion: Deletion) -> None:
@@ -69,7 +67,7 @@ class Collector:
                 self._collect_if_orphaned(storage, current)
 
     def _current(self, storage: str, obj: Object) -> Object | None:
-        """The object as it is by now; None if it is gone."""
+        """Return the present state of the object; None if it is gone."""
         metadata = obj["metadata"]
         if storage not in self._store.storages():
             return None
@@ -152,7 +150,7 @@ class Collector:
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:
-        """`storage` lost an object: if its definition waits for that, withdraw the kind."""
+        """Withdraw the kind of `storage` if its definition is terminating and no object is left."""
         name = "customresourcedefinitions.apiextensions.k8s.io"
         crd = self._store.get(name, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):

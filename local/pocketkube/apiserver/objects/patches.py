@@ -1,6 +1,6 @@
-"""The client-side-computed patches: JSON patch (RFC 6902), JSON merge patch (RFC 7386) and strategic merge patch.
+"""JSON patch (RFC 6902), JSON merge patch (RFC 7386) and strategic merge patch.
 
-Pure functions from (object, patch) to a new object; apply.py has server-side apply.
+Pure functions from (object, patch) to a new object. Server-side apply is in server_side_apply.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from typing import Any
 import jsonpatch
 
 from pocketkube.apiserver.errors import ApiError, bad_request
+from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.field_types import FieldTypes, Path
-
-Object = dict[str, Any]
 
 
 def json_patch(original: Object, operations: Any) -> Object:
-    """Raises: ApiError 422 where an operation does not fit the object, as the real server answers."""
+    """Apply the operations in order.
+
+    Raises:
+        ApiError: 422, an operation does not fit the object.
+    """
     if not isinstance(operations, list):
         raise bad_request("a JSON patch is a list of operations")
     try:
@@ -45,7 +48,11 @@ def merge_patch(original: Any, patch: Any) -> Any:
 
 
 def strategic_merge_patch(original: Object, patch: Object, types: FieldTypes) -> Object:
-    """Merge lists by their merge key and obey `$patch`, `$retainKeys`, `$deleteFromPrimitiveList`, `$setElementOrder`."""
+    """Merge maps by key, and lists by the merge key of their field.
+
+    The directives `$patch`, `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` are
+    obeyed.
+    """
     return _merge_map(original, patch, types, ())
 
 
@@ -59,7 +66,8 @@ def _merge_map(original: Object, patch: Object, types: FieldTypes, path: Path) -
             pass
         case other:
             raise bad_request(
-                f"unknown $patch directive {other!r} at .{'.'.join(path)}; use replace, merge or delete"
+                f"unknown $patch directive {other!r} at .{'.'.join(path)}; "
+                "use replace, merge or delete"
             )
     result = dict(original)
     if (retained := patch.get("$retainKeys")) is not None:
@@ -136,7 +144,7 @@ def _without_directives(value: Any) -> Any:
 
 
 def _ordered(items: list[Any], order: list[Any], merge_key: str) -> list[Any]:
-    """Items named in `order` come in that order; the others keep their place behind them."""
+    """Put the items named in `order` first, in that order. The others follow in their own order."""
     if merge_key and merge_key != "$primitive":
         wanted = [entry.get(merge_key) for entry in order]
         keys = [item.get(merge_key) for item in items]

@@ -1,7 +1,7 @@
-"""Reads and writes with Kubernetes' semantics: the one way into the store.
+"""Reads and writes of objects: the only way into the store.
 
-Every write goes through the same steps: decode, take over what the client may not set, default, validate, record field
-ownership, store. Deletion and what follows from it is in deletion.py, scale, binding and token in subresources.py.
+Every write takes the same steps: decode, restore the fields that clients cannot set, default,
+validate, record field ownership, store.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from typing import Any
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts, patches, server_side_apply
 from pocketkube.apiserver.objects.service_addresses import ServiceAddresses
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema import decoding, defaults, validation
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
 
-Object = dict[str, Any]
-
-_NAME_ALPHABET = (
-    "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes' own for generateName: no vowels, no words
-)
+# The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
+_NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
 @dataclass
 class WriteOptions:
-    """Query parameters of a write, and the warnings to send back with the answer."""
+    """Query parameters of a write, and the warnings to return in its response."""
 
     manager: str
     dry_run: bool = False
@@ -47,9 +44,10 @@ def now() -> str:
 
 
 class Registry:
-    """All operations but deletion. Methods take a resource, a namespace ("" for cluster-scoped kinds) and a name.
+    """All operations on objects but their deletion.
 
-    They return the object as the resource's version shows it and raise ApiError.
+    Methods take a resource, a namespace ("" for cluster-scoped kinds) and a name. They return the
+    object in the resource's version, and raise ApiError.
     """
 
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
@@ -58,8 +56,6 @@ class Registry:
         self._addresses = ServiceAddresses(store, service_network)
         for resource in catalog:
             store.open(resource.storage_key)
-
-    # Reading ---------------------------------------------------------------------------------------------------------
 
     def stored(self, resource: Resource, namespace: str, name: str) -> Object:
         found = self.store.get(resource.storage_key, namespace, name)
@@ -76,14 +72,12 @@ class Registry:
         ]
 
     def view(self, resource: Resource, obj: Object) -> Object:
-        """The stored object in the version that was asked for."""
+        """Convert a stored object to the version of `resource`."""
         if resource.storage_key == "events" and resource.group:
             return defaults.event_from_core(obj)
         if obj["apiVersion"] == resource.api_version:
             return obj
         return {**obj, "apiVersion": resource.api_version}
-
-    # Writing ---------------------------------------------------------------------------------------------------------
 
     def create(
         self, resource: Resource, namespace: str, obj: Object, options: WriteOptions
@@ -186,7 +180,7 @@ class Registry:
         return self.update(resource, namespace, name, patched, options, subresource)
 
     def patched(self, resource: Resource, obj: Object, content_type: str, body: Any) -> Object:
-        """`obj` after one of the client-computed patches."""
+        """Apply a JSON patch, a merge patch or a strategic merge patch to `obj`."""
         if content_type == "application/json-patch+json":
             result = patches.json_patch(obj, body)
         elif content_type == "application/merge-patch+json":
@@ -202,7 +196,8 @@ class Registry:
             if not resource.custom:
                 accepted.insert(2, "application/strategic-merge-patch+json")
             raise errors.unsupported_media_type(
-                f"the body of the request was in an unknown format - accepted media types include: {', '.join(accepted)}"
+                f"the body of the request was in an unknown format - "
+                f"accepted media types include: {', '.join(accepted)}"
             )
         if not isinstance(result, dict) or not isinstance(result.get("metadata"), dict):
             raise errors.bad_request("the patched document is no object with metadata")
@@ -266,7 +261,7 @@ class Registry:
         options: WriteOptions,
         sub: str = "",
     ) -> Object:
-        """Write what `edit` does to a copy of a stored object, as the API server's own subresources do."""
+        """Write what `edit` does to a copy of a stored object: the way of the subresources."""
         new = copy.deepcopy(old)
         edit(new)
         return self._replace(resource, old, new, options, sub, None, trusted=True)
@@ -324,8 +319,6 @@ class Registry:
             )
         return stored
 
-    # Steps of a write ------------------------------------------------------------------------------------------------
-
     def _decode(
         self,
         resource: Resource,
@@ -342,12 +335,14 @@ class Registry:
         strict = require_type or resource.custom
         if version != resource.api_version and (version or strict):
             raise errors.bad_request(
-                f"the API version in the data ({version}) does not match the expected API version ({resource.api_version})"
+                f"the API version in the data ({version}) does not match the expected API version "
+                f"({resource.api_version})"
             )
         if kind != resource.kind and (kind or strict):
             if not resource.custom:
                 raise errors.bad_request(
-                    f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})"
+                    f"the kind in the data ({kind}) does not match the expected kind "
+                    f"({resource.kind})"
                 )
             name = (obj.get("metadata") or {}).get("name", "")
             raise errors.invalid(
@@ -359,6 +354,10 @@ class Registry:
             "kind": resource.kind,
             "metadata": obj.get("metadata") or {},
         }
+        where = (
+            f'{resource.kind} in version "{resource.version}" cannot be handled as a '
+            f"{resource.kind}"
+        )
         try:
             if custom := self.catalog.custom(resource):
                 pruned, unknown = custom.schema.prune(obj)
@@ -368,11 +367,9 @@ class Registry:
             else:
                 new, unknown = decoding.decode(resource.group, resource.version, resource.kind, obj)
         except decoding.DecodeError as error:
-            where = f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
             raise errors.bad_request(f"{where}: {error}") from error
         if unknown and options.field_validation == "Strict":
             listed = ", ".join(f'unknown field "{path}"' for path in unknown)
-            where = f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
             raise errors.bad_request(f"{where}: strict decoding error: {listed}")
         if options.field_validation == "Warn":
             options.warnings.extend(f'unknown field "{path}"' for path in unknown)
@@ -380,7 +377,8 @@ class Registry:
             new["metadata"].pop("namespace", None)
         elif new["metadata"].setdefault("namespace", namespace) != namespace:
             raise errors.bad_request(
-                f"the namespace of the provided object does not match the namespace sent on the request: "
+                "the namespace of the provided object does not match "
+                "the namespace sent on the request: "
                 f"{new['metadata']['namespace']} is not {namespace}"
             )
         return (
@@ -394,7 +392,10 @@ class Registry:
         assert namespaces is not None, "the frozen table has namespaces"
         found = self.stored(namespaces, "", namespace)
         if found["metadata"].get("deletionTimestamp"):
-            why = f"unable to create new content in namespace {namespace} because it is being terminated"
+            why = (
+                f"unable to create new content in namespace {namespace} "
+                "because it is being terminated"
+            )
             cause = {
                 "reason": "NamespaceTerminating",
                 "message": f"namespace {namespace} is being terminated",
@@ -418,7 +419,10 @@ class Registry:
         if before.get("deletionTimestamp"):
             added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
             if added:
-                detail = f"no new finalizers can be added if the object is being deleted, found new finalizers {sorted(added)}"
+                detail = (
+                    "no new finalizers can be added if the object is being deleted, found new "
+                    f"finalizers {sorted(added)}"
+                )
                 raise errors.invalid(
                     resource,
                     before["name"],
@@ -463,10 +467,8 @@ class Registry:
         else:
             server_side_apply.track_apply(old, new, manager, owned, types, now())
 
-    # Custom resource definitions --------------------------------------------------------------------------------
-
     def _establish(self, crd: Object) -> Object:
-        """Serve a custom resource definition and say so in its status."""
+        """Serve the versions of a custom resource definition, and set its status."""
         spec = crd["spec"]
         if not crd["metadata"].get("deletionTimestamp"):
             self.catalog.establish(crd)
@@ -501,13 +503,12 @@ class Registry:
 
 
 def _desired(obj: Object, resource: Resource) -> str:
-    """What generation counts: everything but metadata and status."""
+    """Serialize the desired state: a change of it raises metadata.generation."""
     skipped = {"metadata", "apiVersion", "kind"}
     if resource.has_status or not resource.custom:
         skipped.add("status")
     wanted = {key: value for key, value in obj.items() if key not in skipped}
     if resource.kind == "Deployment" and not resource.custom:
-        wanted["annotations"] = obj["metadata"].get(
-            "annotations"
-        )  # they count, too: replica sets get a copy
+        # Annotations count, because the Deployment's ReplicaSets get a copy.
+        wanted["annotations"] = obj["metadata"].get("annotations")
     return json.dumps(wanted, sort_keys=True)

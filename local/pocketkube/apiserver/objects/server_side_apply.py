@@ -1,9 +1,14 @@
 """Server-side apply and field ownership (metadata.managedFields).
 
-A field set is a set of paths; a path is a tuple of Kubernetes' fieldsV1 elements: `f:name` for a map key, `k:{...}` for an
-item of a keyed list, `v:...` for a member of a set, and a last `.` for the item itself. `apply()` merges what a manager
-wants into the live object, refuses fields that other managers own, and drops fields the manager no longer names;
-`track_update()` does the bookkeeping of every other write.
+A field set is a set of paths. A path is a tuple of the elements of Kubernetes' FieldsV1 format:
+- `f:name` for a key of a map,
+- `k:{...}` for an item of a keyed list,
+- `v:...` for a member of a set,
+- a last `.` for the item itself.
+
+`apply()` merges a manager's configuration into the live object, and refuses fields that other
+managers own. It removes fields that the manager no longer sets. `track_update()` records the owners
+after every other write.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pocketkube.apiserver.errors import apply_conflict, bad_request
+from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.field_types import FieldType, FieldTypes, Path
 
-Object = dict[str, Any]
 FieldPath = tuple[str, ...]
 FieldSet = frozenset[FieldPath]
 
-# The system's own fields belong to nobody.
+# Fields of the system have no owner.
 _UNTRACKED = ("apiVersion", "kind")
 _UNTRACKED_METADATA = (
     "name",
@@ -40,7 +45,7 @@ _UNTRACKED_METADATA = (
 
 @dataclass(frozen=True)
 class Manager:
-    """Who writes: one entry of managedFields."""
+    """A manager of fields: one entry of managedFields."""
 
     name: str
     operation: str  # Apply or Update
@@ -57,9 +62,10 @@ class Manager:
 def apply(
     live: Object, applied: Object, manager: Manager, types: FieldTypes, force: bool
 ) -> tuple[Object, FieldSet]:
-    """What `live` becomes when `manager` wants `applied`, and the fields the manager owns then.
+    """Merge `applied` into `live`, and compute the fields that `manager` owns then.
 
-    Raises: ApiError 409 naming managers and fields, unless `force`.
+    Raises:
+        ApiError: 409 with the managers and fields in conflict, unless `force`.
     """
     wanted = _tracked(_without_nulls(applied))
     owned = frozenset(leaves(wanted, types))
@@ -71,12 +77,12 @@ def apply(
         **{k: v for k, v in live["metadata"].items() if k in _UNTRACKED_METADATA},
     }
     others = frozenset().union(*owners.values()) if owners else frozenset()
-    # Items of lists first: a field of a removed item is gone with it, and one without its key could not be found.
+    # Remove items of lists first. Their fields go with them, and without its key an item could not
+    # be found.
     for path in sorted(previously - owned - others, key=lambda path: (path[-1] != ".", len(path))):
         target = path[:-1] if path[-1] == "." else path
-        if not any(
-            kept[: len(target)] == target for kept in owned | others
-        ):  # nobody owns anything inside it
+        # The inside of an atomic field has no owner.
+        if not any(kept[: len(target)] == target for kept in owned | others):
             _remove(merged, path, types)
     if not force:
         before, after = leaves(_tracked(live), types), leaves(_tracked(merged), types)
@@ -105,14 +111,14 @@ def track_apply(
     types: FieldTypes,
     now: str,
 ) -> None:
-    """Write into `stored` who owns what after an apply; changed fields leave their other owners."""
+    """Record in `stored` the owners after an apply. A changed field loses its other owners."""
     _track(live, stored, manager, owned, types, now)
 
 
 def track_update(
     live: Object | None, stored: Object, manager: Manager, types: FieldTypes, now: str
 ) -> None:
-    """Write into `stored` who owns what after a create, update or patch: the writer owns what it changed."""
+    """Record in `stored` the owners after any other write: the writer owns each change."""
     _track(live, stored, manager, None, types, now)
 
 
@@ -161,7 +167,11 @@ def _entry(manager: Manager, fields: FieldSet, time: str) -> Object:
 
 
 def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
-    """Raises: ApiError 400 for entries a client malformed."""
+    """Read managedFields.
+
+    Raises:
+        ApiError: 400, an entry is malformed.
+    """
     try:
         return {
             Manager.of(entry): frozenset(_decode(entry.get("fieldsV1") or {}))
@@ -172,7 +182,7 @@ def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
 
 
 def show(path: FieldPath) -> str:
-    """As Kubernetes prints it: `.spec.containers[name="x"].image`."""
+    """Format a path as Kubernetes does: `.spec.containers[name="x"].image`."""
     text = ""
     for element in path:
         if element.startswith("f:"):
@@ -190,7 +200,10 @@ def show(path: FieldPath) -> str:
 
 
 def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
-    """Every owned-by-itself field of an object with its value; items of keyed lists appear as `.` with value None."""
+    """Map each field that has an owner of its own to its value.
+
+    An item of a keyed list is a `.` with the value None.
+    """
     found: dict[FieldPath, Any] = {}
     _collect(obj, types, (), (), found)
     return found
@@ -263,7 +276,10 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
 
 
 def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
-    """Delete what `path` names, and maps and lists that became empty by it; copies along the way (`obj` is shared below)."""
+    """Delete the field at `path`, and the maps and lists that are empty then.
+
+    Containers along the path are copied, because `obj` shares its lower parts.
+    """
     target = path[:-1] if path[-1] == "." else path
 
     def without(value: Any, rest: FieldPath, names: Path) -> Any:

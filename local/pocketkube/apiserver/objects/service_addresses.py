@@ -1,20 +1,20 @@
-"""Cluster addresses of Services: allocated once, and kept by every update."""
+"""Cluster addresses of Services.
+
+An address is allocated when a Service is created, and every update keeps it.
+"""
 
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network
-from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.store import Store
-
-Object = dict[str, Any]
 
 
 class ServiceAddresses:
-    """Allocates the addresses of one network. The store's index says which are in use."""
+    """Allocates the addresses of one network. The store's index holds those in use."""
 
     def __init__(self, store: Store, network: IPv4Network) -> None:
         self._store = store

@@ -7,10 +7,8 @@ from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry, WriteOptions, now
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
-
-Object = dict[str, Any]
 
 _BUILTIN_SCALE = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
 
@@ -23,7 +21,7 @@ def _lookup(obj: Object, path: str) -> Any:
 
 
 class Scale:
-    """The scale view of one object: read it, or write its replicas."""
+    """The scale subresource."""
 
     def __init__(self, registry: Registry, catalog: Catalog) -> None:
         self._registry = registry
@@ -95,7 +93,7 @@ class Scale:
                 "apply the object itself, or patch its scale with a merge patch"
             )
         if content_type == "application/strategic-merge-patch+json":
-            content_type = "application/merge-patch+json"  # the same for an object without lists
+            content_type = "application/merge-patch+json"  # equal for an object without lists
         current = self.get(resource, namespace, name)
         scale = self._registry.patched(resource, current, content_type, body)
         return self.update(resource, namespace, name, scale, options)
@@ -109,7 +107,7 @@ def bind(
     binding: Object,
     options: WriteOptions,
 ) -> Object:
-    """Assign a pod to the node a scheduler chose."""
+    """Bind a pod to the node that a scheduler chose."""
     target = (binding.get("target") or {}).get("name")
     if not target:
         raise errors.invalid(pods, name, [errors.required("target.name")])
@@ -145,7 +143,7 @@ def bind(
 
 
 def access_review(review: Object) -> Object:
-    """There is no authorization here: whoever got in may do everything."""
+    """Answer a SelfSubjectAccessReview: everything is allowed."""
     return {
         **copy.deepcopy(review),
         "status": {"allowed": True, "reason": "this control plane enforces no authorization"},

@@ -1,4 +1,4 @@
-"""Bearer tokens: who a request comes from, and service account tokens by TokenRequest."""
+"""Bearer tokens: authentication of requests, and service account tokens by TokenRequest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import hmac
 import json
 import secrets
 import time
-from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry
-from pocketkube.apiserver.resources import Resource
-
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object, Resource
 
 _DEFAULT_TOKEN_S = 3600
 _MIN_TOKEN_S = 600
@@ -26,9 +23,9 @@ def _encode(data: bytes) -> str:
 
 
 class Tokens:
-    """Bearer tokens: the administrator's, and service account tokens (JWT, HS256) issued by TokenRequest.
+    """The administrator's token, and service account tokens (JWT, HS256).
 
-    The signing key lives as long as the server; with the objects gone, old tokens have no meaning either.
+    The signing key and the objects live as long as the server.
     """
 
     def __init__(self, registry: Registry, admin_token: str) -> None:
@@ -57,7 +54,8 @@ class Tokens:
                 "serviceaccount": {"name": name, "uid": account["metadata"]["uid"]},
             },
         }
-        signed = f"{_encode(json.dumps({'alg': 'HS256', 'typ': 'JWT'}).encode())}.{_encode(json.dumps(claims).encode())}"
+        header = {"alg": "HS256", "typ": "JWT"}
+        signed = ".".join(_encode(json.dumps(part).encode()) for part in (header, claims))
         moment = datetime.datetime.fromtimestamp(expires, datetime.UTC).strftime(
             "%Y-%m-%dT%H:%M:%SZ"
         )
@@ -76,8 +74,12 @@ class Tokens:
         return _encode(hmac.digest(self._key, signed.encode(), hashlib.sha256))
 
     def user(self, token: str) -> str:
-        """Whose token it is. Raises: ApiError 401."""
-        if not token.isascii():  # headers may hold any bytes
+        """Return the user of a token.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not token.isascii():  # a header can hold any bytes
             raise errors.unauthorized()
         if hmac.compare_digest(token.encode(), self._admin.encode()):
             return "kubernetes-admin"

@@ -1,4 +1,4 @@
-"""Kinds and their fields: what is served, and what an object of it may contain.
+"""Kinds and the fields of their objects.
 
 catalog: the kinds that are served now.
 crd: custom resource definitions and the versions that they serve.

@@ -1,15 +1,13 @@
-"""What is served right now: the frozen table plus one entry per established custom resource version."""
+"""The kinds that are served now: the frozen table, and each version of an established CRD."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from pocketkube.apiserver.resources import BUILTIN, Resource
+from pocketkube.apiserver.resources import BUILTIN, Object, Resource
 from pocketkube.apiserver.schema.crd import CustomVersion, custom_versions
 from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes, CustomFieldTypes, FieldTypes
-
-Object = dict[str, Any]
 
 
 @dataclass
@@ -35,7 +33,7 @@ class Catalog:
         return self._resources.get((group, version, plural))
 
     def by_storage(self, storage: str) -> Resource:
-        """One of the resources kept in `storage` (for deletion and garbage collection any will do)."""
+        """Return one of the resources kept in `storage`; deletion works the same for each."""
         return next(
             resource for resource in self._resources.values() if resource.storage_key == storage
         )
@@ -55,7 +53,7 @@ class Catalog:
         return self._custom.get(resource)
 
     def establish(self, crd: Object) -> None:
-        """Serve a validated CRD's versions instead of what it served before."""
+        """Serve the versions of a validated CRD instead of those that it served before."""
         self.withdraw(crd)
         for version in custom_versions(crd):
             self._add(version.resource, CustomFieldTypes(version.schema.schema))

@@ -1,8 +1,8 @@
 """CEL rules of a schema (`x-kubernetes-validations`), compiled once and evaluated on writes.
 
-`self` is the value the rule is attached to; rules that mention `oldSelf` are transition rules and
-run only where an old value exists. All other rules are skipped for a value that a write does not
-change, as by Kubernetes' validation ratcheting.
+`self` is the value that has the rule. A rule that mentions `oldSelf` is a transition rule and runs
+only if an old value exists. Other rules are skipped for a value that the write does not change, as
+in Kubernetes' validation ratcheting.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import celpy
 
 from pocketkube.apiserver.errors import FieldError, type_name
-
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object
 
 _OLD_SELF = re.compile(r"\boldSelf\b")
 _REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate")
@@ -27,12 +26,12 @@ _WORDS = {
 
 
 class RuleSyntaxError(ValueError):
-    """A rule does not compile; the message holds the schema path and the compiler's complaint."""
+    """A rule does not compile. The message has the schema path and the compiler's error."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    program: Any  # celpy's runner: the library is untyped
+    program: Any  # a runner of celpy, which is untyped
     reads_old: bool
     transition: bool
     text: str
@@ -44,13 +43,13 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Node:
-    """The rules of one schema node and of those below it that have any."""
+    """The rules of one schema node and of the nodes below it."""
 
     rules: tuple[_Rule, ...]
     properties: dict[str, _Node]
     items: _Node | None
     values: _Node | None
-    keys: tuple[str, ...]  # how items of the old list are matched with those of the new one
+    keys: tuple[str, ...]  # keys that match the items of the old list with those of the new one
 
     @property
     def empty(self) -> bool:
@@ -58,7 +57,11 @@ class _Node:
 
 
 class Rules:
-    """All rules of one schema. Raises: RuleSyntaxError."""
+    """All rules of one schema.
+
+    Raises:
+        RuleSyntaxError: a rule does not compile.
+    """
 
     def __init__(self, schema: Object) -> None:
         self._environment = celpy.Environment()
@@ -148,9 +151,8 @@ class Rules:
             try:
                 message = str(rule.message_program.evaluate(names))
             except celpy.CELEvalError:
-                message = (
-                    rule.message or message
-                )  # Kubernetes, too, falls back to the plain message
+                # Kubernetes falls back to the plain message as well.
+                message = rule.message or message
         field = f"{path}{rule.field_path}".lstrip(".") or "<nil>"
         if rule.reason in _WORDS:
             errors.append(FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}"))
@@ -166,7 +168,7 @@ class Rules:
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:
-    """The same item of a keyed list before the write; other lists have no identity to match by."""
+    """Find the item of a keyed list before the write; items of other lists cannot be matched."""
     if not keys or not isinstance(old, list) or not isinstance(item, dict):
         return None
     return next(

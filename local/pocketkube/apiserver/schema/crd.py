@@ -1,24 +1,22 @@
-"""Custom resource definitions: their defaults, their validation, and the versions that they serve."""
+"""Custom resource definitions: defaults, validation, and the versions that they serve."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from pocketkube.apiserver.errors import FieldError, invalid_value, required, unsupported_value
-from pocketkube.apiserver.resources import SCALE, STATUS, Resource
+from pocketkube.apiserver.resources import SCALE, STATUS, Object, Resource
 from pocketkube.apiserver.schema.cel import RuleSyntaxError
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
-Object = dict[str, Any]
 ANYTHING: Object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _DNS1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class CustomVersion:
-    """One served version of a custom resource and everything the registry must know about it."""
+    """One served version of a custom resource."""
 
     resource: Resource
     schema: StructuralSchema
@@ -27,7 +25,12 @@ class CustomVersion:
 
 
 def custom_versions(crd: Object) -> list[CustomVersion]:
-    """Raises: RuleSyntaxError, re.error for schemas that do not compile."""
+    """Compile the served versions.
+
+    Raises:
+        RuleSyntaxError: a CEL rule does not compile.
+        re.error: a pattern does not compile.
+    """
     spec, names = crd["spec"], crd["spec"]["names"]
     found = []
     for version in spec["versions"]:
@@ -115,7 +118,7 @@ def validate_crd(crd: Object) -> list[FieldError]:
 def _validate_structural(
     schema: Object, path: str, errors: list[FieldError], root: bool = False
 ) -> None:
-    """A structural schema gives every node a type (or int-or-string, or preserve-unknown-fields)."""
+    """Check that each node has a type, is int-or-string, or preserves unknown fields."""
     free = schema.get("x-kubernetes-int-or-string") or schema.get(
         "x-kubernetes-preserve-unknown-fields"
     )

@@ -1,7 +1,6 @@
-"""The structure of built-in kinds: which fields exist and of which type.
+"""Decoding of built-in kinds: unknown fields and fields of the wrong type.
 
-Taken from the generated models of the official Python client, so that unknown and mistyped fields of built-in objects are
-found without a schema of our own.
+The fields and types come from the generated models of the official Python client.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import re
 from typing import Any
 
 from pocketkube.apiserver.errors import type_name
-
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object
 
 _MODEL_NAMES = {
     ("", "Event"): "CoreV1Event",
@@ -34,21 +32,22 @@ _JSON_TYPES = {
 
 @functools.cache
 def _fields(model: str) -> dict[str, str]:
-    """JSON field name -> declared type, of one model class."""
-    from kubernetes.client import models  # imported late: it takes most of a second
+    """Map the JSON field names of a model class to their declared types."""
+    from kubernetes.client import models  # takes most of a second
 
     cls = getattr(models, model)
     return {cls.attribute_map[attribute]: kind for attribute, kind in cls.openapi_types.items()}
 
 
 class DecodeError(Exception):
-    """A field of the wrong type; the message names it."""
+    """A field has the wrong type. The message names it."""
 
 
 def decode(group: str, version: str, kind: str, obj: Object) -> tuple[Object, list[str]]:
-    """The object without null and unknown fields, and the paths of the unknown ones.
+    """Return the object without null and unknown fields, and the paths of the unknown fields.
 
-    Raises: DecodeError.
+    Raises:
+        DecodeError: a field has the wrong type.
     """
     model = _MODEL_NAMES.get((group, kind), f"{version.capitalize()}{kind}")
     unknown: list[str] = []
@@ -78,7 +77,7 @@ def _value(kind: str, value: Any, path: str, unknown: list[str]) -> Any:
             return [_value(of, item, f"{path}[{i}]", unknown) for i, item in enumerate(value)]
         if not isinstance(value, dict):
             raise DecodeError(f"{path}: expected an object, got {type_name(value)}")
-        if path.rpartition(".")[2] in _QUANTITIES:  # `cpu: 2` is a quantity, too
+        if path.rpartition(".")[2] in _QUANTITIES:  # `cpu: 2` is a quantity as well
             value = {
                 key: str(item) if type_name(item) in ("integer", "number") else item
                 for key, item in value.items()

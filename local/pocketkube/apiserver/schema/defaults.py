@@ -1,19 +1,18 @@
-"""What is particular to built-in kinds: defaults on every write, the state of a new object, what may not change.
+"""Defaults of built-in kinds, on every write and for a new object.
 
-Called by the registry; validation.py has the field checks. All functions change the object they are given.
+All functions change the object that they are given.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
-from typing import Any
 
+from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.crd import default_crd
 
-Object = dict[str, Any]
-
-# Kinds whose metadata.generation counts changes of the desired state; custom resources always do.
+# Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
+# one.
 WITH_GENERATION = frozenset(
     {
         "Deployment",
@@ -25,18 +24,19 @@ WITH_GENERATION = frozenset(
     }
 )
 
-# Built-in kinds whose updates must name the version they replace, as those of custom resources.
+# Built-in kinds whose updates must name the version that they replace. Updates of custom resources
+# always must.
 VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
 
 
 def set_defaults(kind: str, obj: Object) -> None:
-    """Fill what clients and controllers expect to find although nobody wrote it."""
+    """Fill in the defaults of a built-in kind."""
     if kind in _DEFAULTS:
         _DEFAULTS[kind](obj)
 
 
 def prepare_new(kind: str, obj: Object) -> None:
-    """State of an object that has just been created; whatever status the client sent is gone already."""
+    """Set the initial state of a new object. The status that the client sent has been removed."""
     match kind:
         case "Pod":
             obj["status"] = {"phase": "Pending", "qosClass": _qos_class(obj.get("spec") or {})}
@@ -100,10 +100,10 @@ def _pod(pod: Object) -> None:
     spec = pod.setdefault("spec", {})
     set_pod_spec_defaults(spec)
     spec.setdefault("enableServiceLinks", True)
-    # What the ServiceAccount admission plugin does; the token's volume is the kubelet's business here.
+    # As the ServiceAccount admission plugin does. The kubelet adds the token's volume.
     spec.setdefault("serviceAccountName", "default")
     spec.setdefault("serviceAccount", spec["serviceAccountName"])
-    # As the priority and default-toleration plugins of a real server.
+    # As the Priority admission plugin does.
     spec.setdefault("priority", 0)
     spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
 
@@ -198,7 +198,7 @@ _DEFAULTS = {
     "CustomResourceDefinition": default_crd,
 }
 
-# core/v1 field -> events.k8s.io/v1 field, for the same stored event
+# core/v1 field -> events.k8s.io/v1 field of the same stored event
 _EVENT_FIELDS = {
     "involvedObject": "regarding",
     "message": "note",
@@ -211,13 +211,13 @@ _EVENT_FIELDS = {
 
 
 def event_to_core(event: Object) -> Object:
-    """An events.k8s.io/v1 Event as the stored core/v1 one."""
+    """Convert an events.k8s.io/v1 Event to the stored core/v1 Event."""
     back = {new: old for old, new in _EVENT_FIELDS.items()}
     converted = {back.get(name, name): copy.copy(value) for name, value in event.items()}
     return {**converted, "apiVersion": "v1", "kind": "Event"}
 
 
 def event_from_core(event: Object) -> Object:
-    """The stored core/v1 Event as events.k8s.io/v1 shows it."""
+    """Convert the stored core/v1 Event to events.k8s.io/v1."""
     converted = {_EVENT_FIELDS.get(name, name): copy.copy(value) for name, value in event.items()}
     return {**converted, "apiVersion": "events.k8s.io/v1", "kind": "Event"}

@@ -1,7 +1,8 @@
-"""How lists and maps merge: what strategic merge patch and server-side apply must know about each field.
+"""How lists and maps merge, for strategic merge patches and server-side apply.
 
-Built-in kinds take it from the table below (Kubernetes' own patchMergeKey and listMapKey markers), custom resources from
-their schema's `x-kubernetes-list-type`, `x-kubernetes-list-map-keys` and `x-kubernetes-map-type`.
+The table below has the built-in kinds (Kubernetes' patchMergeKey and listMapKey markers). Custom
+resources have `x-kubernetes-list-type`, `x-kubernetes-list-map-keys` and `x-kubernetes-map-type` in
+their schema.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Path = tuple[str, ...]  # field names from the object's root; list items add nothing
+Path = tuple[str, ...]  # field names from the object's root; list items add none
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """`granular`: a map merged key by key; `map`: a list keyed by `keys`; `set`: a list of scalars; `atomic`: replaced whole."""
+    """How one field merges.
+
+    `granular` is a map that merges by key, `map` a list keyed by `keys`, and `set` a list of
+    scalars. An `atomic` field is replaced as a whole.
+    """
 
     kind: Literal["granular", "atomic", "set", "map"]
     keys: tuple[str, ...] = ()
-    merge_key: str = ""  # the one key of strategic merge patch; empty: the list is replaced
+    merge_key: str = ""  # merge key of strategic merge patch; empty: the list is replaced
     key_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FieldTypes(Protocol):
-    """Answers for one kind."""
+    """The field types of one kind."""
 
     def at(self, path: Path, value: object) -> FieldType: ...
 
@@ -90,7 +95,7 @@ _BY_KIND: dict[str, dict[str, FieldType]] = {
 
 
 class BuiltinFieldTypes:
-    """Of one built-in kind: maps are granular and lists atomic unless the table says otherwise."""
+    """Field types of a built-in kind. Unlisted maps are granular, unlisted lists atomic."""
 
     def __init__(self, kind: str) -> None:
         self._table = {**_METADATA, **_CONDITIONS, **_BY_KIND.get(kind, {})}
@@ -101,7 +106,7 @@ class BuiltinFieldTypes:
 
 
 class CustomFieldTypes:
-    """Of one version of a custom resource."""
+    """Field types of one version of a custom resource."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema

@@ -1,6 +1,6 @@
-"""Structural schemas of custom resources: prune, default, validate, in Kubernetes' order and with its wording.
+"""Structural schemas of custom resources: pruning, defaults and validation.
 
-catalog.py holds one `StructuralSchema` per served version; the registry calls it on every write of a custom resource.
+The order and the messages are those of Kubernetes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pocketkube.apiserver.errors import (
     type_name,
     unsupported_value,
 )
+from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.cel import Rules
 
-Object = dict[str, Any]
 Schema = dict[str, Any]
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
@@ -40,14 +40,14 @@ _FORMATS = {
 
 
 class StructuralSchema:
-    """One version's schema, compiled once."""
+    """The schema of one version, compiled once."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """The object without fields the schema does not specify, and their paths."""
+        """Return the object without unspecified fields, and the paths of those fields."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
@@ -55,13 +55,13 @@ class StructuralSchema:
         return _default(copy.deepcopy(obj), self.schema)
 
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
-        """What the schema refuses. Of metadata it can restrict the name only."""
+        """Return the errors of an object. Of the metadata only the name can be restricted."""
         errors: list[FieldError] = []
         for name, below in (self.schema.get("properties") or {}).items():
             if name not in _TYPE_FIELDS and name in obj:
                 _validate(obj[name], below, name, errors)
         errors.extend(required(n) for n in self.schema.get("required") or () if n not in obj)
-        if not errors:  # rules see only well-typed objects
+        if not errors:  # rules expect well-typed objects
             errors = self.rules.check(obj, old)
         return errors
 
@@ -94,7 +94,7 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool
 
 
 def _default(value: Any, schema: Schema) -> Any:
-    """Fill defaults in place and return the value; nulls of non-nullable fields count as absent."""
+    """Fill in defaults in place; a null in a field that is not nullable counts as absent."""
     if isinstance(value, list):
         items = schema.get("items") or {}
         return [_default(item, items) for item in value]

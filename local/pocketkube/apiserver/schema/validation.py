@@ -1,12 +1,11 @@
-"""Field checks of built-in kinds and of every object's metadata: what clients rely on being refused.
+"""Validation of built-in kinds and of every object's metadata.
 
-Far from everything a real API server checks; what is checked answers in its words.
+It covers the refusals that clients rely on, with the messages of kube-apiserver, and no more.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from pocketkube.apiserver.errors import (
     FieldError,
@@ -16,10 +15,8 @@ from pocketkube.apiserver.errors import (
     required,
     unsupported_value,
 )
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.crd import validate_crd
-
-Object = dict[str, Any]
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -31,21 +28,24 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 _SUBDOMAIN_TEXT = (
-    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end "
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or "
+    "'.', and must start and end "
     "with an alphanumeric character"
 )
 _LABEL_TEXT = (
-    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an "
+    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and "
+    "must start and end with an "
     "alphanumeric character"
 )
 _LABEL_1035_TEXT = (
-    "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic character, and end "
+    "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an "
+    "alphabetic character, and end "
     "with an alphanumeric character"
 )
 
 
 def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldError]:
-    """Everything wrong with the object as it would be stored; `old` is what it replaces."""
+    """Return the errors of the object as it would be stored in place of `old`."""
     errors = validate_metadata(resource, obj["metadata"])
     if resource.custom:
         return errors
@@ -89,7 +89,8 @@ def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
                 invalid_value(
                     "metadata.labels",
                     value,
-                    "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', at most 63",
+                    "a valid label must be an empty string or consist of alphanumeric "
+                    "characters, '-', '_' or '.', at most 63",
                 )
             )
     for index, finalizer in enumerate(metadata.get("finalizers") or ()):
@@ -192,7 +193,8 @@ def _container(container: Object, path: str, names: set[str]) -> list[FieldError
                 invalid_value(
                     f"{path}.env[{index}].name",
                     variable["name"],
-                    "a valid environment variable name must consist of alphabetic characters, digits, '_', '-', or '.'",
+                    "a valid environment variable name must consist of alphabetic characters, "
+                    "digits, '_', '-', or '.'",
                 )
             )
     for index, mount in enumerate(container.get("volumeMounts") or ()):
@@ -344,9 +346,12 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
             return [
                 forbidden_value(
                     "spec",
-                    "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
-                    "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
-                    "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)",
+                    "pod updates may not change fields other than "
+                    "`spec.containers[*].image`,`spec.initContainers[*].image`,"
+                    "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing "
+                    "tolerations),"
+                    "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was "
+                    "previously negative)",
                 )
             ]
         case "CustomResourceDefinition":

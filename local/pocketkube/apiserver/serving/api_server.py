@@ -1,7 +1,7 @@
-"""The HTTPS face of the embedded control plane: paths, verbs, bodies and formats of the Kubernetes API.
+"""The HTTPS server of the Kubernetes API.
 
-A request is authenticated, parsed into a `Call` (routing.py) and handed to the cluster; watches stream (watching.py) and pod
-logs are proxied to the kubelet (logs.py).
+It authenticates a request, parses it into a `Call` (request.py) and calls the cluster. watch.py
+streams watches, and pod_logs.py streams logs from the kubelet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import subresources
 from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.request import (
@@ -37,15 +37,14 @@ from pocketkube.apiserver.serving.selectors import required_labels
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.serving.watch import Selection, watch
 
-Object = dict[str, Any]
 logger = logging.getLogger(__name__)
 
-_MAX_BODY = 3 * 1024 * 1024  # as the real server's limit for a request
+_MAX_BODY = 3 * 1024 * 1024  # the limit of kube-apiserver
 _OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf"
 
 
 class ApiServer:
-    """Serves one cluster on one address. `port` is known after `start()` (0 asks for a free one)."""
+    """Serves one cluster on one address. `port` is known after `start()`; 0 asks for a free one."""
 
     def __init__(self, cluster: ClusterState, host: str, port: int, tls: ssl.SSLContext) -> None:
         self._cluster = cluster
@@ -59,7 +58,8 @@ class ApiServer:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._kubelets = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        # A client that leaves ends its watch or log at once, not at the next event. Writes have no point to be cut at.
+        # A disconnect cancels the handler, which ends a watch or a log at once. A write has no
+        # await at which it could be cancelled half done.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -100,9 +100,8 @@ class ApiServer:
         if path == "/version":
             return _json(discovery.VERSION)
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        if (
-            kind.lower() != "bearer"
-        ):  # schemes are case-insensitive, and in-cluster clients write it small
+        # Schemes are case-insensitive, and in-cluster clients send it in lower case.
+        if kind.lower() != "bearer":
             raise errors.unauthorized()
         self._cluster.tokens.user(token)
         if found := self._discovery(request):
@@ -215,10 +214,8 @@ class ApiServer:
         result = cluster.registry.patch(*target, request.content_type, body, options, sub)
         return result, 200 if existed else 201
 
-    # Answers ---------------------------------------------------------------------------------------------------------
-
     def _printer(self, request: web.Request, resource: Resource) -> TablePrinter | None:
-        """A printer if the client's first choice is a table."""
+        """Return a printer if the client prefers a table."""
         first = request.headers.get("Accept", "").partition(",")[0].replace(" ", "")
         if "as=Table" not in first:
             return None
@@ -268,8 +265,6 @@ class ApiServer:
                 "items": items,
             }
         )
-
-    # Deletion --------------------------------------------------------------------------------------------------------
 
     async def _delete(self, request: web.Request, call: Call) -> web.Response:
         options = await self._delete_options(request)
@@ -346,14 +341,17 @@ class ApiServer:
 
 
 def _exact_name(request: web.Request) -> str:
-    """The name if the field selector asks for exactly one object: the common way to wait for it."""
+    """Return the name if the field selector asks for one object, as `kubectl wait` does."""
     selector = request.query.get("fieldSelector", "")
     name = selector.removeprefix("metadata.name=")
     return name if name != selector and "," not in name else ""
 
 
 def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Object], Object]:
-    """One page of a list. The token names the last object sent and the version of the first page."""
+    """Cut one page out of a list.
+
+    The continue token holds the last object of the page and the version of the first page.
+    """
     metadata: Object = {"resourceVersion": version}
     try:
         limit = int(query.get("limit") or 0)

@@ -1,15 +1,12 @@
-"""Discovery documents and the OpenAPI kubectl needs, all derived from the catalog."""
+"""Discovery documents and OpenAPI documents for kubectl, derived from the catalog."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
-
-Object = dict[str, Any]
 
 VERSION: Object = {
     "major": "1",
@@ -103,9 +100,10 @@ def openapi_v3_index(catalog: Catalog) -> Object:
 
 
 def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
-    """Paths with their query parameters, from which kubectl learns that validation and dry run happen in the server.
+    """Return the paths with their query parameters, and the schemas of custom resources.
 
-    Schemas are given for custom resources; built-in kinds are plain objects, whose structure clients have compiled in.
+    The parameters tell kubectl that the server validates fields and can run dry. Built-in kinds are
+    plain objects, because clients have their schemas compiled in.
     """
     paths: Object = {}
     schemas: Object = {}
@@ -156,7 +154,10 @@ def openapi_v2() -> Object:
 
 
 def openapi_v2_protobuf() -> bytes:
-    """The same document as client-go wants it (gnostic's openapi.v2.Document: swagger = 1, info = 2 {title = 1, version = 2})."""
+    """Encode the document for client-go.
+
+    gnostic's openapi.v2.Document is {swagger = 1, info = 2 {title = 1, version = 2}}.
+    """
 
     def text(number: int, value: bytes) -> bytes:
         assert len(value) < 128, "longer fields need a longer length prefix"

@@ -1,8 +1,6 @@
-"""`pods/{name}/log`: passed on to the kubelet of the pod's node, streamed through."""
+"""`pods/{name}/log`: a stream from the kubelet of the pod's node."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -10,8 +8,7 @@ from aiohttp import web
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
-
-Object = dict[str, Any]
+from pocketkube.apiserver.resources import Object
 
 SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 _PARAMETERS = (
@@ -27,7 +24,11 @@ _CONNECT_S = 5.0
 
 
 def _kubelet(node: Object) -> str:
-    """Base URL of a node's kubelet. Raises: ApiError 502 if the node does not tell it."""
+    """Return the base URL of a node's kubelet.
+
+    Raises:
+        ApiError: 502, the Node object has no address or port.
+    """
     status = node.get("status") or {}
     address = next(
         (a["address"] for a in status.get("addresses") or () if a["type"] == "InternalIP"), None
@@ -75,7 +76,8 @@ async def stream_logs(
     node_name = pod["spec"].get("nodeName")
     if not node_name:
         raise errors.bad_request(f"pod {name} does not have a host assigned")
-    url = f"{_kubelet(registry.get(nodes, '', node_name))}/containerLogs/{namespace}/{name}/{container}"
+    kubelet = _kubelet(registry.get(nodes, "", node_name))
+    url = f"{kubelet}/containerLogs/{namespace}/{name}/{container}"
     parameters = {key: request.query[key] for key in _PARAMETERS if key in request.query}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     try:
@@ -100,5 +102,5 @@ async def stream_logs(
                 await response.write(chunk)
             await response.write_eof()
         except (ConnectionError, aiohttp.ClientError):
-            pass  # either side left
+            pass  # the client or the kubelet has closed its connection
     return response

@@ -1,4 +1,4 @@
-"""From an HTTP request to what it asks for: path, verb, body and query parameters."""
+"""Parsing of requests: path, verb, body and query parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from aiohttp import web
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import WriteOptions
-from pocketkube.apiserver.resources import Resource, Subresource
+from pocketkube.apiserver.resources import Object, Resource, Subresource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.serving import selectors
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a path names. `name` is empty for collections, `namespace` for cluster scope or all namespaces."""
+    """The target of a request.
+
+    `name` is empty for collections. `namespace` is empty for cluster scope and for all namespaces.
+    """
 
     resource: Resource
     namespace: str
@@ -76,7 +77,7 @@ def _true(query: Mapping[str, str], name: str) -> bool:
 
 
 def parse_path(path: str, catalog: Catalog) -> Call | None:
-    """`/api/v1/namespaces/x/pods/y/log` and the like; None if nothing is served there."""
+    """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if nothing is served there."""
     match [part for part in path.split("/") if part]:
         case ["api", "v1", *rest]:
             group, version = "", "v1"
@@ -85,7 +86,8 @@ def parse_path(path: str, catalog: Catalog) -> Call | None:
         case _:
             return None
     namespace = ""
-    # `namespaces/x/pods`, but `namespaces/x` and `namespaces/x/status` are the namespace itself
+    # `namespaces/x/pods` is a collection in a namespace. `namespaces/x` and `namespaces/x/status`
+    # are the namespace itself.
     if (
         len(rest) > 2
         and rest[0] == "namespaces"
@@ -107,7 +109,7 @@ def parse_path(path: str, catalog: Catalog) -> Call | None:
 
 
 def selection(call: Call, query: Mapping[str, str]) -> selectors.Predicate:
-    """Label and field selectors of the query, and the name for a watch on one object."""
+    """Combine the selectors of the query, and the name for a watch of one object."""
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), call.resource.storage_key)
     name = call.name
@@ -117,7 +119,11 @@ def selection(call: Call, query: Mapping[str, str]) -> selectors.Predicate:
 
 
 def require_object(body: Any) -> Object:
-    """A body that is to be an object, with metadata that is one, too. Raises: ApiError 400."""
+    """Check that a body is an object whose metadata is an object.
+
+    Raises:
+        ApiError: 400.
+    """
     if not isinstance(body, dict):
         raise errors.bad_request(
             f"the request's body must be an object, not {errors.type_name(body)}"
@@ -129,7 +135,7 @@ def require_object(body: Any) -> Object:
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML as Kubernetes reads it: timestamps stay strings."""
+    """YAML as Kubernetes reads it: timestamps are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -139,10 +145,15 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_body(raw: bytes, content_type: str) -> Any:
-    """Decode JSON, or YAML where the content type says so. Raises: ApiError 400 or 415."""
+    """Decode JSON, or YAML where the content type allows it.
+
+    Raises:
+        ApiError: 400 or 415.
+    """
     if content_type.endswith("protobuf"):
         raise errors.unsupported_media_type(
-            "this control plane speaks JSON, not protobuf, which `kubectl create` sends: use `kubectl apply -f FILE`, or "
+            "this control plane speaks JSON, not protobuf, which `kubectl create` sends: use "
+            "`kubectl apply -f FILE`, or "
             "`kubectl create ... --dry-run=client -o yaml | kubectl apply -f -`"
         )
     try:

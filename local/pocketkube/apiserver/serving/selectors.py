@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pocketkube.apiserver.errors import bad_request
+from pocketkube.apiserver.resources import Object
 
-Object = dict[str, Any]
 Predicate = Callable[[Object], bool]
 
 _SET = re.compile(r"^\s*([^\s!=,()]+)\s+(in|notin)\s+\(([^)]*)\)\s*$")
@@ -16,7 +16,7 @@ _EQUALITY = re.compile(r"^\s*([^\s!=,()]+)\s*(==|=|!=)\s*([^\s!=,()]*)\s*$")
 _NUMERIC = re.compile(r"^\s*([^\s!=,()<>]+)\s*([<>])\s*(-?\d+)\s*$")
 _EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()]+)\s*$")
 
-# Fields every kind can be selected by, and what else single kinds offer (as in Kubernetes; others are refused).
+# Fields that every kind can be selected by, and those of single kinds. Others are refused.
 _COMMON = ("metadata.name", "metadata.namespace")
 _BY_KIND: dict[str, tuple[str, ...]] = {
     "pods": (
@@ -47,7 +47,7 @@ _BY_KIND: dict[str, tuple[str, ...]] = {
 
 
 def _split(selector: str) -> list[str]:
-    """Split at commas outside parentheses."""
+    """Split at commas that are outside parentheses."""
     parts, depth, current = [], 0, ""
     for char in selector:
         depth += (char == "(") - (char == ")")
@@ -87,7 +87,11 @@ def _label_requirement(text: str) -> Callable[[Mapping[str, str]], bool]:
 
 
 def label_selector(selector: str) -> Predicate:
-    """Parse `a=b,c!=d,e in (x,y),!f`. Raises: ApiError 400."""
+    """Parse `a=b,c!=d,e in (x,y),!f`.
+
+    Raises:
+        ApiError: 400.
+    """
     requirements = [_label_requirement(part) for part in _split(selector)]
 
     def matches(obj: Object) -> bool:
@@ -112,13 +116,17 @@ def field_value(obj: Object, path: str) -> str:
         value = value.get(part) if isinstance(value, dict) else None
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, dict):  # `source` selects the component of an event
+    if isinstance(value, dict):  # `source` selects by the event's component
         value = value.get("component")
     return "" if value is None else str(value)
 
 
 def field_selector(selector: str, storage: str) -> Predicate:
-    """Parse `metadata.name=x,status.phase!=Running`. Raises: ApiError 400 for fields the kind cannot be selected by."""
+    """Parse `metadata.name=x,status.phase!=Running`.
+
+    Raises:
+        ApiError: 400, the kind cannot be selected by a field.
+    """
     allowed = (*_COMMON, *_BY_KIND.get(storage, ()))
     terms: list[tuple[str, bool, str]] = []
     for part in _split(selector):
@@ -127,7 +135,8 @@ def field_selector(selector: str, storage: str) -> Predicate:
             raise bad_request(f"invalid selector: {part!r}; can't understand {selector!r}")
         if match[1] not in allowed:
             raise bad_request(
-                f'field label not supported: "{match[1]}"; {storage} can be selected by {", ".join(allowed)}'
+                f'field label not supported: "{match[1]}"; {storage} can be selected by '
+                f"{', '.join(allowed)}"
             )
         terms.append((match[1], match[2] != "!=", match[3]))
     return lambda obj: all(

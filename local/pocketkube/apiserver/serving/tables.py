@@ -1,4 +1,4 @@
-"""Tables: the columns `kubectl get` shows for each kind."""
+"""Tables: the columns of `kubectl get` for each kind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 
-Object = dict[str, Any]
 Column = tuple[str, str, int, Callable[[Object], Any]]  # name, type, priority, cell
 
 _FILTER = re.compile(r"""^\?\(@\.([\w./-]+)\s*==\s*["'](.*)["']\)$""")
@@ -17,7 +16,10 @@ _STEP = re.compile(r"""\.((?:\\.|[^.\[\]\\])+)|\[([^\]]+)\]""")
 
 
 def json_path(obj: Any, expression: str) -> Any:
-    """The subset printer columns use: `.a.b`, `[0]`, `['key']`, `[*]`, `[?(@.type=="Ready")]`; None where nothing is found."""
+    """Evaluate the JSON paths of printer columns; None if nothing is found.
+
+    Supported are `.a.b`, `[0]`, `['key']`, `[*]` and `[?(@.type=="Ready")]`.
+    """
     found = [obj]
     for match in _STEP.finditer(expression.strip("{}")):
         found = [below for value in found for below in _step(value, match[1], match[2])]
@@ -47,7 +49,7 @@ def _step(value: Any, name: str | None, index: str | None) -> list[Any]:
 
 
 def age(timestamp: Any) -> str:
-    """`5s`, `3m12s`, `4h`, `2d3h`: how long ago, as kubectl prints it."""
+    """Format the time since a timestamp as kubectl does: `5s`, `3m12s`, `4h`, `2d3h`."""
     if not isinstance(timestamp, str):
         return "<unknown>"
     then = datetime.datetime.fromisoformat(timestamp)
@@ -312,7 +314,7 @@ def _text(value: Any) -> str:
 
 
 class TablePrinter:
-    """Turns objects of one kind into rows."""
+    """Formats objects of one kind as rows."""
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object] = ()) -> None:
         custom = resource.custom
@@ -325,7 +327,11 @@ class TablePrinter:
     def table(
         self, objects: Sequence[Object], metadata: Object, include: str, headers: bool = True
     ) -> Object:
-        """`include`: what each row carries beside its cells (None, Metadata or Object)."""
+        """Build a Table.
+
+        Args:
+            include: what each row has beside its cells: None, Metadata or Object.
+        """
         definitions = [
             {
                 "name": name,

@@ -1,33 +1,28 @@
-"""Watches: a stream of JSON lines from a resource version on."""
+"""Watches: streams of JSON lines, from a resource version on."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
-from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.store import Event, ExpiredError
 
-Object = dict[str, Any]
-
-BOOKMARK_S = (
-    20.0  # how often an idle watch that asked for bookmarks learns the current resource version
-)
+BOOKMARK_S = 20.0  # interval of bookmarks in an idle watch
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which objects a client watches, and how it wants to see them."""
+    """The objects that a client watches, and their format."""
 
     resource: Resource
     namespace: str
@@ -37,7 +32,7 @@ class Selection:
 
 
 class _Stream:
-    """One watch's output: formats events and remembers whether table headers were sent."""
+    """The output of one watch: it formats events, and sends table headers once."""
 
     def __init__(
         self, response: web.StreamResponse, cluster: ClusterState, chosen: Selection
@@ -84,7 +79,7 @@ class _Stream:
 async def watch(
     request: web.Request, cluster: ClusterState, chosen: Selection
 ) -> web.StreamResponse:
-    """Answer a watch until its timeout, the client's leave or the end of the resource."""
+    """Serve a watch until its timeout, the client's disconnect or the end of the resource."""
     query = request.query
     since = query.get("resourceVersion", "")
     bookmarks = query.get("allowWatchBookmarks", "").lower() in ("1", "true")
@@ -114,7 +109,7 @@ async def watch(
         await response.write_eof()
         return response
     try:
-        # The present state is taken before the first await, so that it and the queue leave no gap.
+        # The state is read before the first await, so no event between it and the queue is lost.
         present = store.list(storage, chosen.namespace) if version is None else []
         start = store.version
         await response.prepare(request)
@@ -126,7 +121,7 @@ async def watch(
         await _follow(stream, queue, cluster, chosen, bookmarks, timeout_s)
         await response.write_eof()
     except ConnectionError:
-        pass  # the client left
+        pass  # the client has disconnected
     finally:
         store.unsubscribe(storage, queue)
     return response
@@ -159,10 +154,10 @@ async def _follow(
 
 
 def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
-    """Return the type and object to send, None for no event.
+    """Return the type and object to send; None for no event.
 
-    For a watch with a selector an object is added when it enters the selection and deleted when it leaves. The second event
-    has the object as it was inside, with the version of the change.
+    An object is added to a watch with a selector when it starts to match, and deleted when it
+    stops. The second event has the object as it last matched, with the version of the change.
     """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
