@@ -83,7 +83,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
     told = [event["message"] for event in events if event["reason"] == "Scaled"]
     assert any(
-        message.startswith("decode 0 -> 1: requests that wait at the gateways: 1")
+        message.startswith("decode 0 -> 1: requests waiting at the gateways: 1")
         for message in told
     ), told
     assert any(
