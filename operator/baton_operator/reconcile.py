@@ -216,9 +216,8 @@ class Reconciler:
 
     async def _build_recorded(self, step: _Step) -> None:
         """Build the desired state from the recorded spec, if the present spec is at fault."""
-        if not step.problems[0].is_of_spec:
-            return
-        recorded = await recorded_spec(self._kube, step.observed.service)
+        is_of_spec = step.problems[0].is_of_spec
+        recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
         if recorded is None:
             return
         step.observed.service = {**step.observed.service, "spec": recorded}

@@ -122,9 +122,12 @@ class Autoscaler:
             if role not in settings:
                 known.roles.pop(role, None)
             elif role not in known.roles:
-                status = _stored_status(service, role, settings[role])
-                status = status or _initial_status(role, settings[role])
-                known.roles[role] = _Role(settings[role], status, now)
+                known.roles[role] = _Role(
+                    settings[role],
+                    _stored_status(service, role, settings[role])
+                    or _initial_status(role, settings[role]),
+                    now,
+                )
             elif known.roles[role].settings != settings[role]:
                 self._change_settings(known, role, settings[role])
         return msgspec.structs.replace(owner, sizes=known.sizes)

@@ -53,15 +53,12 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     def covers(self, now: float, seconds: float) -> bool:
         """Return whether recommendations cover the last `seconds` without a gap."""
-        return bool(self.runs) and not self._has_gap(now) and self.runs[0].since <= now - seconds
+        return self.knows(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:
         """Return the sizes recommended in the last `seconds`."""
-        return (
-            []
-            if self._has_gap(now)
-            else [run.size for run in self.runs if run.until >= now - seconds]
-        )
+        runs = self.runs if self.knows(now) else ()
+        return [run.size for run in runs if run.until >= now - seconds]
 
     def changed(self, now: float, seconds: float) -> int:
         """Return by how much the size has changed in the last `seconds`."""
@@ -69,7 +66,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     def knows(self, now: float) -> bool:
         """Return whether there is no gap before `now`. The history before a gap does not count."""
-        return not self._has_gap(now)
+        return bool(self.runs) and now - self.runs[-1].until <= LONGEST_GAP_S
 
     @property
     def changed_at(self) -> float:
@@ -83,7 +80,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     def last_recommended(self, now: float) -> int | None:
         """Return the last recommendation; None after a gap."""
-        return None if self._has_gap(now) else self.runs[-1].size
+        return self.runs[-1].size if self.knows(now) else None
 
     def with_decision(
         self,
@@ -105,11 +102,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             idle: new value of `idle_since`.
             settled: whether the pods are the desired ones.
         """
-        runs = (
-            ()
-            if self._has_gap(now)
-            else tuple(run for run in self.runs if run.until >= now - keep_s)
-        )
+        known = self.runs if self.knows(now) else ()
+        runs = tuple(run for run in known if run.until >= now - keep_s)
         if runs and runs[-1].size == recommended:
             runs = (*runs[:-1], Run(recommended, runs[-1].since, now))
         else:
@@ -129,6 +123,3 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             idle_since=idle,
             unsettled_until=self.unsettled_until if settled and not change else now,
         )
-
-    def _has_gap(self, now: float) -> bool:
-        return not self.runs or now - self.runs[-1].until > LONGEST_GAP_S

@@ -224,7 +224,7 @@ def _from_zero(
     missed = window.answered_at is not None and window.answered_at > history.changed_at
     if waiting > 0 or missed:
         words = (
-            f"{waiting:.0f} requests wait at the gateways"
+            f"requests waiting at the gateways: {waiting:.0f}"
             if waiting > 0
             else "requests arrived and were not held"
         )

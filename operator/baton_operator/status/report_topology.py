@@ -92,8 +92,8 @@ def operation_events(
     if known is not None and not (is_same and known.generation in (0, operation.generation)):
         known = None  # another operation, or an earlier attempt at this one
     is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
-    target = _after(" to generation ", operation.generation)
-    what = f"operation {operation.id} ({operation.kind}){target}"
+    what = f"operation {operation.id} ({operation.kind})"
+    what += _after(" to generation ", operation.generation)
     events: list[tuple[bool, str, str]] = []
     if known is None or (is_active and not was_active):
         events.append((False, "TopologyOperationStarted", f"{what} began"))

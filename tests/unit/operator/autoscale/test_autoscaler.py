@@ -56,7 +56,7 @@ class Stand:
         self.restart()
 
     def restart(self) -> None:
-        """Of the operator."""
+        """State of the operator."""
         self.autoscaler = Autoscaler(self.clock, lambda: WALL)
         self.reconcile()
 

@@ -460,7 +460,7 @@ def test_who_begins_to_run_is_asked_again_soon(
 
 
 def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
-    """Else the first it says is heard twenty seconds later."""
+    """Otherwise its first progress is reported twenty seconds later."""
     waiting = {"waiting": {"reason": "PodInitializing"}}
     assert is_progress_expected(
         [fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {}

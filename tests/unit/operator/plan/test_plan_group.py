@@ -170,7 +170,7 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "a member that is ready and old is not needed for one without room when no rollout is on": (
         SURGE, [member(0), member(1, **ROOMLESS)], 2, {},
     ),
-    # Sizes that change meanwhile.
+    # Sizes that change during the rollout.
     "fewer wanted in a rollout: old members leave": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 1, {"drain": ["m-1", "m-0"]},
     ),
@@ -265,7 +265,7 @@ def test_a_rollout_of_which_the_former_revision_is_known(
 
 
 def test_a_restored_member_is_not_replaced_while_it_starts() -> None:
-    """Else it would be deleted and made again without end."""
+    """Otherwise it would be deleted and created again forever."""
     stalled = member(0, ready=False, unready_since=NOW - timedelta(hours=1))
     update = Update(max_surge=1, max_unavailable=1)
     assert plan([stalled], 1, update, has_previous_revision=True).restore == [1]
@@ -385,7 +385,7 @@ class Simulation:
                 )
 
     def settle(self) -> None:
-        """What is under way ends well."""
+        """Let running changes succeed."""
         for m in list(self.members.values()):
             if m.deletion is not None:
                 del self.members[m.name]

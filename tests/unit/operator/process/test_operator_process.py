@@ -111,7 +111,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
 
         await eventually(told, "the events of the operations")
 
-    # Nobody is deleted while nothing is known of the topology.
+    # No member is deleted while the topology is not known.
     await experts.patch({"decode": {"replicas": 1}})
     await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
     assert len(await experts.pods()) == 2

@@ -208,7 +208,7 @@ async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
 
 
 async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube) -> None:
-    """Before Kubernetes 1.25 schemas have no rules: what is stored there meets those of the operator."""
+    """Before Kubernetes 1.25 schemas have no rules. The operator checks the stored objects."""
     definition = (
         "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.baton.dev"
     )

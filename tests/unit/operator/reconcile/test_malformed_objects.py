@@ -1,5 +1,7 @@
-"""What nobody expects: JSON of any form where the schema takes it as it is, pods that others copied, and defects of the operator
-itself. It is told, whatever was rolled out before lives on, and nothing else stops."""
+"""Malformed objects, copied pods and defects of the operator.
+
+They are reported, the members of the recorded spec keep running, and other services are not affected.
+"""
 
 from __future__ import annotations
 
@@ -364,7 +366,7 @@ def test_names_of_members() -> None:
 
 
 class DefectError(Exception):
-    """Nobody expects it."""
+    """An unexpected error."""
 
 
 def fails(*_: Any, **__: Any) -> Any:

@@ -138,7 +138,7 @@ async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(
 
 
 async def freshness_after(*events: Callable[[Controller], None]) -> list[Freshness]:
-    """Of a first reconcile, and of one after each event."""
+    """Freshness of a first reconcile, and of one after each event."""
     seen: list[Freshness] = []
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:

@@ -84,7 +84,7 @@ class Told:
 
 
 def restarts(name: str) -> list[tuple[Object, dict[str, Health]]]:
-    """A pod that never was ready, from its first start to its third, and what it says of itself meanwhile."""
+    """A pod that never was ready, from its first start to its third, and its status at each step."""
     says = {name: LOADING}
     first, second = not_found(0, 20), not_found(30, 50)
     return [
