@@ -1,4 +1,4 @@
-"""Paged KV in the engine's layout with shuffled blocks, and attention's truth for single rows of large batches."""
+"""A batch over a paged KV cache in the engine's layout, and its reference attention."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-#: What the goals are stated for.
+#: The sizes that the goals refer to.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
 
 
 @dataclass
 class Paged:
-    """A batch over a cache of all layers, [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+    """A batch of sequences with shuffled blocks.
 
     Args:
-        cache: blocks of the sequences are drawn from all of it.
-        query_lens, seq_lens: per sequence; the queries are a sequence's last tokens.
+        cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+        query_lens: queries of each sequence, which are its last tokens.
+        seq_lens: tokens of each sequence.
     """
 
     cache: Tensor
@@ -54,7 +55,7 @@ class Paged:
         return self.cache.shape[2]
 
     def attend(self, layer: int) -> Tensor:
-        """What a layer of the model calls."""
+        """Compute a layer's attention as the model does."""
         from baton_kernels.attention import paged_attention
 
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
@@ -70,7 +71,7 @@ class Paged:
         )
 
     @cached_property
-    def _plan(self):  # type: ignore[no-untyped-def]  # what it is depends on the device
+    def _plan(self):  # type: ignore[no-untyped-def]  # its type depends on the device
         from baton_kernels.attention import plan_attention
 
         return plan_attention(
@@ -78,14 +79,23 @@ class Paged:
         )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
-        """A sequence's keys and values, [num_kv_heads, seq_len, head_dim] each."""
+        """Return a sequence's keys and values, [num_kv_heads, seq_len, head_dim] each."""
         length = self.seq_lens[seq]
         table = self.block_tables[seq, : -(-length // BLOCK_SIZE)].long()
         both = self.cache[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
         return both[0], both[1]
 
     def expected(self, layer: int, seq: int, rows: Tensor) -> Tensor:
-        """The truth in float32 for some of the sequence's queries, by their number within it: [len(rows), num_heads, head_dim]."""
+        """Compute the reference in float32 for some of a sequence's queries.
+
+        Args:
+            layer: the layer.
+            seq: the sequence.
+            rows: indices of queries within the sequence.
+
+        Returns:
+            Tensor of shape [len(rows), num_heads, head_dim].
+        """
         key, value = (
             tensor.float().repeat_interleave(NUM_HEADS // self.cache.shape[1], 0)
             for tensor in self.gathered(layer, seq)
@@ -97,7 +107,7 @@ class Paged:
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
 
     def kv_nbytes(self) -> int:
-        """Of one layer: every key and value read once."""
+        """Return the bytes of a layer's keys and values, each read once."""
         return (
             2
             * sum(self.seq_lens)
@@ -107,7 +117,7 @@ class Paged:
         )
 
     def moved_nbytes(self) -> int:
-        """Of one layer: KV, queries, results and block tables."""
+        """Return the bytes of a layer's KV, queries, results and block tables."""
         return (
             self.kv_nbytes()
             + 2 * self.query.nbytes
@@ -115,7 +125,7 @@ class Paged:
         )
 
     def flops(self) -> int:
-        """Of one layer: two products of two operations for each pair of a query and a visible key."""
+        """Return a layer's operations: two products for each pair of a query and a visible key."""
         pairs = sum(
             q * length - q * (q - 1) // 2
             for q, length in zip(self.query_lens, self.seq_lens, strict=True)
@@ -130,7 +140,7 @@ def random_cache(
     device: torch.device,
     head_dim: int = HEAD_DIM,
 ) -> Tensor:
-    """A cache with room for so many tokens, all of it random numbers."""
+    """Return a cache for `num_tokens` tokens, filled with random numbers."""
     shape = (-(-num_tokens // BLOCK_SIZE), NUM_KV_HEADS, num_layers, 2, BLOCK_SIZE, head_dim)
     cache = torch.empty(shape, dtype=dtype, device=device)
     for block in cache.split(max(1, 2**30 // cache[0].numel())):

@@ -1,4 +1,4 @@
-"""Runs one part of the benchmark and keeps what goes wrong to itself, so that the others still run."""
+"""Execution of one part of the benchmark. Its errors do not stop the other parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass, field
 
 import torch
-from measure import Rows, Setting, WrongResult
+from measure import Rows, Setting, WrongResultError
 
 from report import Goal
 
@@ -17,31 +17,29 @@ class Outcome:
     rows: Rows = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    #: Why there are no figures; empty: there are.
-    failure: str = ""
+    failure: str = ""  #: Why there are no figures, or empty.
 
 
 def run_part(name: str, setting: Setting) -> Outcome:
-    """The module `name`'s figures."""
+    """Run the module `parts.<name>`."""
     torch.manual_seed(0)
     setting.remarks = []
     try:
         with torch.no_grad():
             rows, goals = importlib.import_module(f"parts.{name}").run(setting)
-    except WrongResult as error:
-        return Outcome(failure=f"{name} is refused, for its result is wrong: {error}.")
+    except WrongResultError as error:
+        return Outcome(failure=f"{name} was discarded, because its result is wrong: {error}.")
     except ModuleNotFoundError as error:
         return Outcome(failure=f"{name} was not run: {error.name} is not installed.")
     except Exception as error:
         traceback.print_exc()
-        return Outcome(
-            failure=f"{name} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}."
-        )
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return Outcome(failure=f"{name} failed: {type(error).__name__}: {reason}.")
     return Outcome(rows, goals, [remark for remark in setting.remarks if remark])
 
 
 class PartRunner:
-    """To be used in a process of its own: a kernel that reads where it must not spoils the process for all later ones."""
+    """A runner for a process of its own: an invalid memory access breaks CUDA for the process."""
 
     def run(self, name: str, setting: Setting) -> Outcome:
         return run_part(name, setting)

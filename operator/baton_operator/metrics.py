@@ -1,4 +1,4 @@
-"""The operator's own HTTP: /health for the kubelet, /metrics for Prometheus."""
+"""The operator's metrics, and the HTTP server for /metrics and /health."""
 
 from __future__ import annotations
 
@@ -71,11 +71,16 @@ class AddressError(Exception):
 async def serve(
     host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
 ) -> AsyncIterator[int]:
-    """Serve inside the context. Yield the port, which is `port` unless that is 0. Raises AddressError.
+    """Serve /health and /metrics inside the context, and yield the port.
 
     Args:
-        stuck: returns why the process has to be restarted; empty if it does not. Failures of the API server are no reason. If
-            the event loop stalls, /health does not answer, and the probe fails as well.
+        port: 0 chooses a free port.
+        stuck: returns why the process has to be restarted; empty if it does not. Failures of the
+            API server are no reason. If the event loop stalls, /health does not answer, and the
+            probe fails as well.
+
+    Raises:
+        AddressError: the address cannot be used.
     """
 
     async def health(_: web.Request) -> web.Response:

@@ -1,4 +1,7 @@
-"""The operator's process. It holds the Lease and runs kopf and the reconciles until SIGTERM or SIGINT."""
+"""The operator's process.
+
+It holds the Lease and runs kopf and the reconciles until SIGTERM or SIGINT.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ log = logging.getLogger("baton_operator")
 STOP_TIMEOUT_S = 20.0
 STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
-#: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for this long.
+#: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for
+#: this long.
 SILENCE_S = 2 * handlers.WATCH_S + 120.0
 RESTART_S = 2.0
 
@@ -40,9 +44,16 @@ class RestartError(Exception):
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT. `cli` parses `args`.
+    """Run until SIGTERM or SIGINT.
 
-    Raises: ConfigException if no cluster is configured; AddressError; LeaseLostError; KopfHangsError.
+    Args:
+        args: as parsed by `cli`.
+
+    Raises:
+        ConfigException: no cluster is configured.
+        AddressError: the HTTP port cannot be used.
+        LeaseLostError: another process may hold the Lease.
+        KopfHangsError: kopf did not stop.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -69,7 +80,9 @@ async def run(args: argparse.Namespace) -> None:
 
 
 async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Run all of `work` until one part ends. Then cancel the parts in this order, each after the one before has ended.
+    """Run all of `work` until one part ends.
+
+    Then cancel the parts in this order, each after the one before has ended.
 
     Raises: the first error of a part. A KopfHangsError precedes any other error and a cancellation.
     """
@@ -89,17 +102,27 @@ async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Watch and reconcile while this process holds the Lease. Raises LeaseLostError or KopfHangsError."""
+    """Watch and reconcile while this process holds the Lease.
+
+    Raises:
+        LeaseLostError: another process may hold the Lease.
+        KopfHangsError: kopf did not stop.
+    """
     await elector.acquire()
-    # In this order: the Lease is renewed until the reconciles have ended, because they may still write.
+    # In this order: the Lease is renewed until the reconciles have ended, because they may still
+    # write.
     await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
 
 
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Keep kopf running until cancelled. Raises KopfHangsError.
+    """Keep kopf running until cancelled.
 
-    kopf ends when a watch fails with an error that it does not retry, for example after the CRD was deleted.
-    It waits without limit when it cannot log in. It discovers the API server's kinds only when it starts.
+    kopf ends when a watch fails with an error that it does not retry, for example after the CRD was
+    deleted. It waits without limit when it cannot log in. It discovers the API server's kinds only
+    when it starts.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
     """
     while True:
         await runtime.wait_for_crd()
@@ -115,29 +138,32 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
             raise
         except Exception as error:
             why = f"kopf ended: {error!r}"
-        log.warning("starting the watches again: %s", why)
+        log.warning("restarting the watches: %s", why)
         await asyncio.sleep(RESTART_S)
 
 
 async def _check(runtime: Runtime, had_routes: bool) -> None:
-    """Raises RestartError when kopf has to be started again."""
+    """Raise RestartError when kopf has to be started again."""
     while runtime.kube.http_routes == had_routes:
         if time.monotonic() > runtime.answered_at + SILENCE_S:
             raise RestartError(f"the watches got no answer for {SILENCE_S:g} s")
         await asyncio.sleep(CHECK_S)
-    raise RestartError("the API server has HTTPRoutes now")
+    raise RestartError("the API server now serves HTTPRoutes")
 
 
 async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Run kopf in a thread until cancelled. Raises KopfHangsError, or the error that ended kopf.
+    """Run kopf in a thread until cancelled.
 
-    The thread has an event loop of its own, because kopf cancels all tasks of its loop and handles the
-    signals of the main thread. A thread that hangs ends with the process.
+    The thread has an event loop of its own, because kopf cancels all tasks of its loop and handles
+    the signals of the main thread. A thread that hangs ends with the process.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
+        Exception: the error that ended kopf.
     """
     kopf_loop = asyncio.new_event_loop()
-    stop = (
-        asyncio.Event()
-    )  # of kopf's loop: for any other kind of flag kopf starts a thread that never ends
+    # An Event of kopf's loop. For any other kind of flag kopf starts a thread that never ends.
+    stop = asyncio.Event()
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
     ended = asyncio.wrap_future(
         asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop)
@@ -147,9 +173,8 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
     finally:
         kopf_loop.call_soon_threadsafe(stop.set)
         await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
-        kopf_loop.call_soon_threadsafe(
-            kopf_loop.stop
-        )  # only now, because closing the loop may hang
+        # Only now, because closing the loop may hang.
+        kopf_loop.call_soon_threadsafe(kopf_loop.stop)
         if not ended.done():
             raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
         if not ended.cancelled() and isinstance(error := ended.exception(), KopfHangsError):
@@ -163,7 +188,12 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.Event) -> None:
-    """Run kopf in this loop until `stop` is set or kopf ends. Raises KopfHangsError, or the error that ended kopf."""
+    """Run kopf in this loop until `stop` is set or kopf ends.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
+        Exception: the error that ended kopf.
+    """
 
     def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not stop.is_set():  # a stop of kopf breaks requests in tasks that are never awaited

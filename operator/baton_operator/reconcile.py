@@ -1,6 +1,7 @@
 """`reconcile(key)`: observe, plan, apply, report. Level-triggered and idempotent.
 
-The controller runs at most one reconcile of a service at a time.
+`Reconciler._step` lists the steps in order. Each step is one method below it. The controller runs
+at most one reconcile of a service at a time.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ from baton_protocol.topology import TopologyRequest
 log = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
-UNSETTLED_REVISIT_S = 20.0  # deadlines of a service that is not Ready pass without an event
-# poll interval while pods report loading progress: no watch event carries it
+#: Interval while a service is not Ready, because its deadlines pass without an event.
+UNSETTLED_REVISIT_S = 20.0
+#: Interval while pods report loading progress, which no watch event carries.
 LOADING_REVISIT_S = 3.0
 
 
@@ -71,19 +73,20 @@ class _Step:
     desired: Desired | None = None
     #: Content hash of the objects beside the members.
     content: str = ""
-    #: The first one decides `Ready`.
+    #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
     #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
+        """Add the error to the problems."""
         problem = problem_of(error)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def outcome(self) -> Outcome:
-        """Return when to reconcile again. Raises the cause of a problem that is to be retried."""
+        """Return when to reconcile again, or raise the cause of a problem that is retried."""
         for problem in reversed(self.problems):
             if problem.is_retried:
                 raise problem.__cause__ or problem
@@ -97,7 +100,11 @@ class _Step:
 
     @property
     def target(self) -> tuple[Owner, Desired]:
-        """Return the service and its desired state. Raises the first problem if there is no desired state."""
+        """The service and its desired state.
+
+        Raises:
+            Problem: the first problem, if there is no desired state.
+        """
         if self.owner is None or self.desired is None:
             raise self.problems[0]
         return self.owner, self.desired
@@ -107,7 +114,8 @@ class Reconciler:
     """Brings services to their desired state, one step per call.
 
     Args:
-        operator_namespace: namespace of the operator's pod, for network policies. None: the operator is not a pod.
+        operator_namespace: namespace of the operator's pod, for network policies. None: the
+            operator is not a pod.
         autoscaler: None keeps the sizes of the spec.
         probes: None sends no status probes to pods.
     """
@@ -131,7 +139,8 @@ class Reconciler:
         self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
         self._refused_pods = RefusedPods()
-        #: Content hash of the objects beside the members when all of them last matched the desired state, by service.
+        #: Content hash of the objects beside the members when all of them last matched the desired
+        #: state, by service.
         self._verified: dict[Key, str] = {}
 
     async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
@@ -154,29 +163,29 @@ class Reconciler:
         return step.outcome() if step is not None else Outcome(is_gone=True)
 
     async def _step(self, key: Key, freshness: Freshness) -> _Step | None:
-        """Return None if the service is gone."""
-        # 1. What exists?
+        """Run the steps of one reconcile. Return None if the service is gone."""
+        # 1. Observe what exists.
         observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
         if observed is None:
             self._forget(key)
             return None
         step = _Step(observed, self._clock(), recorded_name(observed.service))
         try:
-            # 2. What should exist?
+            # 2. Compute what should exist.
             await self._decide(step)
-            # 3. The objects beside the members.
+            # 3. Write the objects beside the members.
             refused = await self._write_objects(step)
-            # 4. The next step of each group of members. Neither a refused object nor the other group stops it.
+            # 4. Take the next step of each group of members, even if an object was refused.
             refused += await self._move_members(step)
             if refused:
                 raise refused[0]
-            # 5. ConfigMaps that no pod needs.
+            # 5. Delete ConfigMaps that no pod needs.
             await self._collect(step)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
             step.fail(error)
-        # 6. Report, even when a step failed.
+        # 6. Report, even if a step failed.
         step.is_ready = await self._report(step)
         return step
 
@@ -188,38 +197,45 @@ class Reconciler:
         self._probes.forget(key)
 
     async def _decide(self, step: _Step) -> None:
-        """Compute the desired state from the spec or, if that is invalid, from the spec rolled out before. Raises if both fail."""
+        """Compute the desired state from the spec or, if that fails, from the recorded spec.
+
+        Raises:
+            Problem: neither can be used.
+        """
         observed = step.observed
         if observed.has_no_recorded_spec:
-            raise Paused("spec.paused is true, and nothing was rolled out before")
+            raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
             await self._build(step)
         except Exception as error:
             step.fail(error)
-            recorded = (
-                await recorded_spec(self._kube, observed.service)
-                if step.problems[0].is_of_spec
-                else None
-            )
-            if recorded is not None:
-                observed.service = {**observed.service, "spec": recorded}
-                try:
-                    await self._build(step)
-                except Exception as second:
-                    log.warning(
-                        "the spec that was rolled out before is not usable either: %s", second
-                    )
+            await self._build_recorded(step)
         owner, _ = step.target
         if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
             step.spec_revision = await record_spec(self._kube, owner, observed.service)
 
+    async def _build_recorded(self, step: _Step) -> None:
+        """Build the desired state from the recorded spec, if the present spec is at fault."""
+        if not step.problems[0].is_of_spec:
+            return
+        recorded = await recorded_spec(self._kube, step.observed.service)
+        if recorded is None:
+            return
+        step.observed.service = {**step.observed.service, "spec": recorded}
+        try:
+            await self._build(step)
+        except Exception as error:
+            log.warning("the spec that was rolled out before cannot be used either: %s", error)
+
     async def _build(self, step: _Step) -> None:
-        """Raises Problem, KubeError."""
-        observed = step.observed
-        step.owner, step.desired = (
-            self._autoscaler.apply_sizes(owner_of(observed), observed.service),
-            None,
-        )
+        """Build the desired state from the observed spec.
+
+        Raises:
+            Problem: the spec or the service's key cannot be used.
+            KubeError: the API server refused a request.
+        """
+        observed, step.desired = step.observed, None
+        step.owner = self._autoscaler.apply_sizes(owner_of(observed), observed.service)
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
         step.owner = msgspec.structs.replace(
             step.owner, key_name=service_key.name_of(observed.service_key)
@@ -238,7 +254,10 @@ class Reconciler:
             raise InvalidSpec(error) from error
 
     async def _write_objects(self, step: _Step) -> list[Problem]:
-        """Write the objects beside the members; return the refusals. Verified kinds without a new event are skipped."""
+        """Write the objects beside the members. Return the refusals.
+
+        Kinds are skipped if their objects matched before and no event showed a change.
+        """
         owner, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
         kinds = {
@@ -253,10 +272,8 @@ class Reconciler:
             kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
-        else:
-            observed.kinds.update(
-                kinds
-            )  # a new service: `apply` reads each object by name before it creates it
+        else:  # a new service: `apply` reads each object by name before it creates it
+            observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, owner, desired, observed)
         if "ConfigMap" in observed.kinds and any(
             not observed.owned("ConfigMap", name) for name in desired.config_maps
@@ -265,7 +282,10 @@ class Reconciler:
         return refused
 
     async def _move_members(self, step: _Step) -> list[Problem]:
-        """Take the next step of each group. Return the problems; a refused pod is reported by its group instead."""
+        """Take the next step of each group. Return the problems.
+
+        A refused pod is not a problem: the condition of its group reports it.
+        """
         owner, desired = step.target
         observed = step.observed
         previous = await find_previous_revisions(
@@ -330,8 +350,9 @@ class Reconciler:
             observed.coordinator, request, observed.service_key
         )
         if observed.topology is not None:
-            words = f"operation {request.operation_id}: requested a topology of {', '.join(request.members)}"
-            await self._events.emit(observed.service, "TopologyRequested", words)
+            members = ", ".join(request.members)
+            message = f"operation {request.operation_id}: requested a topology of {members}"
+            await self._events.emit(observed.service, "TopologyRequested", message)
 
     async def _collect(self, step: _Step) -> None:
         """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
@@ -359,8 +380,8 @@ class Reconciler:
         written = await self._write_status(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
-        for news in self._autoscaler.take_events(owner) if owner is not None else ():
-            await self._events.emit(service, news.reason, news.message, warning=news.warning)
+        for event in self._autoscaler.take_events(owner) if owner is not None else ():
+            await self._events.emit(service, event.reason, event.message, warning=event.warning)
         if problem is not None and is_new_problem(service, problem):
             await self._events.emit(service, problem.reason, str(problem), warning=True)
         for condition in new_failures(service, status):
@@ -401,14 +422,15 @@ class Reconciler:
             log.exception("%s: the defect could not be reported in the status", key)
 
     async def _write_status(self, service: Object, status: Status) -> Object | None:
-        """Return the service as it is then. None: nothing was to be written, or the service is gone."""
+        """Write the status. Return the written service; None if nothing changed or it is gone."""
         new = msgspec.to_builtins(status)
         if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         if _is_applied(service.get("status") or {}, new):
             return None
         metadata = service["metadata"]
-        # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
+        # A merge patch: null removes a field. The uid is a precondition: a successor of the same
+        # name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
             return await self._kube.merge(
@@ -421,7 +443,10 @@ class Reconciler:
 
 
 def _is_applied(old: Any, new: Any) -> bool:
-    """Whether the merge patch `new` would change nothing. A null field equals an absent one."""
+    """Return whether the merge patch `new` would change nothing.
+
+    A null field equals an absent one.
+    """
     if isinstance(new, dict) and isinstance(old, dict | None):
         return all(_is_applied((old or {}).get(field), value) for field, value in new.items())
     return bool(old == new)

@@ -1,4 +1,4 @@
-"""Problems that stop a reconcile, as reasons and messages of the condition `Ready`."""
+"""Problems of a reconcile, as reasons and messages of the condition `Ready`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from baton_kube.client import KubeError
 
 
 class Problem(Exception):  # noqa: N818 - the reason of the condition
-    """Its class name is the condition's reason, its text the message."""
+    """A problem of a reconcile.
 
-    is_retried = False  # with backoff. Otherwise an edit, or a change of another object, is needed
-    is_of_spec = False  # the spec is the cause, so the spec rolled out before may still work
-    is_conflict = False  # a change of the cluster that no watch shows can end it
+    The name of its class is the reason of `Ready`, and its text is the message.
+    """
+
+    #: Retried with backoff. Otherwise a user must edit the spec or another object.
+    is_retried = False
+    #: The spec is the cause, so the recorded spec may still work.
+    is_of_spec = False
+    #: A change in the cluster that no watch shows can solve it.
+    is_conflict = False
+    #: A Warning Event reports it.
     has_event = True
 
     @property
@@ -90,7 +97,7 @@ def problem_of(error: Exception) -> Problem:
             f"the API server did not answer: {str(error) or type(error).__name__}"
         )
     else:
-        what = "a defect of the operator, please report it with the traceback in its log"
-        problem = InternalError(f"{what}; {type(error).__name__}: {error}")
+        what = "the operator has a defect, please report it with the traceback in its log"
+        problem = InternalError(f"{what}: {type(error).__name__}: {error}")
     problem.__cause__ = error
     return problem

@@ -1,4 +1,4 @@
-"""Decode attention: one query per sequence; the ceiling is the copy bandwidth, for every key and value is read once."""
+"""Decode attention, one query per sequence. Copy bandwidth is the limit: keys are read once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parts.attention_peers import (
     sdpa_decode,
 )
 
-#: (sequences, tokens of each).
+#: (sequences, tokens per sequence).
 POINTS = [
     (1, 4096),
     (16, 1024),
@@ -29,12 +29,11 @@ POINTS = [
     (64, 4096),
     (256, 2048),
 ]
-#: The others are measured against the quick ones of the peers: FlexAttention is compiled for every
-#: shape anew.
+#: Points with all peers. The others leave out FlexAttention, which is compiled for every shape, and
+#: torch's slow backend.
 ALL_PEERS = {(1, 131072), (32, 4096)}
 NUM_LAYERS = 32
-#: Tokens from which on the goal holds.
-LARGE = 128 * 1024
+LARGE = 128 * 1024  #: The goal applies from this many tokens on.
 
 
 def run(setting: Setting) -> Result:
@@ -78,7 +77,7 @@ def run(setting: Setting) -> Result:
 
 
 def check_decode(batch: Paged) -> None:
-    """Some sequences in the first and the last layer. Raises WrongResult."""
+    """Check some sequences in the first and the last layer. Raises WrongResultError."""
     for layer in {0, batch.num_layers - 1}:
         out = batch.attend(layer)
         for seq in {0, len(batch.seq_lens) // 2, len(batch.seq_lens) - 1}:
@@ -91,7 +90,7 @@ def check_decode(batch: Paged) -> None:
 def _peers(batch: Paged, all_of_them: bool) -> dict[str, list[Call]]:
     num_seqs = len(batch.seq_lens)
     query = batch.query.view(num_seqs, NUM_HEADS, HEAD_DIM)
-    num_sets = min(batch.num_layers, 4)  # beyond the cache together, like the layers
+    num_sets = min(batch.num_layers, 4)  # together they exceed the cache, like the layers
     sets = []
     for layer in range(num_sets):
         key, value = zip(*(batch.gathered(layer, seq) for seq in range(num_seqs)), strict=True)

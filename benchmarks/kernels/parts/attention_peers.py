@@ -1,4 +1,4 @@
-"""What attention is measured against: torch's SDPA backends and FlexAttention, on contiguous KV or on pages of their own."""
+"""The peers of attention: torch's SDPA backends and FlexAttention, on contiguous or paged KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from measure import Call, WrongResult, check
+from measure import Call, WrongResultError, check
 from paged_batch import NUM_HEADS, SCALE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,15 +19,17 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-#: Of FlexAttention's pages, which are its mask's blocks.
-PAGE_SIZE = 128
+PAGE_SIZE = 128  #: Tokens of a FlexAttention page, which is a block of its mask.
 
 #: Contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each.
 KV = tuple[Tensor, Tensor]
 
 
 def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """One query per sequence, [num_seqs, num_heads, head_dim]. The heads that share keys stand as queries of one head: no masks."""
+    """Make SDPA calls with one query per sequence, [num_seqs, num_heads, head_dim].
+
+    The heads that share keys are passed as queries of one head, which needs no mask.
+    """
     return [
         _with(backend, query.unflatten(1, (key.shape[1], -1)), key, value, {})
         for key, value in sets
@@ -37,10 +39,14 @@ def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[
 def sdpa_causal(
     backend: SDPBackend, query: Tensor, sets: Sequence[KV], *, expanded: bool
 ) -> list[Call]:
-    """Whole prompts: query [num_seqs, num_heads, seq_len, head_dim].
+    """Make SDPA calls for whole prompts.
 
     Args:
-        expanded: the peer is given one copy of the keys per query head, which costs it nothing here; else it shares them itself.
+        backend: the SDPA backend.
+        query: of shape [num_seqs, num_heads, seq_len, head_dim].
+        sets: keys and values of each call.
+        expanded: copy the keys per query head before the measurement. Otherwise the peer shares
+            keys among heads itself.
     """
     calls = []
     for key, value in sets:
@@ -65,13 +71,13 @@ def _with(
 
 
 def flex_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """FlexAttention on contiguous KV. Arguments as of `sdpa_decode`."""
+    """Make FlexAttention calls on contiguous KV. Arguments as in `sdpa_decode`."""
     flex = _flex(query.is_cuda)
     return [lambda kv=kv: flex(query[:, :, None], *kv, scale=SCALE, enable_gqa=True) for kv in sets]
 
 
 def flex_causal(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """FlexAttention on contiguous KV. Arguments as of `sdpa_causal`."""
+    """Make FlexAttention calls on contiguous KV. Arguments as in `sdpa_causal`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     flex, length = _flex(query.is_cuda), query.shape[2]
@@ -84,7 +90,7 @@ def flex_causal(query: Tensor, sets: Sequence[KV]) -> list[Call]:
 
 
 def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """FlexAttention over torch's own pages, filled from the sets. Arguments as of `sdpa_decode`."""
+    """Make FlexAttention calls over torch's own pages. Arguments as in `sdpa_decode`."""
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -118,7 +124,7 @@ def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
 
 
 def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
-    """The calls; if they cannot be made in this torch, one that says why when it is called."""
+    """Make the calls. If this torch does not support them, return one that raises the reason."""
     try:
         return make(*arguments)
     except Exception as error:
@@ -128,19 +134,21 @@ def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
 def checked(
     peers: dict[str, list[Call]], expected: Tensor, rows: Callable[[Any], Tensor]
 ) -> dict[str, list[Call]]:
-    """The peers, without the calls of those that compute something else: their time would be of no use.
+    """Replace the calls of peers with a wrong result by a call that raises.
 
     Args:
-        rows: takes those that are expected out of what a call returns.
+        peers: calls by name.
+        expected: the reference's rows.
+        rows: selects these rows from the result of a call.
     """
     for name, calls in peers.items():
         try:
             got = rows(calls[0]())
-        except Exception:  # it will say so when it is timed
+        except Exception:  # reported when it is timed
             continue
         try:
             check(name, got, expected)
-        except WrongResult as error:
+        except WrongResultError as error:
             peers[name] = [_raises(error)]
     return peers
 
@@ -154,7 +162,7 @@ def _raises(error: Exception) -> Call:
 
 @cache
 def _flex(compiled: bool) -> Callable[..., Any]:
-    """Compiled, as it is meant to be used; uncompiled on a CPU, where only the calls themselves are tried."""
+    """Return FlexAttention, compiled as intended; uncompiled on a CPU, where it is only tested."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention

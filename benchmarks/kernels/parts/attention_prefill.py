@@ -1,4 +1,4 @@
-"""Causal prefill: whole prompts, and a chunk at the end of a long one; the ceiling is the rate of a large matrix product."""
+"""Causal prefill of whole prompts and of chunks. A large matrix product is the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_batch import HEAD_DIM, NUM_HEADS, Paged, random_cache
 
 from parts.attention_peers import BACKENDS, checked, flex_causal, made, sdpa_causal
 
-#: (query lengths, sequence lengths). Those with whole prompts of one length have peers.
+#: (query lengths, sequence lengths). Points with whole prompts of one length have peers.
 POINTS = [
     ([8192], [8192]),
     ([2048] * 4, [2048] * 4),
@@ -21,8 +21,7 @@ POINTS = [
 ]
 GOAL_LENGTH = 8192
 NUM_LAYERS = 4
-#: Its score matrix is stored.
-MOST_FOR_MATH = 8192
+MOST_FOR_MATH = 8192  #: Torch's "math" backend stores its score matrix.
 MOST_FOR_FLEX = 8192
 
 
@@ -71,7 +70,7 @@ def _in_short(lengths: list[int]) -> str:
 
 
 def _check(batch: Paged) -> None:
-    """First, last and some other rows of every sequence."""
+    """Check the first, the last and some other rows of every sequence."""
     out = batch.attend(1)
     for seq, num_queries in enumerate(batch.query_lens):
         rows = torch.unique(

@@ -1,6 +1,6 @@
-"""Word sums of KV blocks, held against what the GPU copies, or what one core reads of memory in order.
+"""Word sums of KV blocks, against a GPU's copy bandwidth or one core's read bandwidth.
 
-Runs lie in no order, as blocks do. On a CPU one thread takes the sums, as it does beside a model's own computations.
+Runs are in random order, like blocks. On a CPU one thread computes the sums, as in the engine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from measure import Result, Rows, Setting, check, gb_s, us
 from torch import Tensor
 
 RUN_KIB = (16, 64, 1024, 4096)
-#: More than any cache holds.
-MEMORY_BYTES = 2**29
-#: Less than a core's own cache; a run that is longer is taken alone. They are summed again and
-#: again.
+MEMORY_BYTES = 2**29  #: More than the cache of any CPU.
+#: Less than a core's own cache. These bytes are summed repeatedly. A longer run is summed alone.
 CACHED_BYTES = 2**18
-#: So much in one call, which takes some microseconds itself.
+#: Bytes that one call sums in total, to make the call's own microseconds negligible.
 AGAIN_BYTES = 2**26
 
 
@@ -33,7 +31,7 @@ def run(setting: Setting) -> Result:
             ("memory", 2**21 if setting.quick else MEMORY_BYTES),
         ):
             if place == "cache" and setting.is_gpu:
-                continue  # a launch takes longer
+                continue  # a launch takes longer than the sum
             num_runs = max(1, nbytes // (kib * 1024))
             runs = torch.randint(-(2**62), 2**62, (num_runs, 1, kib * 128), device=setting.device)
             order = torch.randperm(num_runs)
@@ -45,15 +43,13 @@ def run(setting: Setting) -> Result:
             check(f"sums of {kib} KiB", block_sums(runs, few, 0, 1).cpu(), expected, 0)
             seconds: list[float] = []
             read: list[float] = []
-            for _ in range(
-                1 if setting.quick else setting.repeats
-            ):  # in turn: neighbours change what memory gives
+            # Alternates, because other processes change the memory bandwidth.
+            for _ in range(1 if setting.quick else setting.repeats):
                 once = Setting(setting.device, setting.quick, repeats=1)
                 read.append(_read_bandwidth(once))
                 call = partial(block_sums, runs, order, 0, 1)
-                seconds.append(
-                    once.seconds([call], graph=False)
-                )  # the block ids come from the host
+                # No graph: the block ids come from the host.
+                seconds.append(once.seconds([call], graph=False))
             rows.append(
                 {
                     "part": "block checksums",
@@ -74,7 +70,7 @@ def run(setting: Setting) -> Result:
 
 
 def _read_bandwidth(setting: Setting) -> float:
-    """Bytes per second: of the GPU, or of one core."""
+    """Return the bytes per second of the GPU's copies, or of one core's reads."""
     if setting.is_gpu:
         return setting.copy_bandwidth
     data = _ordered(2**20 if setting.quick else MEMORY_BYTES)
@@ -93,7 +89,7 @@ _kept: dict[int, Tensor] = {}
 
 
 def _ordered(nbytes: int) -> Tensor:
-    """Floats [rows, 4096], made once: to touch new pages takes longer than to read them."""
+    """Return floats [rows, 4096], made once: touching new pages takes longer than reading them."""
     if nbytes not in _kept:
         _kept[nbytes] = torch.ones(nbytes // 2**14, 2**12)
     return _kept[nbytes]

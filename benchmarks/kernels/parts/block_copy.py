@@ -1,4 +1,4 @@
-"""Copies of whole KV blocks: within the cache at copy bandwidth, between device and pinned host memory at that of the bus."""
+"""Copies of whole KV blocks, within the cache and between device and pinned host memory."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def run(setting: Setting) -> Result:
             ),
         }
         for name, (call, nbytes, peers) in ways.items():
-            seconds = setting.seconds(
-                [call], graph=False
-            )  # the pairs come from the host with every call
+            # No graph: the pairs come from the host with every call.
+            seconds = setting.seconds([call], graph=False)
             peer, peer_seconds, _ = best_peer(setting, peers, graph=False)
             rows.append(
                 {

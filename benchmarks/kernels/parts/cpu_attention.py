@@ -1,7 +1,7 @@
-"""Decode attention on a CPU: the ceiling is what the cores can read together, for every key and value is read once.
+"""Decode attention on a CPU. The limit is the read bandwidth of all cores: keys are read once.
 
-The bandwidth is measured in a process of its own, before and after each round of attention: neighbours on a shared machine change
-it within seconds. Rounds during which they did are left out of the fraction.
+A process of its own measures the bandwidth before and after each round of attention, because other
+users of a shared machine change it within seconds. Rounds with such a change are left out.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from baton_kernels import cpu
 from baton_kv_transfer.memory.layout import KVCacheLayout
 from parts.attention_decode import check_decode
 
-#: (sequences, tokens of each).
+#: (sequences, tokens per sequence).
 POINTS = [(1, 4096), (4, 4096), (16, 256)]
 GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
-#: What limits the figure of the compiled kernels.
+#: The limit of the compiled kernels.
 REMARK = (
-    '"Of read" is against what all cores read together, the median of the rounds during which that stayed about the same. '
-    "CPU decode attention of float32 is limited by what one core reads: about half of the next 64 tokens' keys or values are asked "
-    "for while it computes (more would hold up the computing); the rest is read in a pass of reads alone, without computing."
+    '"Of read" compares with the read bandwidth of all cores, as the median of the rounds during '
+    "which that was steady. One core's reads limit CPU decode attention in float32: about half of "
+    "the next 64 tokens' keys or values are prefetched during the computation (more would stall "
+    "it); a pass of plain reads loads the rest."
 )
-#: Of the larger bandwidth, the smaller one before or after a round is at least so much.
-STEADY = 0.87
-#: Fewer layers where 32 would take more.
-BUDGET_BYTES = 4 * 2**30
+STEADY = 0.87  #: Lower bound of (smaller / larger bandwidth) before and after a steady round.
+BUDGET_BYTES = 4 * 2**30  #: Upper bound of the cache. Fewer layers are used if 32 exceed it.
 
 
 def run(setting: Setting) -> Result:
@@ -90,12 +89,12 @@ def run(setting: Setting) -> Result:
         )
     if reader is not None:
         reader.close()
-        setting.remarks += [REMARK] if cpu.available() else []
+        setting.remarks += [REMARK] if cpu.OPS is not None else []
     return rows, reached("cpu_attention", min(fractions, default=None))
 
 
 def _batch(setting: Setting, num_seqs: int, num_tokens: int) -> Paged:
-    """Over memory as the engine takes it: in huge pages, where the system has them."""
+    """Make a batch over memory that is allocated as in the engine, in huge pages if possible."""
     num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE) + 1
     per_layer = num_blocks * NUM_KV_HEADS * 2 * BLOCK_SIZE * HEAD_DIM * setting.dtype.itemsize
     num_layers = 2 if setting.quick else min(NUM_LAYERS, BUDGET_BYTES // per_layer)
@@ -114,7 +113,7 @@ def _batch(setting: Setting, num_seqs: int, num_tokens: int) -> Paged:
 
 
 def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
-    """[num_seqs, num_kv_heads, seq_len, head_dim] each, contiguous."""
+    """Return contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
     tables = batch.block_tables.long()
     length = batch.seq_lens[0]
     key, value = (
@@ -125,7 +124,7 @@ def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(batch: Paged, key: Tensor, value: Tensor) -> Tensor:
-    """The heads that share keys stand as queries of one head, so that keys are not copied per head."""
+    """Call SDPA with the heads that share keys as queries of one head, to avoid copies of keys."""
     query = batch.query.unflatten(1, (NUM_KV_HEADS, -1))
     return scaled_dot_product_attention(query, key, value, scale=SCALE).view(
         -1, NUM_HEADS, HEAD_DIM

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and SiLU-mul: each reads and writes its tokens once, so the ceiling is the copy bandwidth."""
+"""RMSNorm, rotary embedding and SiLU-mul. Copy bandwidth is the limit: tokens are read once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class Subject:
     ours: Operation
     reference: Operation
     peers: dict[str, Operation]
-    #: Arguments for so many tokens; the first of them is what is rotated past the cache.
-    make: Callable[[int], tuple[Tensor, ...]]
-    #: Read and written, from arguments and results.
+    make: Callable[[int], tuple[Tensor, ...]]  #: Makes arguments for a number of tokens.
+    #: Returns the bytes read and written, from arguments and results.
     nbytes: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], int]
 
 
@@ -99,9 +98,8 @@ def _subjects(setting: Setting) -> list[Subject]:
         )
 
     def rotated_bytes(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> int:
-        return sum(
-            tensor.nbytes for tensor in (*arguments[1:], *results, *results)
-        )  # values are not read
+        # The values in qkv are not read.
+        return sum(tensor.nbytes for tensor in (*arguments[1:], *results, *results))
 
     def torch_add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         total = x + residual

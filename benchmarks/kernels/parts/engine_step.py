@@ -1,7 +1,8 @@
-"""A whole decode step through the engine's model runner, CUDA graphs and sampling included, beside the sum of its kernels.
+"""A whole decode step of the engine's model runner, compared with the sum of its kernels.
 
-The model has random weights and the sizes of Llama 3.1 8B. Each of its kernels is timed alone, over the weights and the KV of all
-layers as in the step; what the step takes beyond their sum is launches, gaps, input preparation and sampling.
+The step includes CUDA graphs and sampling. The model has random weights and the sizes of Llama 3.1
+8B. Each kernel is timed alone over the weights and the KV of all layers. The difference between the
+step and the sum is launches, gaps, input preparation and sampling.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unittest import mock
 import msgspec
 import torch
 from goals import reached
-from measure import Call, Result, Rows, Setting, WrongResult, us
+from measure import Call, Result, Rows, Setting, WrongResultError, us
 from torch import Tensor
 
 from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
@@ -64,20 +65,18 @@ TINY = LLAMA_8B | {
     "vocab_size": 300,
 }
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-#: (sequences, tokens of each).
+#: (sequences, tokens per sequence).
 POINTS = [(1, 1024), (16, 2048), (64, 2048)]
 NUM_STEPS = 40
 BLOCK_SIZE = 16
-#: With the defaults: compiled, and CUDA graphs, where there is a GPU.
-SERVED = "as served"
-#: Share of rows whose most likely token is that of the eager way: of the others two tokens are as
-#: likely, up to rounding.
+SERVED = "as served"  #: The mode with the defaults: on a GPU compiled, with CUDA graphs.
+#: Lower bound of the rows with the same token as in eager mode. Near-ties make the difference.
 AGREEMENT = 0.9
 
 
 def run(setting: Setting) -> Result:
     points, num_steps = ([(1, 40), (3, 70)], 4) if setting.quick else (POINTS, NUM_STEPS)
-    sizes = tuple(num_seqs for num_seqs, _ in points)  # graphs for others would only take time
+    sizes = tuple(num_seqs for num_seqs, _ in points)  # no other graphs are needed
     ways = {
         "eager": (CompilationConfig(enforce_eager=True), (False, False)),
         "CUDA graphs": (CompilationConfig(mode="none", capture_sizes=sizes), (False, True)),
@@ -90,7 +89,7 @@ def run(setting: Setting) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY if setting.quick else LLAMA_8B))
         for way, (compilation, on_gpu) in ways.items():
-            # Nothing that an earlier run has compiled: the warm-up is a first one.
+            # An empty compilation cache, so that the warm-up is a first one.
             compilation = msgspec.structs.replace(compilation, cache_dir=f"{folder}/compiled")
             runner = _make_runner(setting, folder, points, num_steps, compilation)
             is_as_meant = (
@@ -98,17 +97,18 @@ def run(setting: Setting) -> Result:
             )
             if not is_as_meant:
                 setting.remarks.append(
-                    f"The decode step {way} ran with {runner.num_pieces} pieces and {runner.num_graphs} graphs."
+                    f"The decode step {way} ran with {runner.num_pieces} pieces and "
+                    f"{runner.num_graphs} graphs."
                 )
             for point in points:
                 num_seqs, num_tokens = point
-                torch.manual_seed(num_seqs)  # the same prompts in every way
+                torch.manual_seed(num_seqs)  # the same prompts in every mode
                 got, seconds[way, point] = _Steps(num_seqs, num_tokens, num_steps).run(runner)
                 expected = tokens.setdefault(point, got)
                 agree = sum(expected[key] == got[key] for key in expected) / num_seqs
                 if agree < AGREEMENT:
-                    raise WrongResult(
-                        f"{way}: {agree:.0%} of {num_seqs} rows get the token they get eagerly"
+                    raise WrongResultError(
+                        f"{way}: {agree:.0%} of {num_seqs} rows get the token of eager mode"
                     )
                 blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
                 nbytes = _weight_nbytes(runner.model) + blocks * runner.kv_cache[0].nbytes
@@ -132,7 +132,7 @@ def run(setting: Setting) -> Result:
                 del runner
                 gc.collect()
     ratios = []
-    for point in points:  # at last, for it writes into the cache
+    for point in points:  # after all steps, because it writes to the cache
         alone = _alone(setting, runner.model, runner.kv_cache, *point)
         total = sum(alone.values())
         ratios.append(seconds[SERVED, point] / total)
@@ -149,21 +149,21 @@ def run(setting: Setting) -> Result:
 
 
 def _random_model(path, config, dtype, device, parallel) -> CausalLM:  # type: ignore[no-untyped-def]
-    """In place of `load_model`: weights made on the device, the same every time."""
+    """Replace `load_model`: make the same random weights on the device every time."""
     model = make_model(config, parallel).to(dtype).to_empty(device=device).eval()
     model.rotary_embedding.move_to(device)
     generator = torch.Generator(device).manual_seed(1)
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.fill_(1.0)
-        else:  # scaled so that the model is decisive: see baton_engine/checkpoint/weights.py
+        else:  # scaled to avoid near-ties: see baton_engine/checkpoint/weights.py
             scale = (3.0 if "lm_head" in name else 1.5) * weight.shape[-1] ** -0.5
             weight.normal_(std=1.0 if "embed" in name else scale, generator=generator)
     return model
 
 
 class _Runner:
-    """A model runner with its KV cache full of random numbers, ready to decode."""
+    """A model runner that is ready to decode, with random numbers in its KV cache."""
 
     model: CausalLM
 
@@ -209,7 +209,7 @@ def _make_runner(
 
 
 class _Steps:
-    """Decode steps of requests whose prompts count as computed: their KV is what lies in the cache."""
+    """Decode steps of requests whose prompts count as computed, with the cache's random KV."""
 
     def __init__(self, num_seqs: int, num_tokens: int, num_steps: int) -> None:
         self.num_tokens, self.num_steps = num_tokens, num_steps
@@ -232,7 +232,7 @@ class _Steps:
         ]
 
     def run(self, runner: _Runner) -> tuple[dict[str, int], float]:
-        """The first step's tokens, and the median step's seconds."""
+        """Return the tokens of the first step, and the seconds of the median step."""
         seconds = []
         first = self._step(runner, SchedulerOutput(self.new, [], self._one_each, []))
         for number in range(self.num_steps - 1):
@@ -259,7 +259,7 @@ class _Steps:
 def _alone(
     setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, num_tokens: int
 ) -> dict[str, float]:
-    """Seconds that each kind of kernel takes in a step of `num_seqs` sequences, all layers together."""
+    """Return the seconds of each kind of kernel in a step, for all layers together."""
     config, layers = model.config, list(model.layers)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     device, dtype = kv_cache.device, kv_cache.dtype
@@ -325,7 +325,7 @@ def _alone(
 
 
 def _weight_nbytes(model: CausalLM) -> int:
-    """Read in every step: all but the embedding table, of which a step reads a row per token."""
+    """Return the bytes of weights that a step reads: all but the embedding table."""
     return sum(
         weight.nbytes for name, weight in model.named_parameters() if "embed_tokens" not in name
     )

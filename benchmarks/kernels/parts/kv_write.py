@@ -1,4 +1,4 @@
-"""New keys and values into their slots: a copy of a few rows, so the ceiling is the copy bandwidth."""
+"""KV write: stores new keys and values in their slots. Copy bandwidth is the limit."""
 
 from __future__ import annotations
 

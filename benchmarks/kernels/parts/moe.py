@@ -1,6 +1,6 @@
-"""Mixture of experts at decode: every chosen expert's weights are read once, so the ceiling is the copy bandwidth.
+"""Mixture of experts at decode. Copy bandwidth is the limit: each chosen expert is read once.
 
-The sizes are those of a model of 30B parameters, 3B of them active (Qwen3-30B-A3B): 128 experts, 8 per token.
+The sizes are those of Qwen3-30B-A3B: 128 experts, 8 per token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from torch.nn.functional import silu
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 256, 4096]
 MOST_OF_GOAL = 64
-#: Sets of weights, of 1.2 GB each.
-NUM_LAYERS = 4
-#: Different tokens per layer, for few tokens read little of its weights: the next ones must not
-#: find that in the cache.
+NUM_LAYERS = 4  #: Sets of weights, of 1.2 GB each.
+#: Sets of tokens per layer. A few tokens read few weights, which must not stay in the cache.
 NUM_ROUTINGS = 8
 
 
@@ -33,14 +31,14 @@ class Layer:
 
 @dataclass
 class Routed:
-    """Tokens, [num_tokens, hidden], and where they go: [num_tokens, top_k] each."""
+    """Tokens [num_tokens, hidden], with weights and expert ids [num_tokens, top_k]."""
 
     x: Tensor
     weights: Tensor
     expert_ids: Tensor
 
     def nbytes(self, layer: Layer) -> int:
-        """Chosen experts' weights, tokens in, tokens out."""
+        """Return the bytes of the chosen experts' weights, and of tokens in and out."""
         chosen = len(self.expert_ids.unique())
         return chosen * (layer.gate_up[0].nbytes + layer.down[0].nbytes) + 2 * self.x.nbytes
 
@@ -57,7 +55,7 @@ def make_layer(setting: Setting, hidden: int, intermediate: int, num_experts: in
 
 
 def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_k: int) -> Routed:
-    """Uniformly: every set of experts is as likely."""
+    """Make tokens with uniformly random experts."""
     from baton_kernels.moe import route_top_k
 
     logits = torch.randn(num_tokens, num_experts, device=setting.device)
@@ -70,7 +68,7 @@ def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_
 
 
 def expected(layer: Layer, tokens: Routed) -> Tensor:
-    """The formula in float32, expert after expert."""
+    """Compute the formula in float32, expert by expert."""
     out = torch.zeros(tokens.x.shape, dtype=torch.float32, device=tokens.x.device)
     for expert in tokens.expert_ids.unique().tolist():
         rows, choice = (tokens.expert_ids == expert).nonzero(as_tuple=True)
@@ -143,7 +141,7 @@ def _ours(layer: Layer, tokens: Routed) -> Call:
 
 
 def _grouped_mm(layer: Layer, tokens: Routed) -> Call:
-    """torch's grouped matrix product on tokens sorted by expert; sorting and combining are in the time, as in ours."""
+    """Make a call of torch's grouped matrix product, including sorting and combining."""
     grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     num_tokens, top_k = tokens.expert_ids.shape
     experts = torch.arange(len(layer.gate_up), device=tokens.x.device)

@@ -1,6 +1,7 @@
-"""Choosing tokens from logits: each is read at least once, so the ceiling is the copy bandwidth. Peers sort, or take torch.topk.
+"""Choice of tokens from logits. Copy bandwidth is the limit. Peers sort or use torch.topk.
 
-Timed with its launches: sampling runs outside of CUDA graphs, for its parameters come from the host with every step.
+The time includes launches: sampling runs outside of CUDA graphs, because its parameters come from
+the host in every step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from measure import Call, Result, Rows, Setting, WrongResult, best_peer, gb_s, us
+from measure import Call, Result, Rows, Setting, WrongResultError, best_peer, gb_s, us
 from torch import Tensor
 
 from baton_kernels.sampling import draw_tokens, greedy
@@ -21,8 +22,7 @@ NUM_ROWS = [1, 64, 256]
 NUM_ROWS_ON_CPU = [1, 16, 64]
 TOP_K, TOP_P = 50, 0.9
 NUM_CHECKED = 16
-#: Share of rows that must get the reference's token; another may differ in the last bit of an
-#: exponential.
+#: Lower bound of the rows with the reference's token. The last bit of an exponential can differ.
 AGREEMENT = 0.9
 
 
@@ -87,11 +87,11 @@ def _logits(setting: Setting, num_rows: int, vocab_size: int) -> Tensor:
 
 def _check_greedy(logits: Tensor) -> None:
     if greedy(logits) != logits.argmax(-1).tolist():
-        raise WrongResult("greedy: not the most likely tokens")
+        raise WrongResultError("greedy: not the most likely tokens")
 
 
 def _check_draws(name: str, logits: Tensor, params: list[Filters], keys: list[int]) -> None:
-    """The reference takes its time: of many rows, the first ones are compared."""
+    """Compare the first rows with the reference, which is slow."""
     from baton_kernels.sampling.reference import draw_tokens_reference
 
     got = draw_tokens(logits, params, keys)[:NUM_CHECKED].cpu()
@@ -100,12 +100,14 @@ def _check_draws(name: str, logits: Tensor, params: list[Filters], keys: list[in
     )
     agree = float((got == expected).double().mean())
     if agree < AGREEMENT:
-        raise WrongResult(f"sampling with {name}: {agree:.0%} of rows get the reference's token")
+        raise WrongResultError(
+            f"sampling with {name}: {agree:.0%} of rows get the reference's token"
+        )
 
 
 def _peer_greedy(logits: Tensor) -> Tensor:
     tokens = logits.argmax(-1)
-    tokens.tolist()  # greedy reads them, too
+    tokens.tolist()  # greedy reads them as well
     return tokens
 
 
@@ -129,7 +131,7 @@ def _peer_top_k_top_p(logits: Tensor) -> Tensor:
 
 
 def _within_top_p(ordered: Tensor) -> Tensor:
-    """Probabilities of descending logits, 0 past top_p."""
+    """Return the probabilities of descending logits, 0 past top_p."""
     probs = ordered.softmax(-1)
     return probs.masked_fill(probs.cumsum(-1) - probs >= TOP_P, 0)
 

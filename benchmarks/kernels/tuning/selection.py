@@ -1,7 +1,8 @@
-"""Chooses launch configurations: tries the candidates one after the other, drops those with wrong results, keeps the fastest.
+"""The choice of launch configurations: try all candidates, drop wrong results, keep the fastest.
 
-What is asked for, and under which shape class, the launcher itself says: it asks `baton_kernels.configurations`, and here is who
-answers. So the tuner cannot measure one class and write down another.
+The launcher itself requests a configuration for its shape class from
+`baton_kernels.configurations`, and the tuner answers the request. So the tuner cannot measure one
+class and record another.
 """
 
 from __future__ import annotations
@@ -15,48 +16,38 @@ from typing import TypeVar
 from baton_kernels.configurations import Answer, Configuration, answering
 
 T = TypeVar("T")
-#: (operation, shape class).
-Key = tuple[str, str]
-#: A candidate must be faster than the default by so much: less is noise, and the default needs no
-#: entry in a table.
-GAIN = 0.02
+Key = tuple[str, str]  #: (operation, shape class).
+GAIN = 0.02  #: A candidate must be faster than the default by this fraction. Less is noise.
 
 
 @dataclass
 class Choice:
-    """What won for one shape class of one operation."""
+    """The fastest configuration of one shape class of an operation."""
 
     operation: str
     shape_class: str
-    #: None: the default.
-    config: dict[str, int] | None
+    config: dict[str, int] | None  #: None: the default is the fastest.
     seconds: float
     default_seconds: float
     num_tried: int
-    #: Candidates whose results were wrong: bugs of the kernel.
-    wrong: list[dict[str, int]]
-    #: Candidates that cannot be launched here: too much shared memory, for example.
-    num_failed: int
-    #: Candidates that time did not suffice for.
-    num_untried: int = 0
+    wrong: list[dict[str, int]]  #: Candidates with wrong results, which are bugs of the kernel.
+    num_failed: int  #: Candidates that cannot run here, for example with too much shared memory.
+    num_untried: int = 0  #: Candidates that were not tried before the deadline.
 
 
 @dataclass
 class Subject:
-    """One launch to be tuned, or several that are tuned together."""
+    """One launch to tune, or several that are tuned together."""
 
     name: str
     call: Callable[[], object]
-    #: Calls it and says whether the result is right.
-    correct: Callable[[], bool]
-    #: How long it takes.
-    seconds: Callable[[], float]
-    #: By operation and shape class.
-    candidates: Callable[[str, str], Iterable[Configuration]]
+    correct: Callable[[], bool]  #: Calls it and returns whether the result is right.
+    seconds: Callable[[], float]  #: Returns the time of a call.
+    candidates: Callable[[str, str], Iterable[Configuration]]  #: By operation and shape class.
 
 
 def asked_by(call: Callable[[], object]) -> dict[Key, Configuration]:
-    """What a call asks for, with the default it brings."""
+    """Return the configurations that a call requests, with their defaults."""
     asked: dict[Key, Configuration] = {}
 
     def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
@@ -75,14 +66,17 @@ def choose(
     num_threads: int = 0,
     now: Callable[[], float] = time.monotonic,
 ) -> list[Choice]:
-    """Tunes what the subject asks for, one shape class after the other, those before at their best.
+    """Tune the subject's shape classes one after the other, with the best of the earlier ones.
 
     Args:
-        deadline: as `now` says; nothing more is tried after it.
-        num_threads: that many candidates are compiled at a time, before any of them is timed. 0: each when it is tried.
+        subject: the launch.
+        deadline: time on the clock `now` after which no candidate is tried.
+        num_threads: candidates that are compiled at the same time, before any is timed. 0 compiles
+            each candidate when it is tried.
+        now: the clock.
 
     Raises:
-        RuntimeError: if the default itself gives a wrong result: then there is nothing to compare with.
+        RuntimeError: the default configuration gives a wrong result.
     """
     asked = asked_by(subject.call)
     best = dict(asked)
@@ -110,7 +104,7 @@ def choose(
                     choice.wrong.append(dict(candidate))
                     continue
                 seconds = _with(trial, subject.seconds)
-            except Exception:  # of many kinds: the compiler's, the driver's, the launcher's
+            except Exception:  # of the compiler, the driver or the launcher
                 choice.num_failed += 1
                 continue
             if seconds < min(choice.seconds, (1 - GAIN) * default_seconds):
@@ -136,7 +130,7 @@ def _compile(
     num_threads: int,
     is_late: Callable[[], bool],
 ) -> None:
-    """Fills Triton's cache. What fails here fails again, and is counted, when it is tried."""
+    """Fill Triton's cache. A candidate that fails here fails again when it is tried."""
 
     def attempt(trial: Mapping[Key, Configuration]) -> None:
         if is_late():

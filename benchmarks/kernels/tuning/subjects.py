@@ -1,4 +1,4 @@
-"""What the tuner launches: per operation, shapes that stand for its shape classes, launched as the dispatchers do."""
+"""The launches that are tuned: shapes that represent the shape classes of every operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
-from measure import Call, Setting, WrongResult, check
+from measure import Call, Setting, WrongResultError, check
 from paged_batch import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, Paged, random_cache
 from parts import moe
 from torch import Tensor
@@ -21,7 +21,7 @@ EPS = 1e-6
 
 
 def _attention(setting: Setting) -> list[Make]:
-    """Decode of few long and of many short sequences together, for both are one class; prefill likewise."""
+    """Make decode and prefill subjects. Few long and many short sequences are one class."""
     decode = (
         [([1] * 3, [70] * 3)]
         if setting.quick
@@ -77,7 +77,7 @@ def _moe(setting: Setting) -> list[Make]:
         if setting.quick
         else (moe.HIDDEN, moe.INTERMEDIATE, moe.NUM_EXPERTS, moe.TOP_K)
     )
-    layers: list[moe.Layer] = []  # made when the first of them is needed, and shared
+    layers: list[moe.Layer] = []  # shared, made by the first subject
     experts = [partial(_experts, setting, layers, num_tokens, sizes) for num_tokens in counts]
     return [partial(_routing, setting, sizes[2], sizes[3]), *experts]
 
@@ -86,9 +86,8 @@ def _routing(setting: Setting, num_experts: int, top_k: int) -> Subject:
     from baton_kernels.moe.reference import route_top_k_reference
     from baton_kernels.moe.triton_kernel import route_top_k_triton
 
-    logits = torch.randn(
-        64, num_experts, device=setting.device
-    )  # without equal ones, whose order is up to the device
+    # Without ties, whose order depends on the device.
+    logits = torch.randn(64, num_experts, device=setting.device)
     truth = route_top_k_reference(logits, top_k, True)[0]
 
     def correct() -> None:
@@ -118,7 +117,7 @@ def _experts(
         )
 
     def worthwhile(candidate: Configuration) -> bool:
-        """Tiles far from the rows that an expert has are not compiled."""
+        """Return whether the tile is near the number of rows that an expert has."""
         rows = candidate.get("BLOCK_M")
         if rows is None:
             return True
@@ -145,7 +144,7 @@ def _elementwise(setting: Setting, operation: str) -> list[Make]:
 
 
 def _rows_of(setting: Setting, operation: str, num_tokens: int) -> Subject:
-    """One of norm, rope and activation, at the sizes of an 8B model."""
+    """Make a subject of norm, rope or activation, with the sizes of an 8B model."""
     hidden, intermediate, head_dim = (64, 96, 32) if setting.quick else (4096, 14336, 128)
 
     def random(*shape: int) -> Tensor:
@@ -213,9 +212,8 @@ def _write(setting: Setting, num_tokens: int) -> Subject:
     def correct() -> None:
         cache[:, :, 0].fill_(torch.nan)
         write(0)
-        written = cache[
-            slots // BLOCK_SIZE, :, 0, :, slots % BLOCK_SIZE
-        ]  # [num_tokens, num_kv_heads, 2, head_dim]
+        # [num_tokens, num_kv_heads, 2, head_dim]
+        written = cache[slots // BLOCK_SIZE, :, 0, :, slots % BLOCK_SIZE]
         check("KV write", written, new[0].permute(1, 2, 0, 3), 0)
 
     return _subject(
@@ -236,9 +234,8 @@ def _copy(setting: Setting, count: int) -> Subject:
     )
     ids = torch.randperm(len(cache))[: 2 * count]
     pairs = ids.view(2, count).T.contiguous()
-    chains = [
-        [(source, target)] for source, target in pairs.tolist()
-    ]  # none writes what another reads
+    # No pair writes a block that another reads.
+    chains = [[(source, target)] for source, target in pairs.tolist()]
 
     def copy() -> None:
         copy_blocks_triton(cache, cache, chains) if cache.device.type == "cpu" else copy_blocks(
@@ -251,9 +248,8 @@ def _copy(setting: Setting, count: int) -> Subject:
         copy()
         check("block copy", cache[target], cache[pairs[:, 0].to(cache.device)], 0)
 
-    return _subject(
-        setting, "block_copy", [copy], correct, graph=False
-    )  # the pairs come from the host
+    # No graph: the pairs come from the host.
+    return _subject(setting, "block_copy", [copy], correct, graph=False)
 
 
 def _block_checksum(setting: Setting) -> list[Make]:
@@ -277,9 +273,8 @@ def _checksum(setting: Setting, count: int) -> Subject:
         check("block checksum", block_sums_triton(cache, few, 0, num_heads).cpu(), expected, 0)
 
     call = partial(block_sums_triton, cache, ids, 0, num_heads)
-    return _subject(
-        setting, "block_checksum", [call], correct, graph=False
-    )  # the block ids come from the host
+    # No graph: the block ids come from the host.
+    return _subject(setting, "block_checksum", [call], correct, graph=False)
 
 
 def _sampling(setting: Setting) -> list[Make]:
@@ -304,7 +299,7 @@ def _draw(setting: Setting, num_rows: int) -> Subject:
 
     def correct() -> None:
         if not torch.equal(draw_tokens_triton(sets[0], params, keys)[:6].cpu(), truth):
-            raise WrongResult("sampling: other tokens than the reference's")
+            raise WrongResultError("sampling: other tokens than the reference's")
 
     calls = [partial(draw_tokens_triton, logits, params, keys) for logits in sets]
     return _subject(setting, "sampling", calls, correct, graph=False)
@@ -319,19 +314,25 @@ def _subject(
     *,
     graph: bool = True,
 ) -> Subject:
-    """Args:
-    checked: raises WrongResult.
-    worthwhile: which candidates are tried.
+    """Make a subject.
+
+    Args:
+        setting: the setting.
+        operation: name of the kernel's folder.
+        calls: the launches to time.
+        checked: launches and raises WrongResultError.
+        worthwhile: selects the candidates to try.
+        graph: capture the calls into a CUDA graph.
     """
 
     def correct() -> bool:
         try:
             checked()
-        except WrongResult:
+        except WrongResultError:
             return False
         return True
 
-    def call() -> None:  # one of each: what it asks for is what is tuned
+    def call() -> None:  # one of each shape: the configurations it requests are tuned
         for one in {calls[0], calls[-1]}:
             one()
 
@@ -344,7 +345,10 @@ def _subject(
 
 
 def _candidates(operation: str, shape_class: str) -> list[Configuration]:
-    """From all kernels of the operation. A list called DECODE_CANDIDATES is for classes that begin so."""
+    """Collect the candidates of all kernels of the operation.
+
+    DECODE_CANDIDATES is used for shape classes that begin with "decode".
+    """
     import pkgutil
 
     package = import_module(f"baton_kernels.{operation}")

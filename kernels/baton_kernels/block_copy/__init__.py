@@ -132,7 +132,7 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, length) of stretches that are consecutive in both caches."""
+    """Yield (first source, first target, length) of runs that are consecutive in both caches."""
     first_source = first_target = length = 0
     for source, target in pairs.tolist():
         if length and (source, target) == (first_source + length, first_target + length):

@@ -1,7 +1,7 @@
-"""What a decision must know of those before it: recommendations of late, changes of size, a size that was too small.
+"""Earlier decisions that a decision depends on: recommendations, changes, a failed step down.
 
-Serialisable, and small: equal recommendations in a row are one entry. What is restored after a gap counts as no recommendation at
-all, so an operator that was away shrinks nothing before it has looked on for a whole stabilisation window.
+Consecutive equal recommendations are one entry. Recommendations from before a gap do not count. So
+after a restart the operator shrinks no group before a whole stabilisation window has passed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from math import inf
 
 import msgspec
 
+#: After a longer time without a decision, earlier recommendations do not count.
 LONGEST_GAP_S = 120.0
-"""Without a decision for longer, what was recommended before says nothing about the time between."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The same recommendation from `since` to `until`, seconds of the clock of `now`."""
+    """The same recommendation from `since` to `until`, in seconds of the clock of `now`."""
 
     size: int
     since: float
@@ -33,56 +33,59 @@ class Breach(msgspec.Struct, frozen=True):
     """A load per engine at which a target was missed."""
 
     at: float
+    #: As `signals.load_per_engine` returns it.
     load_per_engine: float
-    """`signals.load_per_engine` of that time."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one role."""
+    """The decision history of one role."""
 
+    #: Recommendations, oldest first, without gaps.
     runs: tuple[Run, ...] = ()
-    """Recommendations, oldest first, without gaps."""
+    #: Recent changes, and the last one.
     changes: tuple[Change, ...] = ()
-    """Of late, and the last one."""
     breach: Breach | None = None
+    #: Time since which no request was in progress. None: there is one, or it is not known.
     idle_since: float | None = None
-    """Since when nobody wanted anything. None: somebody does, or nobody knows."""
+    #: Last time at which the pods differed from the desired ones. Earlier measurements do not
+    #: count.
     unsettled_until: float = 0.0
-    """The last time when the pods were not what they should be: what was measured before does not count."""
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Whether there was a recommendation all the time for `seconds` up to `now`."""
-        return bool(self.runs) and not self._lost(now) and self.runs[0].since <= now - seconds
+        """Return whether recommendations cover the last `seconds` without a gap."""
+        return bool(self.runs) and not self._has_gap(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:
-        """The sizes recommended in the last `seconds`."""
+        """Return the sizes recommended in the last `seconds`."""
         return (
-            [] if self._lost(now) else [run.size for run in self.runs if run.until >= now - seconds]
+            []
+            if self._has_gap(now)
+            else [run.size for run in self.runs if run.until >= now - seconds]
         )
 
     def changed(self, now: float, seconds: float) -> int:
-        """By how much the size has changed in the last `seconds`."""
+        """Return by how much the size has changed in the last `seconds`."""
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:
-        """Whether decisions went on until now: what was before a gap counts no more."""
-        return not self._lost(now)
+        """Return whether there is no gap before `now`. The history before a gap does not count."""
+        return not self._has_gap(now)
 
     @property
     def changed_at(self) -> float:
-        """When the size changed last; before everything if it did not."""
+        """Time of the last change of the size; minus infinity without one."""
         return self.changes[-1].at if self.changes else -inf
 
     @property
     def last_delta(self) -> int:
-        """Of the last change of size; 0: there was none."""
+        """The last change of the size; 0 without one."""
         return self.changes[-1].delta if self.changes else 0
 
     def last_recommended(self, now: float) -> int | None:
-        """None: there was none of late."""
-        return None if self._lost(now) else self.runs[-1].size
+        """Return the last recommendation; None after a gap."""
+        return None if self._has_gap(now) else self.runs[-1].size
 
-    def noting(
+    def with_decision(
         self,
         now: float,
         recommended: int,
@@ -93,22 +96,24 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         idle: float | None = None,
         settled: bool = True,
     ) -> History:
-        """This, and a decision at `now`.
+        """Return this history with a decision at `now`.
 
         Args:
-            keep_s: what is older is forgotten.
+            keep_s: older entries are dropped.
             change: of the size, by this decision.
-            breach: that it was made for.
-            idle: since when nobody has wanted anything. None: somebody does, or nobody knows.
-            settled: the pods are what they should be.
+            breach: the missed target that the decision reacts to.
+            idle: new value of `idle_since`.
+            settled: whether the pods are the desired ones.
         """
         runs = (
-            () if self._lost(now) else tuple(run for run in self.runs if run.until >= now - keep_s)
+            ()
+            if self._has_gap(now)
+            else tuple(run for run in self.runs if run.until >= now - keep_s)
         )
         if runs and runs[-1].size == recommended:
             runs = (*runs[:-1], Run(recommended, runs[-1].since, now))
         else:
-            # The one before held until now, so that runs leave no gap.
+            # The previous recommendation held until now, so that runs leave no gap.
             runs = (
                 *runs[:-1],
                 *(Run(run.size, run.since, now) for run in runs[-1:]),
@@ -125,5 +130,5 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             unsettled_until=self.unsettled_until if settled and not change else now,
         )
 
-    def _lost(self, now: float) -> bool:
+    def _has_gap(self, now: float) -> bool:
         return not self.runs or now - self.runs[-1].until > LONGEST_GAP_S

@@ -1,4 +1,4 @@
-"""From what a reconcile saw of a service to what decisions and scrapes need of it. Pure."""
+"""The input of decisions and scrapes, from the state that a reconcile observed. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def groups_of(
     seen: Mapping[names.Role, report_group.Group],
     settings: Mapping[names.MemberRole, Settings],
 ) -> dict[names.MemberRole, Group]:
-    """The groups to size, as they are."""
+    """Return the present state of the groups to size."""
     alone = owner.replicas("prefill") == 0
     return {
         role: Group(
@@ -42,19 +42,19 @@ def groups_of(
 
 
 def _operation(owner: Owner, group: report_group.Group) -> str:
-    """What must end before the group is sized anew; empty: nothing."""
+    """Return what must end before the size changes again; empty: nothing."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )
     if operation is not None and operation.phase in _ACTIVE:
-        return f"operation {operation.id} ({operation.kind}) on the topology"
+        return f"topology operation {operation.id} ({operation.kind})"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
         return "a search for the coordinator, which does not answer,"
     return "a rollout" if group.outdated and not owner.spec.paused else ""
 
 
 def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
-    """The containers whose metrics count: of engines and gateways that serve, or finish what they run."""
+    """Return the engines and gateways that serve or finish running requests."""
     targets = []
     for pod in pods:
         role, address = (

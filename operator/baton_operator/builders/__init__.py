@@ -1,4 +1,4 @@
-"""One builder per kind of object: pure functions from an `Owner` to the object that the operator applies.
+"""Builders of Kubernetes objects: pure functions from an `Owner`, one for each kind of object.
 
 - `owner`: the service that objects are built for.
 - `member`: member pods of prefill and decode, and their headless Service.

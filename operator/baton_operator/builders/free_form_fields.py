@@ -1,18 +1,21 @@
-"""Checks of what the schema takes as it is (`resources`, `template`), as far as the operator itself goes by it. What is wrong
-besides the API server says of the pod."""
+"""Checks of `resources` and `template`, which the CRD's schema accepts in any form.
+
+They cover the parts that the operator itself uses. The API server checks the rest when the pod is
+created.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+#: Maximum depth of nested values. A pod has far fewer levels.
 MAX_DEPTH = 100
-"""Of values within values; a pod has far fewer."""
 _SHOWN = 80
 
 
 def must_be(what: str, path: str, got: Any) -> ValueError:
-    """`got` may be of any size; the message is not."""
+    """Return the error. The value `got` is truncated in its message."""
     shown = json.dumps(got)
     return ValueError(
         f"{path} must be {what}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}"
@@ -20,7 +23,7 @@ def must_be(what: str, path: str, got: Any) -> ValueError:
 
 
 def check_depth(value: Any, path: str) -> None:
-    """Raises ValueError: `value` could not be copied."""
+    """Raise ValueError if `value` is nested too deeply to be copied."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [below for each in level if isinstance(each, dict | list) for below in _below(each)]
@@ -30,7 +33,7 @@ def check_depth(value: Any, path: str) -> None:
 
 
 def check_resources(resources: Any, path: str) -> None:
-    """None: there are none. Raises ValueError naming the field."""
+    """Raise ValueError naming the field if `resources` is invalid. None is valid."""
     if resources is None:
         return
     if not isinstance(resources, dict):
@@ -48,7 +51,7 @@ def check_resources(resources: Any, path: str) -> None:
 
 
 def strings(values: Any, path: str) -> dict[str, str]:
-    """Labels or annotations; null removes. Raises ValueError naming the field."""
+    """Return labels or annotations without null values. Raise ValueError naming a wrong field."""
     if not isinstance(values, dict):
         raise must_be("an object", path, values)
     found = {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""The topology of an expert-parallel group: the coordinator's reply, and the one that the service's status recorded. Pure.
+"""The topology of an expert-parallel group, as replied and as recorded in the status. Pure.
 
-After a restart the coordinator reports only the ranks that have registered again. So recorded ranks that it does not report
-count as members, unless its generation is newer than the recorded one.
+After a restart the coordinator reports only the ranks that have registered again. So recorded ranks
+that it does not report count as members, unless its generation is newer than the recorded one.
 """
 
 from __future__ import annotations
@@ -50,15 +50,18 @@ class TopologyView:
 
     @property
     def is_changing(self) -> bool:
-        """Whether an operation is being prepared or committed. Its members are not part of the reply."""
+        """Whether an operation is being prepared or committed.
+
+        Its members are not part of the reply.
+        """
         return self.operation is not None and self.operation.phase in PREPARED_OR_COMMITTED
 
     def knows(self, name: str) -> bool:
-        """Whether a process of this name has registered."""
+        """Return whether a process of this name has registered."""
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
-        """Whether the member is known to be a rank of the present generation."""
+        """Return whether the member is known to be a rank of the present generation."""
         if not self.knows(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
@@ -70,7 +73,7 @@ class TopologyView:
         )
 
     def stands_by(self, name: str) -> bool:
-        """Whether the member reports that it stands by."""
+        """Return whether the member reports that it stands by."""
         entries = self._entries.get(name, ())
         idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
         return idle and not self.is_rank(name)
@@ -82,7 +85,9 @@ def record(
     pods: Collection[str],
     coordinator: str,
 ) -> llmservice.TopologyStatus | None:
-    """Return the topology for the status: the reply or, without one, the recorded topology without deleted pods.
+    """Return the topology for the status.
+
+    It is the reply or, without a reply, the recorded topology without deleted pods.
 
     A coordinator without a generation may have been restarted. Then the recorded topology stays.
 
@@ -125,7 +130,7 @@ def record(
 
 
 def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatus | None:
-    """Return the status of a group scaled to zero, without the operation that still waits for members.
+    """Return the status of a group scaled to zero, without an operation that waits for members.
 
     A topology has at least one member, so the coordinator keeps waiting for the last one requested.
     """
@@ -141,7 +146,7 @@ def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatu
 
 
 def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
-    """Return the topology in the service's status, if it was recorded for this address of the coordinator."""
+    """Return the topology in the service's status, if it is of this coordinator address."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None
@@ -155,7 +160,9 @@ def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.Topolo
 def filter_by_service_key(
     recorded: llmservice.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
 ) -> llmservice.TopologyStatus | None:
-    """Return `recorded` without ranks whose pods have another key, because they cannot register with the coordinator.
+    """Return `recorded` without ranks whose pods have another key.
+
+    They cannot register with the coordinator.
 
     Args:
         pods: all pods that exist.
@@ -174,7 +181,10 @@ def filter_by_service_key(
 
 
 def _operation(operation: OperationStatus) -> llmservice.OperationStatus:
-    """Convert the operation, without the seconds of its present phase: they would change the status in every reconcile."""
+    """Convert the operation, without the seconds of its present phase.
+
+    They would change the status in every reconcile.
+    """
     seconds = {
         phase: round(duration, 3)
         for phase, duration in operation.seconds.items()

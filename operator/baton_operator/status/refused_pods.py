@@ -1,6 +1,7 @@
-"""Pods that the API server refuses: a quota is exceeded, an admission webhook denies them, or a policy forbids them.
+"""Pods that the API server refuses, for example because of a quota or an admission webhook.
 
-The condition of the group reports the refusal, and its other pods keep serving. The pod is retried with growing pauses.
+The condition of the group reports the refusal, and its other pods keep serving. The pod is retried
+with growing pauses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class _Held(msgspec.Struct, frozen=True):
 
 
 class RefusedPods:
-    """The last refusal of each service and role. Kept in memory: a new process tries again at once."""
+    """The last refusal of each service and role.
+
+    Kept in memory: a new process tries again at once.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[Key, names.Role], _Held] = {}
@@ -39,7 +43,10 @@ class RefusedPods:
     def hold_back(
         self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
-        """Return `plan` without its creations until the pause has passed. A refusal that no longer applies is dropped."""
+        """Return `plan` without its creations until the pause has passed.
+
+        A refusal that no longer applies is dropped.
+        """
         held = self._held.get((key, role))
         if held is None:
             return plan
@@ -56,7 +63,10 @@ class RefusedPods:
     def record(
         self, key: Key, role: names.Role, revision: str, refusal: Diagnosis | None, now: datetime
     ) -> float | None:
-        """Record the result of a creation. Return the seconds until the next attempt, None if no pod was refused."""
+        """Record the result of a creation.
+
+        Return the seconds until the next attempt, None if no pod was refused.
+        """
         before = self._held.pop((key, role), None)
         if refusal is None:
             return None
@@ -75,7 +85,10 @@ class RefusedPods:
 
 
 def refusal_of(error: KubeError, pod: str) -> Diagnosis | None:
-    """Return the refusal of `pod`. None: the error is about the API server's present state, not about this pod."""
+    """Return the refusal of `pod`.
+
+    None: the error is about the API server's present state, not about this pod.
+    """
     reason = _reason(str(error)) or ("PodRefused" if error.status in _REFUSING else None)
     return Diagnosis(reason, f"the API server refuses pod {pod}: {error}") if reason else None
 

@@ -1,4 +1,4 @@
-"""Computes the status of a service from the observed state. Pure."""
+"""The whole status of a service, from the observed state. Pure."""
 
 from __future__ import annotations
 
@@ -139,11 +139,14 @@ def _scaling(members: list[Group]) -> Verdict | None:
 
 
 def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
-    """Return Scaling: of the topology unless it is at rest, else of the autoscaler. None: neither exists."""
+    """Return Scaling: of the topology unless it is at rest, else of the autoscaler.
+
+    None: neither exists.
+    """
     if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
         return of_topology
-    told = [group.autoscaling for group in sized if group.autoscaling is not None]
-    messages = " ".join(status.message for status in told)
+    statuses = [group.autoscaling for group in sized if group.autoscaling is not None]
+    messages = " ".join(status.message for status in statuses)
     for group in sized:
         if len(group.pods) != group.desired or group.ready != group.desired:
             reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
@@ -153,7 +156,7 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
                 f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
             )
     reason = min(
-        (status.reason for status in told),
+        (status.reason for status in statuses),
         key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET),
     )
     return "Unknown" if reason in BLIND_REASONS else "False", reason, messages
@@ -179,7 +182,10 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
 
 
 def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
-    """Return the status after an error of the operator: `Ready` is False, and other conditions are Unknown."""
+    """Return the status after an error of the operator.
+
+    `Ready` is False, and the other conditions are Unknown.
+    """
     unknown = "Unknown", problem.reason, "not determined, because the reconcile failed"
     verdicts = {
         **dict.fromkeys(conditions(service), unknown),
@@ -190,20 +196,17 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
 
 def is_new_problem(service: Object, problem: Problem) -> bool:
-    """Whether the problem is worth an Event: its class has Events, and Ready had another reason before."""
+    """Return whether the problem needs an Event: Ready had another reason before."""
     return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
 
 
 def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return the conditions that have a failure as their reason and had not before. Each is worth an Event."""
+    """Return the conditions with a new failure as their reason. Each becomes an Event."""
     before = {
         (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
     }
-    summaries = (
-        "Ready",
-        "Scaling",
-        MODEL_AVAILABLE,
-    )  # of other conditions; topology operations have their own Events
+    # These sum up other conditions. Topology operations have their own Events.
+    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
     return [
         each
         for each in status.conditions or []

@@ -1,7 +1,8 @@
 """The condition `Updating`: the progress of a rollout. Pure.
 
-It is True while pods of an earlier revision exist, and its message names what the rollout waits for. It is False without such
-pods, in a pause, and when the rollout stalls. `Ready` is True only when all pods, all of the newest revision, serve.
+It is True while pods of an earlier revision exist, and its message names what the rollout waits
+for. It is False without such pods, in a pause, and when the rollout stalls. `Ready` is True only
+when all pods, all of the newest revision, serve.
 """
 
 from __future__ import annotations
@@ -23,14 +24,8 @@ PAUSED = "Paused"
 STALLED = "RolloutStalled"
 REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
-_ORDER = (
-    STALLED,
-    REFUSED,
-    NO_ROOM,
-    "Draining",
-    "Starting",
-    "Replacing",
-)  # of reasons, the most specific first
+#: Reasons, the most specific first.
+_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
 
 
 class _Rollout(NamedTuple):
@@ -91,7 +86,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
     ]
     if late:
-        why = f"not ready within {progress_deadline_s} s: {found.message if found else f'pod {_names(late)}'}"
+        which = found.message if found else f"pod {_names(late)}"
+        why = f"not ready within {progress_deadline_s} s: {which}"
         return Diagnosis(STALLED, f"{why}; pods of the earlier revision keep serving")
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
@@ -117,7 +113,7 @@ def _counts(rollout: _Rollout) -> str:
 
 
 def _exists(pod: Object, now: datetime) -> bool:
-    """Whether the pod has not ended and is not stuck in termination on a lost node."""
+    """Return whether the pod has not ended and is not stuck in termination on a lost node."""
     if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))

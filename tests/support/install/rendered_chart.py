@@ -16,7 +16,7 @@ NAMESPACE = "baton-system"
 
 
 def render(values: Object | None = None, *, release: str = RELEASE) -> list[Object]:
-    """Every object of the release. Raises helm.HelmError where `helm template` fails, for values that the schema refuses too."""
+    """Return every object of the release. Raises helm.HelmError if `helm template` would fail."""
     with helm.Chart.load(CHART) as chart:
         chart.validate_schema(chart.merge_values(values))
         manifests = chart.render(values, name=release, namespace=NAMESPACE)
@@ -39,6 +39,6 @@ def kinds(objects: list[Object]) -> list[str]:
 
 
 def pod_spec(values: Object | None = None) -> Object:
-    """Of the operator's Deployment."""
+    """Return the pod spec of the operator's Deployment."""
     spec: Object = one(render(values), "Deployment")["spec"]["template"]["spec"]
     return spec

@@ -29,7 +29,7 @@ from baton_kernels.sampling import triton_kernel as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MOST_SHARED = 227 * 1024
-"""Bytes that a program can have on it."""
+"""Shared memory of a program, in bytes."""
 FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr", "key_scale_ptr", "value_scale_ptr"), "*fp32")
 INTEGER_POINTERS = {
     "block_tables_ptr": "*i32",
@@ -49,7 +49,7 @@ INTEGER_POINTERS = {
 
 
 VARYING = {"num_rows", "num_tokens", "num_pairs", "num_seqs", "target_segments", "stride_table_seq"}
-"""Numbers that are others from step to step."""
+"""Numbers that change from step to step."""
 MOVING = {
     "block_tables_ptr",
     "cu_seqlens_q_ptr",
@@ -60,13 +60,13 @@ MOVING = {
     "top_k_ptr",
     "top_p_ptr",
 }
-"""Pointers into the middle of a tensor, wherever that is."""
+"""Pointers into a tensor, with any alignment."""
 
 
 def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[list[object]]]:
-    """What Triton knows of a launch in production: pointers and strides are multiples of 16, where the kernel lets it look.
+    """Return the specialization of a launch in production: pointers and strides are multiples of 16.
 
-    Where it looks at what varies, it would compile the kernel anew while serving.
+    A kernel that specializes on varying arguments would be compiled again during serving.
     """
     known: dict[tuple[int], list[list[object]]] = {}
     for index, parameter in enumerate(kernel.params):
@@ -86,7 +86,7 @@ def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[l
 def compile_kernel(
     kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None
 ) -> None:
-    """`types` says what names do not: a parameter's type as Triton spells it."""
+    """Compile a kernel. `types` has Triton's types of parameters that their names do not determine."""
     known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
     signature = {}
     for parameter in kernel.params:
@@ -125,8 +125,10 @@ compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_
 def compile_attention(
     dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int
 ) -> None:
-    """With the default configuration, strides of production and 4 query heads per KV head. Checks that memory is read 16 bytes at
-    a time and ahead, and that long query blocks of 16 bits use the warp group's products."""
+    """Compile attention with the default configuration and 4 query heads per KV head.
+
+    Checks that loads are asynchronous and 16 bytes wide, and that long query blocks use wgmma.
+    """
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[
         kv_dtype
     ]

@@ -1,4 +1,4 @@
-"""Builds paged KV caches for tests: the engine's cross-layer layout, shuffled blocks, and NaN wherever nothing was written."""
+"""Paged KV caches for tests: the engine's layout, shuffled blocks, and NaN in unwritten slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def dtypes() -> list[torch.dtype]:
-    """bfloat16 only where there is a GPU: the interpreter's bf16 `tl.dot` is wrong."""
+    """Return the tested dtypes. bfloat16 needs a GPU: the interpreter's bf16 `tl.dot` is wrong."""
     return [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
@@ -92,10 +92,10 @@ def paged_case(
     soft_cap: float | None = None,
     fp8: bool = False,
 ) -> PagedCase:
-    """A case of sequences given as (query length, total length). Unwritten slots and table padding hold NaN or nonsense.
+    """Return a case of sequences (query length, total length), with NaN or nonsense in padding.
 
     Args:
-        fp8: the caches are float8_e4m3fn, with a scale of its own for each KV head's keys and values.
+        fp8: the caches are float8_e4m3fn, with a scale per KV head for keys and for values.
     """
     blocks_of = [-(-total // block_size) for _, total in lengths]
     num_blocks = sum(blocks_of) + 3
@@ -133,7 +133,7 @@ def paged_case(
 
 
 def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """So many elements; on a CPU they cost nothing, and need not be there, before they are touched."""
+    """Return a tensor of `num_elements`. On a CPU its pages need no memory until they are touched."""
     if device != "cpu":
         return torch.empty(num_elements, dtype=dtype, device=device)
     no_reserve = 0x4000  # MAP_NORESERVE of Linux
@@ -149,7 +149,7 @@ def assert_attends(actual: Tensor, case: PagedCase) -> None:
 
 
 def poison_what_no_query_sees(case: PagedCase) -> None:
-    """NaN into every token that lies behind the window of its sequence's first query of the step."""
+    """Write NaN to all tokens outside of the window of their sequence's first query."""
     assert case.window is not None
     block_size = case.key_cache.shape[2]
     for seq, seq_len in enumerate(case.seq_lens.tolist()):
@@ -161,7 +161,7 @@ def poison_what_no_query_sees(case: PagedCase) -> None:
 
 
 def triton_output(case: PagedCase, device: str, **arguments: Any) -> Tensor:
-    """Of the Triton kernel, which finds NaN where it is to write."""
+    """Return the output of the Triton kernel, written over NaN."""
     from baton_kernels.attention.triton_kernel import paged_attention_triton
 
     moved = case.to(device)

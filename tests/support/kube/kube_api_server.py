@@ -1,4 +1,4 @@
-"""An API server of a few lines: tests script what it answers, and read what it was asked."""
+"""A minimal API server. Tests script its replies and read its requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Asked:
-    """One request."""
+    """One received request."""
 
     method: str
     path: str
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass
 class ApiServer:
-    """Answers with `handler`, which a test replaces."""
+    """Replies with `handler`, which tests replace."""
 
     handler: Handler = None  # type: ignore[assignment]
     asked: list[Asked] = field(default_factory=list)
@@ -77,7 +77,7 @@ async def serving(server: Any) -> AsyncIterator[KubeClient]:
 async def streamed(
     request: web.Request, *chunks: str, cut: bool = False, hang: bool = False
 ) -> web.StreamResponse:
-    """Answer with `chunks`; then end, or abort the connection, or send nothing more."""
+    """Send `chunks`, then end the reply, abort the connection, or stay silent."""
     response = web.StreamResponse()
     await response.prepare(request)
     for chunk in chunks:
@@ -85,7 +85,7 @@ async def streamed(
     if hang:
         await asyncio.Event().wait()
     if cut:
-        await asyncio.sleep(0.05)  # what was written arrives before the connection is reset
+        await asyncio.sleep(0.05)  # the chunks must arrive before the connection is reset
         assert request.transport is not None
         request.transport.abort()
     return response

@@ -1,4 +1,4 @@
-"""Pods of a service as an autoscaler meets them: their objects, and HTTP servers that export what real engines and gateways do."""
+"""Pods for the autoscaler: their objects, and HTTP servers that export the metrics of engines and gateways."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _HOSTS = (f"127.91.{os.getpid() % 250}.{number}" for number in count(1))
 
 
 class FakePod:
-    """One pod; `start` lets it answer."""
+    """One pod. `start` starts its HTTP server."""
 
     def __init__(self, name: str, role: MemberRole | None) -> None:
         self.name, self.role, self.host = name, role, next(_HOSTS)
         self.is_ready = True
         self.restarts = 0
+        #: One of error, garbage, long or silent.
         self.fault = ""
-        """error, garbage, long or silent."""
         self.num_scrapes = 0
+        #: Load of an engine.
         self.stats, self.requests = EngineStats(), RequestMetrics()
-        """Of an engine."""
         self.gateway = GatewayMetrics()
         self._runner: web.AppRunner | None = None
 
@@ -63,7 +63,7 @@ class FakePod:
         }
 
     def serve_load(self, *, tokens: int, itl_s: float, running: int = 4) -> None:
-        """So many tokens of this latency more."""
+        """Add this many tokens of this latency."""
         self.requests.histograms["inter_token_latency_seconds"].observe(itl_s, tokens)
         self.stats.num_requests_running = running
 
@@ -101,7 +101,7 @@ class FakePod:
 
 
 class Clock:
-    """Time that tests set; whatever sleeps for real is no part of it."""
+    """A clock that tests set. Real time does not move it."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

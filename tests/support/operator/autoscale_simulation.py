@@ -1,9 +1,12 @@
-"""A service under load in simulated time, scraped and sized like a real one: what the closed-loop tests of the autoscaler drive.
+"""A service under load in simulated time, for the closed-loop tests of the autoscaler.
 
-Prefill: each engine computes one prompt at a time, first come first served; a request goes to the engine with the least work.
-Decode: an engine's step takes `step_s + sequence_s` times its sequences and gives each one token; a sequence holds
-`1 / max_sequences` of the engine's KV, and those that do not fit wait. New engines need `load_s` to be ready, and those that leave
-drain. Histograms have fine buckets: what the formulas do with exact latencies is the question here.
+Prefill: each engine computes one prompt at a time, first come first served. A request goes to the engine with the least work.
+
+Decode: a step takes `step_s + sequence_s` times the number of sequences, and gives each sequence one token. A sequence uses
+`1 / max_sequences` of the engine's KV blocks. Sequences that do not fit wait. New engines need `load_s` to be ready, and engines
+that leave drain.
+
+Histograms have fine buckets, so that the formulas see exact latencies.
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ class Engine:
             name: EngineHistogram(name, FINE_S) for name in windows.ENGINE_HISTOGRAMS
         }
     )
+    #: Prefill: time at which all its prompts are computed.
     free_at: float = 0.0
-    """Prefill: when all its prompts are computed."""
+    #: Prefill: requests without a first token.
     prompts: int = 0
-    """Prefill: given to it and without a first token."""
+    #: Decode: tokens of a sequence that runs from the start.
     served: float = 0.0
-    """Decode: tokens that a sequence which was always there would have."""
+    #: Decode: heap of `served` at which sequences end.
     running: list[float] = field(default_factory=list)
-    """Decode: heap of `served` at which sequences end."""
+    #: Decode: tokens of waiting sequences.
     waiting: list[float] = field(default_factory=list)
-    """Decode: tokens of those that do not fit."""
 
     @property
     def empty(self) -> bool:
@@ -57,10 +60,10 @@ class Engine:
 
 @dataclass
 class Workload:
+    #: Mean time of a prompt on an idle engine. Prompts vary by a factor of two in both directions.
     prefill_s: float = 0.2
-    """Mean time of a prompt on an engine of its own; prompts vary by a factor of two to either side."""
+    #: Mean number of generated tokens.
     tokens: int = 100
-    """Mean length of an answer."""
     step_s: float = 0.010
     sequence_s: float = 0.0005
     max_sequences: int = 100
@@ -70,10 +73,11 @@ _BOUNDS = Bounds(1, 16)
 
 
 class Simulation:
-    """
+    """A simulated service.
+
     Args:
-        rate: requests per second at a time.
-        prefill_bounds, decode_bounds: of the sizes, which start at their minimum, or 1.
+        rate: function from time to requests per second.
+        prefill_bounds, decode_bounds: bounds of the sizes, which start at the minimum or 1.
     """
 
     def __init__(
@@ -99,13 +103,13 @@ class Simulation:
         self.histories = dict.fromkeys(MEMBER_ROLES, History())
         self.decisions: list[tuple[float, Decision]] = []
         self.sizes: list[tuple[float, dict[MemberRole, int]]] = []
+        #: (prompt seconds, tokens) of requests without a decode engine.
         self.held: list[tuple[float, float]] = []
-        """(prompt seconds, tokens) of requests that no decode engine could take."""
         self._wanted = dict(sizes)
         self._random = random.Random(seed)
         self._names = count()
+        #: (time, order, prefill engine, arrival, start, number of tokens) of future first tokens.
         self._events: list[tuple[float, int, Engine, float, float, float]] = []
-        """(when, order, prefill engine, arrival, start, answer's tokens) of first tokens to come."""
         self._arrived = self._requests = 0
         self._snapshots: list[Snapshot] = []
         for role, size in sizes.items():
@@ -124,7 +128,7 @@ class Simulation:
         return self._wanted[role]
 
     def changes(self, role: MemberRole, since: float = 0.0) -> list[int]:
-        """Steps of the size, in order."""
+        """Changes of the size, in order."""
         return [
             b[role] - a[role]
             for (_, a), (at, b) in pairwise(self.sizes)

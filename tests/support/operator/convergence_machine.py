@@ -1,6 +1,8 @@
-"""The real operator, kopf included, under everything that can happen at once: edits, deaths, slow and full nodes, engines
-and a coordinator that do not answer, an API server that fails, watches that break, lag and lose events, and its own death at any
-request. It gets to what was asked for, leaves nothing behind, and restarts nobody without need."""
+"""A state machine over the real operator, kopf included, on a simulated cluster.
+
+Its rules edit the service and let pods, nodes, engines, the coordinator, the API server, watches and the operator itself fail. The
+operator must reach the desired state, leave no object behind, and restart no pod without need.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from support.operator.simulated_watches import Lists
 
 SIZES = st.integers(0, 3)
 BOUNDS = st.sampled_from([(0, 1), (1, 0), (2, 0), (1, 1), ("50%", "25%"), (0, "100%")])
+#: More than most steps send, so that sometimes nothing fails.
 REQUESTS = st.integers(0, 80)
-"""More than most steps need: then nothing goes wrong."""
 DELAYS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+#: Pods and services are drawn more often.
 KINDS = st.sampled_from([*WATCHED, "Pod", "LLMService"])
-"""Pods and services matter most."""
 DEATHS = st.sampled_from(["container_dies", "pod_fails", "pod_vanishes", "pod_is_deleted"])
 
 
@@ -30,7 +32,7 @@ def template(value: str, broken: bool) -> dict[str, Any]:
 
 
 class Machine(RuleBasedStateMachine):
-    """The checks are in `Service.reconcile`, the end in `Service.settle`."""
+    """`Service.reconcile` checks every step, and `Service.settle` the final state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             self.service.close()
 
     def _settle(self) -> None:
-        """All goes well from now on; then again, on nodes that are full, and an edit in a pause."""
+        """Let everything succeed from now on. Repeat it on full nodes, and with an edit during a pause."""
         self._mend("y")
         spec = self.service.object()["spec"]
         wanted = sum(spec[role]["replicas"] for role in self._roles())

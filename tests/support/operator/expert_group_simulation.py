@@ -23,13 +23,13 @@ from support.operator.services import NOW
 
 ADDRESS = "10.96.0.9"
 TIMEOUT_S = 60.0
+#: Time in which ranks find a new coordinator.
 REGISTERED_WITHIN = timedelta(seconds=5)
-"""Ranks find a new coordinator in time."""
 
 
 @dataclass
 class Pod:
-    """A pod, and the process in it."""
+    """A pod and its process."""
 
     ordinal: int
     revision: str
@@ -41,10 +41,10 @@ class Pod:
     drain_started: datetime | None = None
     unfinished: int = 0
     deletion: datetime | None = None
+    #: Registered with the running coordinator.
     registered: bool = False
-    """With the coordinator that runs."""
+    #: Scheduled to a node.
     bound: bool = False
-    """To a node."""
     no_room_since: datetime | None = None
 
     @property
@@ -56,33 +56,33 @@ class Pod:
 class Operation:
     id: str
     kind: str
+    #: Instance by name.
     target: dict[str, str]
-    """Name -> instance."""
     phase: OperationPhase = OperationPhase.PREPARING
     reason: str = ""
 
 
 @dataclass
 class Simulation:
-    """The truth, and what each part knows of it."""
+    """The simulated cluster, and the state that each part of it has observed."""
 
     desired: int = 2
     update: Update = field(default_factory=Update)
+    #: Number of pods for which the nodes have room.
     capacity: int = 100
-    """Pods that the nodes have room for."""
     revision: str = "r0"
     group: str = "g"
     now: datetime = NOW
     pods: dict[str, Pod] = field(default_factory=dict)
     generation: int = 0
+    #: Ranks of the present generation: instance by name.
     ranks: dict[str, str] = field(default_factory=dict)
-    """Of the present generation: name -> instance."""
     coordinator_up: bool = True
     coordinator_since: datetime = NOW
+    #: The next requests to the coordinator that get no reply and have no effect.
     refuses: int = 0
-    """So many of the next requests to the coordinator are not answered, and not done."""
+    #: The next requests that take effect but whose replies are lost.
     loses: int = 0
-    """So many of its next answers are lost; what was asked for is done."""
     request: TopologyRequest | None = None
     operation: Operation | None = None
     fail_next: bool = False
@@ -92,7 +92,7 @@ class Simulation:
 
     @property
     def _revision(self) -> str:
-        """Of the pods to be made: a hash of all that they are made of."""
+        """Revision of new pods."""
         return f"{self.group}-{self.revision}"
 
     # The operator
@@ -128,7 +128,7 @@ class Simulation:
         return plan
 
     def _answered(self) -> TopologyStatus | None:
-        """What the next request to the coordinator is answered."""
+        """Return the reply to the next request."""
         if self.refuses:
             self.refuses -= 1
             return None
@@ -223,7 +223,7 @@ class Simulation:
         )
 
     def _known(self) -> bool:
-        """A living rank has told of the generation."""
+        """Whether a living rank has reported the generation."""
         return any(
             self._lives(name, instance) and self.pods[name].registered
             for name, instance in self.ranks.items()
@@ -243,7 +243,7 @@ class Simulation:
         return self.operation is not None and self.operation.phase in changing
 
     def coordinate(self) -> None:
-        """One step of the coordinator."""
+        """Take one step of the coordinator."""
         if not self.coordinator_up:
             return
         living = {name: each for name, each in self.ranks.items() if self._lives(name, each)}
@@ -267,10 +267,10 @@ class Simulation:
             usable = living
         if usable and (usable != self.ranks or broken):
             kind = "form" if not self.ranks else "recover" if broken else "scale"
-            asked_for = (
+            requested = (
                 self.request is not None and kind != "recover"
             )  # ranks recover by themselves
-            self.operation = Operation(self.request.operation_id if asked_for else "", kind, usable)
+            self.operation = Operation(self.request.operation_id if requested else "", kind, usable)
 
     def _advance(self, operation: Operation, living: dict[str, str]) -> None:
         lost = [name for name, each in operation.target.items() if not self._lives(name, each)]
@@ -304,17 +304,17 @@ class Simulation:
             )  # before it says that it has started
 
     def container_dies(self, pod: Pod) -> None:
-        """The kubelet starts another in its place."""
+        """The container dies, and the kubelet starts another one."""
         pod.running = pod.registered = False
         pod.unfinished = 0
         pod.instance = f"i{next(self._instances)}"
 
     def pod_vanishes(self, pod: Pod) -> None:
-        """With its node."""
+        """The pod is lost with its node."""
         del self.pods[pod.name]
 
     def pod_is_deleted(self, pod: Pod) -> None:
-        """By somebody; its process runs on for a while."""
+        """Another client deletes the pod. Its process keeps running for a while."""
         pod.deletion = pod.deletion or self.now + timedelta(seconds=30)
 
     def coordinator_dies(self) -> None:
@@ -327,7 +327,7 @@ class Simulation:
             self.coordinator_up, self.coordinator_since = True, self.now
 
     def world(self, moves: Callable[[], bool], seconds: float) -> None:
-        """Time passes; each thing that can move on does so, or not."""
+        """Let time pass. Each part may or may not make progress."""
         self.now += timedelta(seconds=seconds)
         for pod in list(self.pods.values()):
             if not moves():
@@ -346,7 +346,7 @@ class Simulation:
         self.coordinate()
 
     def settle(self) -> None:
-        """From here on everything goes well. Raises AssertionError if the group does not become what it should be."""
+        """Let everything succeed. Raise AssertionError if the group does not reach the desired state."""
         self.coordinator_returns()
         self.fail_next = False
         self.refuses = self.loses = 0

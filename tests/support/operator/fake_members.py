@@ -1,4 +1,4 @@
-"""What the operator talks to beside the API server, as the tests play it: engines that drain, and a coordinator of ranks."""
+"""Fake engines that drain, and a fake coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.operator.operator_process import eventually
 
 
 class DrainingEngine:
-    """An engine's HTTP that answers POST /drain; with a key, to those who have it."""
+    """HTTP server of an engine that answers POST /drain, to clients with the key if there is one."""
 
     def __init__(self, unfinished: int, key: ServiceKey | None = None) -> None:
         self.unfinished, self.asked, self.refused = unfinished, 0, 0
@@ -47,7 +47,7 @@ async def serve_drain(ip: str, engine: DrainingEngine) -> web.AppRunner:
 
 
 class FakeCoordinator:
-    """A coordinator's HTTP on its Service's address. Operations go on when the test says so."""
+    """HTTP server of a coordinator on the address of its Service. Tests advance its operations."""
 
     def __init__(self) -> None:
         self.topology = TopologyStatus(generation=0, desired=[], members=[])
@@ -64,7 +64,7 @@ class FakeCoordinator:
         return await self.get(request)
 
     def commit(self) -> None:
-        """All that was asked for are ranks; those of before stand by."""
+        """Make all requested members ranks. Earlier ranks stand by."""
         left = [each for each in self.topology.members if each.name not in self.topology.desired]
         for each in left:
             each.rank, each.phase = None, RankPhase.STANDBY
@@ -89,7 +89,7 @@ class FakeCoordinator:
             seconds={"waiting": 0.25},
         )
 
-    async def asked_for(self, *names: str) -> None:
+    async def requested(self, *names: str) -> None:
         async def asked() -> bool:
             return bool(self.requests) and self.requests[-1].members == sorted(names)
 

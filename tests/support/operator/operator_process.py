@@ -1,5 +1,7 @@
-"""The whole operator process against a real kube-apiserver, with the rights that its manifests give and no more; and a service on
-it, whose kubelet and Deployment controller the tests play by writing status."""
+"""The operator process on a real kube-apiserver, with exactly the rights of its manifests.
+
+Tests take the part of the kubelet and of the Deployment controller: they write the status of objects.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ needs_api_server = pytest.mark.skipif(
 
 
 async def install(kubeconfig: Path) -> None:
-    """The CRD and the RBAC of manifests/, as an administrator applies them."""
+    """Apply the CRD and the RBAC of manifests/, as an administrator does."""
     paths = {
         "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
         "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
@@ -49,7 +51,7 @@ async def install(kubeconfig: Path) -> None:
 
 @dataclass
 class Operator:
-    """The process, seen from outside."""
+    """The running operator process."""
 
     http_port: int
 
@@ -61,7 +63,7 @@ class Operator:
         return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
 
     async def look_around(self, times: int) -> None:
-        """Returns when the operator has looked at every service `times` times more: each resync makes all of them due."""
+        """Return when the operator has reconciled every service `times` more times."""
         looks = times * self.metric("baton_operator_services") + self.metric(
             "baton_operator_reconcile_seconds_count"
         )
@@ -73,7 +75,7 @@ class Operator:
 
 
 async def eventually(check: Callable[[], Any], what: str) -> Any:
-    """What `check` returns as soon as it is true."""
+    """Return the first true result of `check`."""
     deadline = time.monotonic() + DEADLINE_S
     result = None
     while time.monotonic() < deadline:
@@ -85,7 +87,7 @@ async def eventually(check: Callable[[], Any], what: str) -> Any:
 
 
 class Cluster:
-    """One service, and the kubelet's part."""
+    """One service, and the kubelet of its pods."""
 
     def __init__(self, kube: Kube, name: str) -> None:
         self.kube, self.name = kube, name
@@ -110,7 +112,7 @@ class Cluster:
         return {pod["metadata"]["name"]: pod for pod in pods}
 
     async def names(self, *wanted: str) -> dict[str, Object]:
-        """Once exactly these pods exist."""
+        """Wait until exactly these pods exist."""
         full = {f"{self.name}-{short}" for short in wanted}
 
         async def check() -> Any:
@@ -120,7 +122,7 @@ class Cluster:
         return dict(await eventually(check, f"exactly the pods {sorted(full)}"))
 
     async def run(self, pod: str, ip: str = "127.201.0.1", ready: bool = True) -> None:
-        """The kubelet's report of a pod that runs."""
+        """Write the status of a running pod."""
         flag = "True" if ready else "False"
         container = {
             "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready, "started": True,
@@ -133,7 +135,7 @@ class Cluster:
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
 
     async def die(self, pod: str, message: str) -> None:
-        """The kubelet's report of a container that ended for good reasons."""
+        """Write the status of a container that ended."""
         ended = {"terminated": {"exitCode": 78, "reason": "Error", "message": message}}
         container = {
             "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False, "started": False,
@@ -145,7 +147,7 @@ class Cluster:
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
 
     async def run_gateway(self) -> None:
-        """The Deployment controller's and the kubelet's part for the gateway."""
+        """Write the status of the gateway's Deployment and pods."""
 
         async def deployed() -> Any:
             return await self.kube.read("Deployment", NAMESPACE, f"{self.name}-gateway")
@@ -170,7 +172,7 @@ class Cluster:
         return found
 
     async def condition(self, type_: str, status: str, reason: str | None = None) -> Object:
-        """Once the condition is so for the newest generation."""
+        """Wait for a condition of the newest generation."""
 
         async def check() -> Any:
             service = await self.service()

@@ -1,6 +1,7 @@
-"""What must hold at every step of the operator, whatever it knows of the cluster.
+"""Invariants of every step of the operator.
 
-What it knows may be old. So a step is judged by what the operator saw when it decided, by what it did before, and by what exists.
+The operator's observation may be outdated. So a step is checked against that observation, the operator's earlier actions and the
+present cluster.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from support.operator.simulated_api_server import ApiServer, SimulatedClient
 from support.operator.simulated_nodes import MEMBER_NAME
 
 Object = dict[str, Any]
+#: Members by name.
 Pods = dict[str, Object]
-"""By name."""
 
 
 class StepChecks:
-    """Of one service at a time."""
+    """Invariants of one service."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
+        #: uids of pods that the operator has marked as draining, or deleted.
         self._spent: set[str] = set()
-        """uids of pods that the operator has marked as draining, or deleted."""
+        #: Actions that the operator knows of: (action, uid of the pod).
         self._stored_status: set[tuple[str, str]] = set()
-        """What the operator knows that it did: (what, uid of the pod)."""
+        #: (uid, generation)
         self._spec_seen: tuple[str, int] | None = None
-        """(uid, generation)"""
 
     def after(
         self, client: SimulatedClient, before: Pods, after: Pods, ranks: list[str], went_well: bool
     ) -> None:
-        """After a step.
+        """Check one step.
 
         Args:
-            before, after: the service's members, as they are.
-            ranks: members that serve in an expert-parallel group, before.
+            before, after: the members before and after the step.
+            ranks: serving ranks before the step.
         """
         service = client.seen_service
         self._nothing_is_done_twice(client, {**before, **after})
@@ -78,7 +79,7 @@ class StepChecks:
             self._nobody_left_without_need()
 
     def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
-        """What the operator did and was told so, it knows, however late the watches are."""
+        """The operator knows its confirmed actions, even if the watches are late."""
         uids = set(map(_uid, pods.values()))
         for what, uid in client.told:
             if what == "exists":
@@ -141,7 +142,7 @@ class StepChecks:
         self._departed += [seen[m.name] for m in taken]
 
     def _nobody_left_without_need(self) -> None:
-        """Nobody of the newest revision who served left, but for a smaller size."""
+        """No serving member of the newest revision leaves, unless the size shrinks."""
         services = self._server.list(f"{names.PLURAL}.{names.GROUP}")
         for role in names.MEMBER_ROLES:
             told = (services[0].get("status") or {}).get(role) or {} if services else {}
@@ -182,7 +183,7 @@ class StepChecks:
 
 
 def _size(role: names.MemberRole, spec: Spec, service: Object) -> int:
-    """What the group should have. One that an edit in a pause removes keeps what the status says."""
+    """Return the desired size of a group. A group that an edit in a pause removes keeps the size in the status."""
     group = spec.prefill if role == "prefill" else spec.decode
     if group is None and spec.paused:
         return int(((service.get("status") or {}).get(role) or {}).get("desired", 0))

@@ -1,5 +1,7 @@
-"""A service on a simulated cluster: API server, nodes, engines and coordinator; and the real operator on it: kopf, its handlers,
-controller and Reconciler."""
+"""A service on a simulated cluster, with the real operator.
+
+API server, nodes, engines and coordinator are simulated. kopf, the handlers, the controller and the Reconciler are real.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +43,24 @@ from support.operator.simulated_watches import Wire
 Object = dict[str, Any]
 NAME = "demo"
 KEY = Key(NAMESPACE, NAME)
+#: Kinds whose watches fail in tests.
 WATCHED = ["LLMService", "Pod", "ConfigMap", "Deployment", "Service"]
-"""Kinds on which most depends."""
 RESYNC_S = 300.0
 ROUND_S = 6.0
 ROUNDS = 200
 
 
 class Service:
-    """One LLMService and all around it. `reconcile` checks what must hold at every step, `settle` what must hold in the end."""
+    """One LLMService and its cluster. `reconcile` checks every step, and `settle` the final state."""
 
     def __init__(self) -> None:
         self.server = ApiServer()
         self.nodes = Nodes(self.server)
         self.coordinator = Coordinator(started=self._started_ranks, clock=self.server.seconds)
+        #: Addresses of engines that do not answer.
         self.silent: set[str] = set()
-        """Addresses of engines that do not answer."""
+        #: Events that are lost silently.
         self.lost_events = False
-        """Without a word."""
         self._checks = StepChecks(self.server)
         self._operator_starts()
         self._foreign = self.server.put(
@@ -106,7 +108,7 @@ class Service:
     # The operator
 
     def _operator_starts(self) -> None:
-        """A process that knows nothing."""
+        """Start a new operator process without state."""
         self.client, self._loop = SimulatedClient(self.server), SimulatedLoop(self.server.seconds)
         self._revisit_at = float("inf")
         self._resync_at = self.server.seconds() + RESYNC_S
@@ -128,7 +130,7 @@ class Service:
         )
 
     async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
-        """What the controller calls: it takes errors for itself."""
+        """The reconcile function of the controller. It records errors."""
         try:
             return await self._reconciler.reconcile(key, freshness)
         except Exception as error:
@@ -145,21 +147,21 @@ class Service:
         self._operator_starts()
 
     async def drain(self, host: str, key: Any = None) -> int | None:
-        """What the engine at `host` answers."""
+        """Return the reply of the engine at `host`."""
         return None if host in self.silent else self.nodes.unfinished.get(host, 0)
 
     def wire(self, kind: str) -> Wire:
-        """What carries the events of `kind`."""
+        """Return the watches of `kind`."""
         return self.server.wire(self.runtime.kube.resource(kind))
 
     def events_come(self) -> None:
-        """Those that are on their way."""
+        """Events that have not arrived yet."""
         self._loop.run_until_idle()
         assert not self._kopf.done(), f"kopf ended: {self._kopf}"
 
     @property
     def is_current(self) -> bool:
-        """The API server's watch caches show what is stored."""
+        """Bring the API server's watch caches up to date."""
         return not any(wire.is_behind for wire in self.server.wires)
 
     def reconcile(
@@ -171,12 +173,12 @@ class Service:
         delays: list[int] | None = None,
         told: bool = True,
     ) -> bool:
-        """One step of the operator. False: it failed or crashed, and a new one has begun.
+        """Take one step of the operator. Return False if it failed, or crashed and was restarted.
 
         Args:
             faults, hit_writes: see SimulatedClient.
             meanwhile, delays: see SimulatedClient.begin.
-            told: the events on their way come before.
+            told: whether pending events arrive before the step.
         """
         if told:
             self.events_come()
@@ -217,7 +219,7 @@ class Service:
     # The cluster
 
     def pods(self) -> list[Object]:
-        """Members of the service."""
+        """Return the members of the service."""
         return self.nodes.pods()
 
     def passes(self, seconds: float) -> None:
@@ -236,7 +238,7 @@ class Service:
         }
 
     def world(self, moves: Callable[[], bool], seconds: float) -> None:
-        """Time passes; each thing that can move on does so, or not."""
+        """Let time pass. Each part may or may not make progress."""
         self.passes(seconds)
         of_services = [
             pod for pod in self.server.list("pods") if MEMBER_NAME.search(pod["metadata"]["name"])
@@ -252,8 +254,7 @@ class Service:
     # The end
 
     def settle(self) -> None:
-        """From here on everything goes well, and the operator looks when it has a reason to. Raises AssertionError if the service
-        does not become what it should be."""
+        """Let everything succeed. Raise AssertionError if the service does not reach the desired state."""
         self.silent.clear()
         self.nodes.unfinished.clear()
         self.coordinator.returns()
@@ -335,7 +336,7 @@ class Service:
         self._check_orphans(service["metadata"]["uid"])
 
     def _check_orphans(self, uid: str) -> None:
-        """All that is labelled as the operator's belongs to the service or to one of its Deployments."""
+        """Return whether all labelled objects belong to the service or to one of its Deployments."""
         deployments = [
             d["metadata"]["uid"]
             for d in self.server.list("deployments.apps")
@@ -354,7 +355,7 @@ class Service:
 
 @contextlib.contextmanager
 def settled(spec: Object) -> Iterator[Service]:
-    """A service with all its pods, which serve."""
+    """Return a service whose pods all serve."""
     with contextlib.closing(Service()) as service:
         service.create(spec)
         service.settle()

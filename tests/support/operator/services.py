@@ -16,7 +16,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 def owner(
     name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
 ) -> Owner:
-    """A service with `spec` in the API's own form."""
+    """Return a service with this spec."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
     return Owner(
         name=name,
@@ -50,7 +50,7 @@ def pod(
     phase: str = "Running",
     status: Object | None = None,
 ) -> Object:
-    """A member pod as the API returns it."""
+    """Return a member pod as the API returns it."""
     container = {
         "name": "engine",
         "restartCount": restarts,

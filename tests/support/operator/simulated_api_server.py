@@ -1,5 +1,7 @@
-"""The embedded control plane's API server without HTTP, on a clock of the test's own, and the operator's connection to it, on which
-anything can go wrong."""
+"""A simulated API server, and the operator's connection to it, which may fail.
+
+It is the embedded control plane's API server without HTTP, on a simulated clock.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SYSTEM = WriteOptions("test")
 
 
 class Crash(BaseException):
-    """The operator's process ends here."""
+    """Simulated crash of the operator."""
 
 
 class Fault(enum.Enum):
@@ -49,12 +51,12 @@ class Fault(enum.Enum):
 
 @dataclass
 class ApiServer:
-    """Objects, with Kubernetes' rules."""
+    """Stores objects by Kubernetes' rules."""
 
     now: datetime = NOW
     cluster: ClusterState = field(default_factory=lambda: ClusterState("token", "10.96.0.0/20"))
+    #: Objects by storage key.
     _wires: dict[str, Wire] = field(default_factory=dict)
-    """By storage key."""
 
     def __post_init__(self) -> None:
         crds = self._resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
@@ -62,11 +64,11 @@ class ApiServer:
         self.cluster.store.listen(self._tell)
 
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Time since the start."""
         return (self.now - NOW).total_seconds()
 
     def wire(self, resource: tuple[str, str]) -> Wire:
-        """What carries the events of a kind, by (apiVersion, plural)."""
+        """Watches by (apiVersion, plural)."""
         api_version, plural = resource
         group = api_version.rpartition("/")[0]
         return self.wire_of(f"{plural}.{group}".rstrip("."))
@@ -91,7 +93,7 @@ class ApiServer:
     def request(
         self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
     ) -> Any:
-        """The answer's body. Raises KubeError."""
+        """Return the body of the reply. Raise KubeError if the request is refused."""
         try:
             return _copy(self._answer(method, path, _copy(body), query, content_type))
         except ApiError as error:
@@ -148,7 +150,7 @@ class ApiServer:
         return last
 
     def _cached(self, call: Any, query: dict[str, str]) -> Any:
-        """A read from the watch cache, which may lag behind."""
+        """Read from the watch cache, which may lag behind."""
         items, version = self.wire_of(call.resource.storage_key).cached(
             label_selector(query.get("labelSelector", ""))
         )
@@ -182,14 +184,14 @@ class ApiServer:
         return self.cluster.store.get(storage, NAMESPACE, name)
 
     def edit(self, storage: str, name: str, change: Callable[[Object], None]) -> None:
-        """As a controller or kubelet does it."""
+        """Change an object as a controller or kubelet does."""
         obj = copy.deepcopy(self.cluster.store.get(storage, NAMESPACE, name))
         assert obj is not None, name
         change(obj)
         self.cluster.store.put(storage, obj)
 
     def put(self, obj: Object, plural: str) -> Object:
-        """Somebody else makes an object."""
+        """Create an object as another client."""
         call = parse_path(f"/api/v1/namespaces/{NAMESPACE}/{plural}", self.cluster.catalog)
         assert call is not None
         return self._made(
@@ -202,25 +204,26 @@ class ApiServer:
 
 
 class SimulatedClient(KubeClient):
-    """The connection of one operator process. Faults happen to the requests they are planned for."""
+    """The connection of one operator process. Planned faults hit its requests."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
         self.server = "http://simulated"
         self.on_request = lambda verb, path, code: None
         self.write_timeout_s = lambda: REQUEST_TIMEOUT_S
+        #: Whether the process is alive.
         self.lives = True
-        """False: the process has ended."""
         self.requests = 0
+        #: (method, path) of writes that took effect.
         self.writes: list[tuple[str, str]] = []
-        """(method, path) of those that were carried out."""
+        #: (action, uid of the pod) of confirmed writes, and of creations refused because the pod
+        #: exists.
         self.told: list[tuple[str, str]] = []
-        """(what, uid of the pod) of those that the operator knows of: made, drained or deleted, or refused for it exists."""
+        #: Faults by number of the request, or of the write, from 0.
         self.faults: dict[int, Fault] = {}
-        """By number of the request, or of the write, from 0."""
         self.faults_hit_writes = False
+        #: The service as last read.
         self.seen_service: Object | None = None
-        """As it was last read."""
         self.seen_pods: list[Object] = []
         self._ways: Iterator[int] = itertools.repeat(0)
         self._meanwhile: dict[int, Callable[[], None]] = {}
@@ -233,11 +236,11 @@ class SimulatedClient(KubeClient):
         hit_writes: bool,
         delays: list[int],
     ) -> None:
-        """From now on requests are counted anew.
+        """Start counting requests from 0.
 
         Args:
-            meanwhile: what happens before the request of this number is carried out.
-            delays: turns of the loop that the ways to the server and back take, one after the other, and again from the first.
+            meanwhile: actions to run before the request of this number takes effect.
+            delays: loop iterations that each request and each reply takes, repeated in a cycle.
         """
         self.requests, self.writes, self.told = 0, [], []
         self.faults, self.faults_hit_writes, self._meanwhile = faults, hit_writes, meanwhile
@@ -292,7 +295,7 @@ class SimulatedClient(KubeClient):
         return answer
 
     def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
-        """What the operator knows from now on."""
+        """Record what the operator knows now."""
         if method == "GET" and path.startswith(service_path()) and path != service_path():
             self.seen_service = answer
         elif method == "GET" and path.endswith("/pods"):
@@ -322,7 +325,7 @@ class SimulatedClient(KubeClient):
 
 
 def _without_rules(node: Any) -> Any:
-    """The simulated user breaks no CEL rule, and to evaluate them takes longer than all the rest."""
+    """CEL rules are not evaluated: the simulated user breaks none, and evaluation would dominate the run time."""
     if isinstance(node, dict):
         return {
             key: _without_rules(value)

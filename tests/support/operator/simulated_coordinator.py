@@ -1,4 +1,4 @@
-"""A coordinator of ranks that is as good as its word, but may be away, or forget what it was asked for."""
+"""A simulated coordinator. It may be absent, or lose its state."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from baton_protocol.topology import MemberStatus, RankPhase, TopologyRequest, TopologyStatus
 
+#: Time in which ranks find a new coordinator.
 REGISTERED_WITHIN_S = 5.0
-"""Ranks find a new coordinator in time."""
 
 
 @dataclass
 class Coordinator:
-    """What is asked for is so as soon as all have started, when `step` is called."""
+    """A requested topology is committed by `step` when all members have started."""
 
+    #: Running ranks: instance by name.
     started: Callable[[], dict[str, str]]
-    """Ranks that run: name -> instance."""
     clock: Callable[[], float]
     generation: int = 0
     ranks: list[str] = field(default_factory=list)
     is_up: bool = True
+    #: The next requests that get no reply and have no effect.
     refuses: int = 0
-    """So many of the next requests are not answered, and not done."""
+    #: The next requests that take effect but whose replies are lost.
     loses: int = 0
-    """So many of the next answers are lost; what was asked for is done."""
     _asked_for: list[str] | None = None
+    #: Ranks that have not registered since it started.
     _strangers: set[str] = field(default_factory=set)
-    """Ranks that have not found it since it began."""
     _since: float = 0.0
 
     async def topology(self, host: str, key: Any = None) -> TopologyStatus | None:
@@ -74,12 +74,16 @@ class Coordinator:
         self.is_up, self._asked_for = False, None
 
     def returns(self) -> None:
-        """It knows what ranks tell it, no more."""
+        """Restart the coordinator. It knows only ranks that register."""
         if not self.is_up:
             self.is_up, self._strangers, self._since = True, set(self.started()), self.clock()
 
     def step(self, *, found: bool = True) -> None:
-        """Args: found: all ranks have found it."""
+        """Take one step.
+
+        Args:
+            found: whether all ranks have registered.
+        """
         if not self.is_up:
             return
         if found or self.clock() >= self._since + REGISTERED_WITHIN_S:

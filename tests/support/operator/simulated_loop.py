@@ -1,4 +1,4 @@
-"""An event loop on a clock of the test's own: it does all that is due, and never waits."""
+"""An event loop on a simulated clock. It runs everything that is due, and never waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type] - which class it is depends on the system
-    """Asked to wait, it says that nothing more is due."""
+    """A selector that records that nothing is due instead of waiting."""
 
     idle: Callable[[], None]
 
@@ -22,7 +22,11 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type] - 
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Args: clock: seconds. The test moves it on between two runs."""
+    """A simulated loop.
+
+    Args:
+        clock: returns seconds. Tests advance it between runs.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._simulated_clock = clock
@@ -35,15 +39,15 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._simulated_clock() + self._ended_s
 
     def run_until_idle(self) -> None:
-        """Whatever goes on by itself at this moment."""
+        """Run everything that is due at this time."""
         self.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises what it raises; RuntimeError if it waits for something that does not come by itself at this moment."""
+        """Run a coroutine. Raise RuntimeError if it waits for something that is not due at this time."""
         return self.run_until_complete(work)
 
     def end(self) -> None:
-        """Close the loop when all tasks have ended, as they were asked to. Raises AssertionError if one does not within 100 s."""
+        """Close the loop after all cancelled tasks have ended. Raise AssertionError if one does not within 100 s."""
         while asyncio.all_tasks(self) and self._ended_s < 100.0:
             self.run_until_idle()
             self._ended_s += 10.0

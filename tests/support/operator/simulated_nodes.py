@@ -1,4 +1,4 @@
-"""The other parts of the simulated cluster: scheduler, kubelets and Deployment controller."""
+"""Simulated scheduler, kubelets and Deployment controller."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from baton_operator.observe.observation import member
 from support.operator.simulated_api_server import NAMESPACE, ApiServer
 
 Object = dict[str, Any]
+#: Environment variable of templates whose pods never become ready.
 BROKEN = {"name": "BROKEN", "value": "1"}
-"""In a template: its pods never become ready."""
+#: Pods that the service controls under other names are copies by another client.
 MEMBER_NAME = re.compile(r"-(prefill|decode)-(0|[1-9][0-9]*)$")
-"""Pods that the service controls under other names are copies that somebody made."""
 
 
 class Nodes:
-    """Runs pods, one thing at a time."""
+    """Runs pods, one change at a time."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
+        #: Requests of engines by address.
         self.unfinished: dict[str, int] = {}
-        """By address: requests of an engine."""
+        #: Number of member pods for which the nodes have room.
         self.capacity = 100
-        """Member pods that the nodes have room for."""
         self._addresses = (f"10.1.{n // 250}.{n % 250 + 1}" for n in itertools.count())
 
     def pods(self) -> list[Object]:
-        """Members of the service that exists."""
+        """Return the member pods of the present service."""
         services = self.server.list(f"{names.PLURAL}.{names.GROUP}")
         uids = [service["metadata"]["uid"] for service in services]
         found = [
@@ -40,7 +40,7 @@ class Nodes:
         return [pod for pod in found if MEMBER_NAME.search(pod["metadata"]["name"])]
 
     def kubelet(self, pod: Object) -> None:
-        """The next thing that happens to a member."""
+        """Make the next change to a member."""
         name, now = pod["metadata"]["name"], self.server.now
         observed = member(pod)
         if observed.deletion is not None:
@@ -119,12 +119,12 @@ class Nodes:
         self.server.remove("pods", name)
 
     def pod_is_deleted(self, name: str) -> None:
-        """By somebody, with its grace period."""
+        """Another client deletes the pod, with its grace period."""
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}"
         self.server.request("DELETE", path, None, {}, "application/json")
 
     def deployments(self) -> None:
-        """The Deployment controller, and the kubelet for its pods, at once."""
+        """Run the Deployment controller and the kubelet of its pods."""
         for deployment in self.server.list("deployments.apps"):
             spec, metadata = deployment["spec"], deployment["metadata"]
             template = spec["template"]

@@ -1,4 +1,4 @@
-"""The session through which kopf watches the simulated API server: the part of aiohttp's that kopf uses."""
+"""The HTTP session through which kopf watches the simulated API server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class SimulatedSession:
-    """Args: middlewares: of aiohttp's clients, the outermost first."""
+    """The part of aiohttp's session that kopf uses.
+
+    Args:
+        middlewares: middlewares of an aiohttp client, the outermost first.
+    """
 
     def __init__(self, server: ApiServer, middlewares: Sequence[Any]) -> None:
         self.headers: dict[str, str] = {}
@@ -72,7 +76,7 @@ class SimulatedSession:
 
 
 class Response:
-    """Of a list with `body`, of a watch with `events`."""
+    """The response to a list (with `body`) or to a watch (with `events`)."""
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""The watch cache of the simulated API server, and what carries its events to the operator: late, in parts, twice, or not at all;
-and breaks."""
+"""The watch cache of the simulated API server, and its watches.
+
+Events may arrive late, in parts, twice or not at all, and watches may break.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,30 @@ from pocketkube.apiserver.store import Event
 
 Object = dict[str, Any]
 Matches = Callable[[Object], bool]
+#: The result of a list: a reply, a 429 with a pause, or a connection that breaks within the reply.
 Lists = Literal["work", "500", "429", "break"]
-"""What becomes of a list: 429 asks for a pause, and one that breaks does so in the middle of its answer."""
 BOOKMARK_S = 60.0
 
 
 @dataclass(eq=False)
 class Wire:
-    """The watches of one kind, one after the other. It outlives the operator."""
+    """The consecutive watches of one kind. They survive a restart of the operator."""
 
     events: list[Event] = field(default_factory=list)
+    #: History of the API server.
     version: int = 0
-    """Of the API server."""
+    #: Number of events that arrive. None: all.
     allowance: int | None = None
-    """Events that come through; None: all."""
+    #: Number of events that are lost silently.
     to_lose: int = 0
-    """Events that are lost without a word."""
     repeats: bool = False
+    #: Oldest version from which a watch can start.
     forgotten: int = 0
-    """What happened up to this version cannot be watched any more."""
     lists: Lists = "work"
+    #: Whether the connection is open but sends neither events nor bookmarks.
     is_silent: bool = False
-    """Neither events nor bookmarks come, and the connection stands."""
+    #: Version of the newest event that arrived.
     shown: int = 0
-    """Version of the newest event that came through."""
     _cut: bool = False
     _stirred: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,7 +51,7 @@ class Wire:
         self._stirred.set()
 
     def breaks(self, *, forgets: bool) -> None:
-        """Forgets: the server cannot say what came after; it has to be listed."""
+        """Drop the history, so that a list is needed."""
         self._cut = True
         self.forgotten = self.version if forgets else self.forgotten
         self._stirred.set()
@@ -60,7 +62,7 @@ class Wire:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the API server's watch cache lags behind what is stored."""
+        """Whether the API server's watch cache lags behind its store."""
         return (
             self.allowance is not None
             and bool(self.events)
@@ -68,7 +70,7 @@ class Wire:
         )
 
     def cached(self, matches: Matches) -> tuple[list[Object], int]:
-        """What a list from the watch cache has, and its version."""
+        """Return the items and the version of a list from the watch cache."""
         version = self.shown if self.is_behind else self.version
         objects: dict[tuple[str, str], Object] = {}
         for event in self.events:
@@ -82,7 +84,7 @@ class Wire:
     async def watch(
         self, matches: Matches, since: int, *, timeout_s: float
     ) -> AsyncGenerator[Object]:
-        """Events after `since`, as the API server sends them, until it ends the watch. Raises ConnectionError when it breaks."""
+        """Yield the events after `since` until the server ends the watch. Raise ConnectionError if it breaks."""
         if since < self.forgotten:
             yield {
                 "type": "ERROR",
@@ -122,7 +124,7 @@ class Wire:
                 yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
 
     def _shown(self, event: Event, matches: Matches) -> list[Object]:
-        """What enters or leaves the selection is added or deleted for who watches through it."""
+        """Return the event as a watch with a selector sees it."""
         was = event.previous is not None and matches(event.previous)
         is_there = event.type != "DELETED" and matches(event.object)
         type_ = {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get(

@@ -1,4 +1,4 @@
-"""What the chart renders, by the real Helm engine: by default what manifests/ holds, and what each value changes."""
+"""The chart, rendered by the real Helm engine: the defaults equal manifests/, and each value's effect."""
 
 from __future__ import annotations
 

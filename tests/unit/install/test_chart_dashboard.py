@@ -1,4 +1,4 @@
-"""The dashboard asks only for metrics that the components really expose."""
+"""The dashboard queries only metrics that the components expose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 
 
 def exposed(families: Iterable[object]) -> set[str]:
-    """Names as Prometheus stores them."""
+    """Return the names as Prometheus stores them."""
     found = set()
     for family in families:
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
@@ -47,7 +47,7 @@ def coordinator() -> set[str]:
 
 
 def panels() -> list[tuple[str, str]]:
-    """(title, expression)."""
+    """Yield (title, expression)."""
     return [
         (panel["title"], target["expr"])
         for panel in DASHBOARD["panels"]
@@ -56,7 +56,7 @@ def panels() -> list[tuple[str, str]]:
 
 
 def component_of(expression: str) -> set[str]:
-    """Whose metrics an expression may ask for."""
+    """Return the components whose metrics an expression may query."""
     if match := re.search(r'component=~"([a-z|]+)"', expression):
         return set(match[1].split("|"))
     return {"operator"}

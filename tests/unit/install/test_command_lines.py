@@ -1,4 +1,4 @@
-"""Numbers that no command can work with are refused by the flag's name, before anything starts."""
+"""Commands reject invalid numbers before they start, with the name of the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every LLMService that a document shows is one that the API server takes, and the operator too."""
+"""The API server and the operator accept every LLMService in the documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = {"uri": "file:///m"}
 
 
 def examples() -> list[Any]:
-    """Whole objects, and parts of a spec (blocks whose fields are all of the spec), by document and line."""
+    """Yield whole objects and parts of a spec, by document and line."""
     found = []
     for path in sorted(
         [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/**/*.md")]
@@ -49,7 +49,7 @@ def examples() -> list[Any]:
 
 
 def as_service(document: dict[str, Any]) -> dict[str, Any] | None:
-    """The object that `document` is, or is a part of; None if it is about something else."""
+    """Return the LLMService that `document` is or is a part of, or None."""
     if document.get("kind") == names.KIND:
         return document
     if "kind" in document:

@@ -21,13 +21,13 @@ KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 
 
 def documented() -> dict[str, str]:
-    """Name of a metric as in the page's tables, without `_total` -> its type."""
+    """Return the types of the metrics in the page's tables, by name without `_total`."""
     rows = re.findall(r"^\| `(baton[a-z_:0-9]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     return {name.removesuffix("_total") if kind == "counter" else name: kind for name, kind in rows}
 
 
 def registered() -> Iterator[tuple[str, str]]:
-    """(name, where) of each metric that a component makes under a name of its own."""
+    """Yield (name, place) of each metric that the components create."""
     for component in ("engine", "gateway", "kv_transfer", "operator"):
         for path in sorted((ROOT / component).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

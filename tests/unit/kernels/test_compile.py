@@ -1,4 +1,4 @@
-"""What the interpreter accepts, the compiler must accept, too."""
+"""The compiler accepts every kernel that the interpreter accepts."""
 
 from __future__ import annotations
 

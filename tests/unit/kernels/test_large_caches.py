@@ -1,4 +1,4 @@
-"""Every kernel addresses blocks past 2^31 elements, where offsets in int32 wrap around. Of such caches little is ever touched."""
+"""Every kernel addresses blocks past 2^31 elements, where int32 offsets would overflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLIT: Configuration = {"KV_TILE": 16, "PROGRAMS_PER_SM": 8, "num_warps": 4, "nu
 
 
 def large_cache(num_elements: int, *block: int, dtype: torch.dtype, device: str) -> Tensor:
-    """[num_blocks, *block]: at least so many elements, and a few blocks more."""
+    """Return a cache [num_blocks, *block] with more than `num_elements`."""
     size = torch.Size(block).numel()
     num_blocks = num_elements // size + 64
     return large_memory(num_blocks * size, dtype, device).view(num_blocks, *block)

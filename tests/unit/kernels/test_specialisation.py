@@ -1,4 +1,4 @@
-"""What varies from step to step compiles no kernel anew: that would make a request wait for the compiler."""
+"""Arguments that vary between steps do not recompile a kernel, which would delay requests."""
 
 from __future__ import annotations
 

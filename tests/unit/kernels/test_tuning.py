@@ -1,4 +1,4 @@
-"""The tuner keeps what is right and fastest, and launches find it in their device's table."""
+"""The tuner keeps the fastest correct candidate, and launches read it from their device's table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = {"tile": 16, "num_warps": 4}
 
 
 class FakeKernel:
-    """Takes as long as `seconds` says for its tile, computes wrongly with tile 8, and cannot be launched with tile 512."""
+    """A kernel whose time depends on its tile. Tile 8 gives a wrong result, tile 512 fails."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds_of = seconds

@@ -1,4 +1,4 @@
-"""The client at the wire: what it sends, and what it makes of each answer."""
+"""The requests that the client sends, and its results for each reply."""
 
 from __future__ import annotations
 

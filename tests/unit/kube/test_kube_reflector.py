@@ -88,7 +88,7 @@ class Pods:
 
 
 class Mirror:
-    """A running reflector of `pods`, and what its listener heard."""
+    """A running reflector of `pods`, and the calls of its listener."""
 
     def __init__(self, pods: Pods, mirror: Reflector) -> None:
         self.pods, self.mirror = pods, mirror

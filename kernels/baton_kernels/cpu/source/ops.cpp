@@ -1,5 +1,6 @@
-// The operations as torch knows them: torch.ops.baton_cpu.*. Checks of shapes, and the way from tensors to pointers.
-// Their fake (shape-only) implementations for torch.compile are in ../__init__.py. At the end what is called without torch.
+// The operators torch.ops.baton_cpu.*: they check shapes and pass pointers to the headers'
+// functions. Their fake (shape-only) implementations for torch.compile are in ../__init__.py. The
+// end of the file exports the function that is called without torch.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -12,7 +13,7 @@
 #include "elementwise.h"
 #include "sampling.h"
 
-// Runs a lambda with scalar_t as `type`, which is one of DTYPES of ../__init__.py.
+// Calls a lambda with scalar_t as `type`, which is one of DTYPES in ../__init__.py.
 #define DISPATCH(type, name, ...)                    \
     AT_DISPATCH_SWITCH(                              \
         type, name,                                  \
@@ -253,8 +254,8 @@ Tensor draw_tokens_op(
     int64_t* const drawn = tokens.mutable_data_ptr<int64_t>();
     const float* const from = logits.const_data_ptr<float>();
     for_each_row(rows, vocab_size, [&](int64_t row) {
-        const Wish wish{temperature[row], top_p[row], min_p[row], top_k[row], static_cast<uint64_t>(keys[row])};
-        drawn[row] = draw_token(from + row * vocab_size, vocab_size, wish);
+        const RowParams params{temperature[row], top_p[row], min_p[row], top_k[row], static_cast<uint64_t>(keys[row])};
+        drawn[row] = draw_token(from + row * vocab_size, vocab_size, params);
     });
     return tokens;
 }
@@ -292,7 +293,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 
-// Checked by its caller, ../../block_checksum/__init__.py. No tensors: for one block torch's dispatcher takes longer than the sum.
+// The caller, ../../block_checksum/__init__.py, checks the arguments. Takes no tensors: for one
+// block torch's dispatcher takes longer than the sum.
 extern "C" void baton_sum_runs(
     uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
 ) {

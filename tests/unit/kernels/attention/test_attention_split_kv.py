@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 TILE = 16
 SEGMENT = kernel_file.MIN_TILES * TILE
-"""Tokens of a segment where there are programs enough for as many segments as may be."""
+"""Tokens of a segment if the number of programs allows the maximum number of segments."""
 MANY = {"KV_TILE": TILE, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 FEW = MANY | {"PROGRAMS_PER_SM": 1}
 
 
 def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[int]:
-    """How many the kernel made of each sequence, as it told the reduce."""
+    """Return the number of segments of each sequence, as the kernel reported it."""
     told = []
 
     class Reduce:
@@ -111,7 +111,7 @@ def test_options_of_split_sequences(dtype: torch.dtype, fp8: bool, triton_device
 
 
 def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
-    """More segments than it joins at once, among them some that saw nothing, between those of other sequences."""
+    """More segments than one iteration joins; some saw no key, some belong to other sequences."""
     segments, group, head_dim = 70, 3, 20
     scores = torch.randn(segments, 2, group, 5) * 20
     values = torch.randn(segments, 2, 5, head_dim)

@@ -1,4 +1,4 @@
-"""Mixture of experts: every path against the formula, with experts that are idle, crowded or not here."""
+"""Mixture of experts: every path against the formula, with experts that are idle, crowded or on other ranks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_the_same_step_gives_the_same_bits(run: Callable[..., Tensor], triton_de
 
 
 def test_padding_reads_no_neighbour(triton_device: str) -> None:
-    """x is a view: the rows around it are NaN, and tiles are higher than it."""
+    """x is a view between NaN rows, with fewer rows than a tile."""
     x, *rest = make_case(2)
     around = torch.full((9, x.shape[1]), float("nan"))
     around[3:5] = x
@@ -229,7 +229,7 @@ def test_padding_reads_no_neighbour(triton_device: str) -> None:
 
 def test_stacked_weights_that_do_not_fit_are_refused(triton_device: str) -> None:
     x, gate_up, down, weights, expert_ids = (tensor.to(triton_device) for tensor in make_case(3))
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not match"):
         run_experts_triton(x, gate_up[:, 2:], down, weights, expert_ids)
     with pytest.raises(ValueError, match="contiguous"):
         run_experts_triton(x, gate_up.mT.contiguous().mT, down, weights, expert_ids)

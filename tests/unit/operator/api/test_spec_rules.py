@@ -1,4 +1,4 @@
-"""The rules of what can never work: the API server's CEL and the operator's Python say the same of any spec."""
+"""The rules of the spec: CEL and Python agree on every spec."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ BROKEN: list[tuple[str, Object]] = [
         {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}},
     ),
     (
-        "engine.numBlocks is needed",
+        "engine.numBlocks is required",
         {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}},
     ),
     (
@@ -150,7 +150,7 @@ BROKEN: list[tuple[str, Object]] = [
         {"decode": {"autoscaling": {"itlMilliseconds": 1, "idleSeconds": 1, "maxReplicas": 1}}},
     ),
     (
-        "holdSeconds is of use",
+        "holdSeconds applies only",
         {"decode": {"autoscaling": {"itlMilliseconds": 1, "holdSeconds": 1, "maxReplicas": 1}}},
     ),
 ]

@@ -57,7 +57,7 @@ def test_a_step_of_load_is_followed_up_and_down_without_oscillation() -> None:
 
 
 def test_decode_engines_short_of_kv_settle_though_fewer_of_them_take_longer_for_the_same() -> None:
-    # Two engines of 20 sequences would be full for ever, for each sequence takes longer the more there are.
+    # Two engines of 20 sequences would stay full, because each sequence takes longer the more there are.
     simulation = Simulation(
         lambda _: 20.0,
         Targets(ttft_s=1.0, itl_s=0.2),

@@ -1,4 +1,4 @@
-"""Which size is chosen, and why: situations as a table, memory over time, and properties."""
+"""The decided size and its reason: a table of situations, sequences of decisions, and properties."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_the_maximum_is_said() -> None:
     decision = chosen(group("decode"), window("decode", itl_s=0.1), bounds=Bounds(1, 4))
     assert (decision.size, decision.reason) == (4, "AtMaximum")
     assert decision.explanation == (
-        "decode stays at 4: ITL p95 is 100 ms for a target of 50 ms with 10.0 sequences per engine, which asks for 8, "
+        "decode stays at 4: ITL p95 is 100 ms for a target of 50 ms with 10.0 sequences per engine, which calls for 8, "
         "but the maximum is 4."
     )
 
@@ -277,7 +277,7 @@ def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not()
 def test_history_survives_its_own_encoding_and_keeps_equal_recommendations_as_one() -> None:
     history = History(breach=Breach(1.0, 2.0))
     for step in range(100):
-        history = history.noting(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
+        history = history.with_decision(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
     assert history.runs == (Run(3, 0.0, 1275.0), Run(4, 1275.0, 1485.0))
     assert history.covers(1500.0, 300)
     assert not history.covers(1485.0 + 121, 300)

@@ -1,4 +1,4 @@
-"""From scrapes to measurements: real exporters' text, quantiles, restarts, pods that come and go."""
+"""Measurements from scrapes: text of real exporters, quantiles, restarts, pods that start and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autoscaler of a service with pods that answer over HTTP: sizes, what is told of them, and what a fault does not change."""
+"""The autoscaler of a service whose pods reply over HTTP: sizes, status, and faults that change no size."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_a_failing_scrape_is_visible_and_decides_nothing() -> None:
             await stand.load(itl_s=0.1, rounds=12)
             assert (stand.told.size, stand.told.reason) == (2, "MetricsMissing")
             assert "1 of 2 engines answered" in stand.told.message
-            assert "Of demo-decode-1: HTTP 500" in stand.told.message
+            assert "Pod demo-decode-1: HTTP 500" in stand.told.message
             assert stand.news == []
 
 
@@ -329,10 +329,7 @@ def test_what_is_under_way_is_told_to_the_policy() -> None:
 
     scaling = {"id": "op-1", "kind": "scale", "phase": "preparing", "generation": 4, "seconds": {}}
     assert operation(topology=of_topology()) == ""
-    assert (
-        operation(topology=of_topology(operation=scaling))
-        == "operation op-1 (scale) on the topology"
-    )
+    assert operation(topology=of_topology(operation=scaling)) == "topology operation op-1 (scale)"
     assert operation(topology=of_topology(operation={**scaling, "phase": "done"})) == ""
     assert "coordinator" in operation(topology=of_topology(reachable=False))
 

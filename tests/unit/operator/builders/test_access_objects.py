@@ -1,4 +1,4 @@
-"""Ways to the gateway, the Secrets it reads, and the limits it is told."""
+"""Access to the gateway, the Secrets that it reads, and its configured limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects a service becomes."""
+"""The objects that are built for a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an edit replaces: only the pods that would be made of something else."""
+"""Edits replace only the pods whose template or configuration changes."""
 
 from __future__ import annotations
 

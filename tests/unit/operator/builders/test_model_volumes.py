@@ -1,4 +1,4 @@
-"""Where models come from: what pods get for each kind of URI, and what conditions say until the model is there."""
+"""Volumes and fetchers for each kind of model URI, and conditions until the model is available."""
 
 from __future__ import annotations
 

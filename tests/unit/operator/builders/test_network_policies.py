@@ -19,7 +19,7 @@ from support.operator.services import owner
 
 ROOT = Path(__file__).parents[4]
 CHOSEN_PORT = 41234
-"""What a store of ranks, gloo or a lane happens to listen on."""
+"""A random port of a rank store, of gloo or of a KV transport."""
 OPERATOR_NAMESPACE = "baton-system"
 NAMESPACES = {
     "default": {"kubernetes.io/metadata.name": "default"},

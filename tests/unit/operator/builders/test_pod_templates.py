@@ -1,4 +1,4 @@
-"""What users set for their pods by `resources` and `template` is in the pods, of every role."""
+"""`resources` and `template` of users are applied to the pods of every role."""
 
 from __future__ import annotations
 

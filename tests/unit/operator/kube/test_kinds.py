@@ -1,4 +1,4 @@
-"""Kinds by name, and which service an event belongs to."""
+"""Kinds by name, and the service that an event belongs to."""
 
 from __future__ import annotations
 

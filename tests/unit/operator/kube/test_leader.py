@@ -1,4 +1,4 @@
-"""The election: never two that both believe, whatever network and clocks do within their bounds; and the requests for it."""
+"""Leader election: never two holders, for any network and any clocks within their bounds; and its requests."""
 
 from __future__ import annotations
 

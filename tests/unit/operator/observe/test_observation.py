@@ -1,4 +1,4 @@
-"""What the planner is told about a pod, and what engines answer to the request to drain."""
+"""Member pods as the planner sees them, and the replies of engines to POST /drain."""
 
 from __future__ import annotations
 

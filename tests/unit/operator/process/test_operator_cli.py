@@ -1,4 +1,4 @@
-"""How `baton-operator` ends that cannot start: with one line that names what is wrong."""
+"""`baton-operator` exits with one line that names the problem if it cannot start."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_operator_ends_with_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 78
     assert ended.stderr.splitlines()[-1].startswith(
-        f"FATAL ConfigurationError: no access to a cluster: {path} is no "
+        f"FATAL ConfigurationError: cannot access the cluster: {path} is no "
     )
     assert "Traceback" not in ended.stderr
 

@@ -1,4 +1,4 @@
-"""kopf in its thread: started again when it ends or falls silent, and never waited for without end."""
+"""kopf in its thread: restarted when it ends or its watches get no answer, and stopped with a deadline."""
 
 from __future__ import annotations
 

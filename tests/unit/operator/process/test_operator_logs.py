@@ -1,4 +1,4 @@
-"""Log lines name the service they are about, and nobody else's."""
+"""Log lines name the service that they are about, and no other one."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) ->
     assert pair.leader.process.wait(60) == 1, pair.leader.log.read_text()[-2000:]
     assert pair.leader.writes_since(resumed) == []
     last = json.loads(pair.leader.log.read_text().splitlines()[-1])
-    assert last["message"].startswith("ends: "), last
+    assert last["message"].startswith("exiting: "), last
     assert pair.standby.leads()
 
 

@@ -1,4 +1,4 @@
-"""What the operator process does: services come up, change and shrink, ranks follow their coordinator, keys are drawn."""
+"""The operator process: services start, change and shrink, ranks follow their coordinator, keys are drawn."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
         # Forms when both have started.
         for pod in ("decode-0", "decode-1"):
             await experts.run(pod, ready=False)
-        await coordinator.asked_for("experts-decode-0", "experts-decode-1")
+        await coordinator.requested("experts-decode-0", "experts-decode-1")
         await experts.condition("Scaling", "True", "Forming")
         coordinator.commit()
         for pod in ("decode-0", "decode-1"):
@@ -74,7 +74,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
         await experts.patch({"decode": {"replicas": 3}})
         await experts.names("decode-0", "decode-1", "decode-2")
         await experts.run("decode-2", ready=False)
-        await coordinator.asked_for("experts-decode-0", "experts-decode-1", "experts-decode-2")
+        await coordinator.requested("experts-decode-0", "experts-decode-1", "experts-decode-2")
         await experts.condition("Scaling", "True", "ScalingUp")
         coordinator.fail("decode-2: no memory")
         failed = await experts.condition("Scaling", "False", "ScaleFailed")
@@ -86,7 +86,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
 
         # Shrinks: the pod stays while it is a rank.
         await experts.patch({"decode": {"replicas": 2}})
-        await coordinator.asked_for("experts-decode-0", "experts-decode-1")
+        await coordinator.requested("experts-decode-0", "experts-decode-1")
         await experts.condition("Scaling", "True", "ScalingDown")
         assert len(await experts.pods()) == 3
         engine = DrainingEngine(unfinished=0)

@@ -1,4 +1,4 @@
-"""What the operator process refuses or waits for, and how it says so."""
+"""Refusals and waits of the operator process, and the conditions that report them."""
 
 from __future__ import annotations
 

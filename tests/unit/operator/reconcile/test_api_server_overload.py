@@ -1,4 +1,4 @@
-"""200 services and an API server that refuses: bounded concurrency, its Retry-After honoured, and everybody served in the end."""
+"""200 services and an overloaded API server: bounded concurrency, Retry-After, and all services reconciled."""
 
 from __future__ import annotations
 

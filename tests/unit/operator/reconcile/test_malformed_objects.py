@@ -418,13 +418,13 @@ def test_a_spec_that_runs_into_a_defect_is_told_and_the_members_of_before_are_ke
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
-    right = reconcile.desired
+    right = reconcile.compute_desired
 
     def defect(wanted: Any, *args: Any, **options: Any) -> Any:
         return fails() if wanted.spec.engine.max_num_seqs == 4 else right(wanted, *args, **options)
 
     with monkeypatch.context() as broken:
-        broken.setattr(reconcile, "desired", defect)
+        broken.setattr(reconcile, "compute_desired", defect)
         simulated.patch({"engine": {"maxNumSeqs": 4}})
         simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
         for _ in range(6):

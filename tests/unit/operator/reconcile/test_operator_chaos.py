@@ -20,7 +20,7 @@ EXAMPLES, STEPS = 150, 30
 def test_services_converge_whatever_happens() -> None:
     seed = int(os.environ.get("BATON_SEED") or secrets.randbits(32))
     print(f"BATON_SEED={seed}")
-    # Without shrinking: a failure is told at once, with the seed that leads to it again.
+    # Without shrinking, a failure is reported at once, with its seed.
     how = settings(
         max_examples=EXAMPLES,
         stateful_step_count=STEPS,

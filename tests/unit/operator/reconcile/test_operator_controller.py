@@ -1,4 +1,4 @@
-"""The controller: one reconcile at a time per service, none lost, retries; and how fresh the reads of each must be."""
+"""The controller: one reconcile at a time per service, none lost, retries, and the freshness of reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pods that die while another spec is rolled out, or held back: of which revision their successors are, on a simulated cluster."""
+"""The revision of pods that replace dead ones during a rollout or a pause, on a simulated cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses, and the records that they keep to, on a simulated cluster."""
+"""Pauses and the revision history, on a simulated cluster."""
 
 from __future__ import annotations
 

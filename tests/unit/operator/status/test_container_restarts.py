@@ -1,4 +1,4 @@
-"""What conditions say of pods that fail, start again and fail again: nothing alternates until they are ready."""
+"""Conditions of pods that fail repeatedly: they do not alternate until the pods are ready."""
 
 from __future__ import annotations
 

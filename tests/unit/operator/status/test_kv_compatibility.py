@@ -1,4 +1,4 @@
-"""Prefill and decode pods that cannot exchange KV blocks: how the operator learns of it, and what it says."""
+"""Prefill and decode pods that cannot exchange KV blocks: the probes and the condition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets and ConfigMaps that pods wait for: found by name, without being read, and told of each group that needs them."""
+"""Missing Secrets and ConfigMaps: found by name without reading them, and reported for each group."""
 
 from __future__ import annotations
 

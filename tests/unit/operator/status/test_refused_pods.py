@@ -1,4 +1,4 @@
-"""Pods that the API server does not take: the group says why, everything else goes on, and another try comes after a while."""
+"""Pods that the API server refuses: the group reports why, the rest continues, and the pod is retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From pods to conditions."""
+"""Conditions of groups, from their pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what Gateways say of an HTTPRoute to GatewayReady."""
+"""GatewayReady, from the status of an HTTPRoute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking the coordinator, keeping what it said, and saying it on: conditions and events."""
+"""The topology: requests to the coordinator, the recorded status, conditions and Events."""
 
 from __future__ import annotations
 
@@ -196,16 +196,16 @@ VERDICTS: dict[str, tuple[llmservice.TopologyStatus | None, set[str], int, tuple
 
 
 @pytest.mark.parametrize(
-    ("told", "asked_for", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
+    ("told", "requested", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
 )
 def test_scaling(
     told: llmservice.TopologyStatus | None,
-    asked_for: set[str],
+    requested: set[str],
     desired: int,
     verdict: tuple[str, str, str],
 ) -> None:
     got = scaling_verdict(
-        GroupTopology(status=told, reachable=True, asked_for=frozenset(asked_for)), desired
+        GroupTopology(status=told, reachable=True, requested=frozenset(requested)), desired
     )
     assert got[:2] == verdict[:2]
     assert verdict[2] in got[2]

@@ -1,4 +1,4 @@
-"""From pods to the condition Updating and the counts per role."""
+"""The condition Updating and the counts per role, from pods."""
 
 from __future__ import annotations
 
