@@ -33,8 +33,10 @@ def run_part(name: str, setting: Setting) -> Outcome:
         return Outcome(failure=f"{name} was not run: {error.name} is not installed.")
     except Exception as error:
         traceback.print_exc()
-        reason = str(error).splitlines()[0] if str(error) else ""
-        return Outcome(failure=f"{name} failed: {type(error).__name__}: {reason}.")
+        return Outcome(
+            failure=f"{name} failed: {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')}."
+        )
     return Outcome(rows, goals, [remark for remark in setting.remarks if remark])
 
 

@@ -92,8 +92,9 @@ def _tune(
                     subject, deadline, num_threads=NUM_COMPILING if setting.is_gpu else 0
                 )
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else ""
-            failures.append(f"{operation}: {type(error).__name__}: {reason}")
+            failures.append(
+                f"{operation}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            )
             print(f"  {failures[-1]}", flush=True)
 
 
