@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 MAX_SIMULATED_S = 1e7
+PIPED_WIDTH = 1000  #: columns of a table that no terminal limits
 
 
 def main() -> None:
@@ -346,7 +347,7 @@ def _run_status(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
         return 0 if status.exists else 1
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     if status.exists:
         from baton_local.display import service_tables
 
